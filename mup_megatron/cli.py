@@ -1,0 +1,216 @@
+"""`mup-megatron`: the command line. Commands are thin; what they do lives in the module of the same name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from mup_megatron.errors import UserError
+
+app = typer.Typer(
+    name="mup-megatron",
+    help="Maximal update parametrization (µP) for megatron-core and DeepSpeed: tune a small proxy, train the target.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Any config key, e.g. hparams.lr=3e-3.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
+WorldSize = Annotated[
+    int | None, typer.Option(min=1, help="Processes to lay the model out for; the fewest that fit unless given.")
+]
+AllowChange = Annotated[
+    list[str] | None, typer.Option(metavar="KEY", help="A key that may differ from the checkpoint's; repeatable.")
+]
+
+
+def main() -> NoReturn:
+    """Entry point: bad input is one sentence and exit status 2, never a traceback."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a command line; returns its exit status."""
+    from mup_megatron.runtime import read_rank
+
+    try:
+        result = app(arguments, standalone_mode=False)
+        return int(result or 0)
+    except UserError as error:
+        _say_error(str(error), read_rank())
+        return 2
+    except typer.TyperException as error:  # unknown command or option
+        _say_error(error.format_message(), read_rank())
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _say_error(message: str, rank: Any) -> None:
+    """On rank 0; elsewhere only once ranks have met, for before that all say the same."""
+    torch = sys.modules.get("torch")
+    met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank.is_first or met:
+        where = f" (rank {rank.rank})" if rank.world_size > 1 and met else ""
+        print(f"mup-megatron: error{where}: {message}", file=sys.stderr, flush=True)
+
+
+def _config(path: str, overrides: list[str] | None) -> Any:
+    from mup_megatron.config import load_config, parse_overrides
+
+    return load_config(path, parse_overrides(overrides or []))
+
+
+@app.command(epilog="Example: mup-megatron prepare configs/demo.yaml")
+def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train the tokenizer and write the indexed dataset; does nothing where they are there already."""
+    from mup_megatron import runtime
+
+    settings = _config(config, overrides)
+    runtime.prepare_process()
+    from mup_megatron.data.prepare import data_directory
+    from mup_megatron.data.prepare import prepare as prepare_data
+
+    prepared = prepare_data(settings, print)
+    print(f"prepared: {prepared.tokens:,} tokens, vocabulary {prepared.vocab_size}, {data_directory(settings)}")
+
+
+@app.command(epilog="Example: mup-megatron explain configs/demo.yaml hparams.lr=1e-3 --world-size 4 --rank 3")
+def explain(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    rank: Annotated[int, typer.Option(min=0, help="Rank whose local shapes are shown.")] = 0,
+    world_size: WorldSize = None,
+    as_json: AsJson = False,
+    save_base_shapes: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the base shapes as a .bsh file.")
+    ] = None,
+) -> None:
+    """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = _config(config, overrides)
+    runtime.prepare_process()
+    settings = runtime.resolve_auto(settings)
+    layout = resolve_layout(settings, world_size or smallest_world(settings))
+    if rank >= layout.world_size:
+        raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
+    from mup_megatron import shapes
+    from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.explain import explain as explain_data
+    from mup_megatron.explain import print_table
+    from mup_megatron.model import parametrize
+
+    parametrization = parametrize(settings, known_vocab_size(settings))
+    if save_base_shapes:
+        extra = {"kv_channels": parametrization.base_head_size}
+        shapes.save_base_shapes(save_base_shapes, parametrization.shapes, extra)
+    if as_json:
+        print(json.dumps(explain_data(settings, parametrization, layout, rank), indent=1))
+        return
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 200
+    print_table(settings, parametrization, layout, Console(width=width))
+
+
+@app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start where no launcher did; one per GPU unless given.")
+    ] = None,
+    allow_change: AllowChange = None,
+) -> int:
+    """Train the target with the config's hyperparameters, from the last checkpoint if there is one."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = _config(config, overrides)
+    rank = runtime.read_rank()
+    if not rank.launched:
+        ranks = nproc_per_node or _gpus() or smallest_world(settings)
+        resolve_layout(settings, ranks)
+        if ranks > 1:
+            from mup_megatron.launch import start_ranks
+
+            allowed = [word for key in allow_change or [] for word in ("--allow-change", key)]
+            return start_ranks(["train", config, *(overrides or []), *allowed], ranks)
+    return _train(settings, rank, allow_change or [])
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _train(settings: Any, rank: Any, allowed_changes: list[str]) -> int:
+    from mup_megatron import train as training
+
+    status = 0
+    try:
+        training.train(settings, rank, allowed_changes)
+    except training.Terminated as message:
+        status = 143
+        if rank.is_first:
+            print(message, flush=True)
+    except training.Diverged as message:
+        status = 1
+        if rank.is_first:
+            print(f"mup-megatron: {message}; the last checkpoint is untouched", file=sys.stderr, flush=True)
+    if rank.is_first and (Path(settings.run.dir) / "metrics.jsonl").exists():
+        from mup_megatron.report.curves import draw_loss
+
+        print(f"picture: {draw_loss(Path(settings.run.dir))}", flush=True)
+    return status
+
+
+@app.command(epilog="Example: mup-megatron doctor --json")
+def doctor(as_json: AsJson = False) -> None:
+    """Show what is installed, which patches are active, what is missing and what that costs."""
+    from mup_megatron.doctor import examine, print_examination
+
+    examination = examine()
+    if as_json:
+        print(json.dumps(examination, indent=1))
+        return
+    from rich.console import Console
+
+    print_examination(examination, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def pretrain(arguments: list[str]) -> NoReturn:
+    """What launch/pretrain_gpt.sh runs: `train`, on configs/demo.yaml unless a config is named.
+
+    Args:
+        arguments: [CONFIG] [KEY.PATH=VALUE]..., and whatever `--local_rank` a launcher adds.
+    """
+    arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
+    if not arguments or (not arguments[0].startswith("-") and "=" in arguments[0]):
+        arguments = [str(demo_config()), *arguments]
+    sys.exit(run(["train", *arguments]))
+
+
+def demo_config() -> Path:
+    """configs/demo.yaml of this checkout.
+
+    Raises:
+        UserError: the package is installed without its checkout.
+    """
+    path = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
+    if not path.is_file():
+        raise UserError("no config was named, and configs/demo.yaml is not beside this installation; name a config")
+    return Path(os.path.relpath(path))

@@ -1,0 +1,23 @@
+"""The one schema of a run (`Config` and its sections) and how it is read (`load_config`).
+
+An unknown key is an error that names the nearest known one. This package imports nothing of the project but `errors`.
+"""
+
+from mup_megatron.config.load import load_config, parse_config, parse_overrides, parse_yaml
+from mup_megatron.config.schema import Base, Config, Data, Growth, Hparams, Model, Optimizer, Parallel, Training
+
+__all__ = [
+    "Base",
+    "Config",
+    "Data",
+    "Growth",
+    "Hparams",
+    "Model",
+    "Optimizer",
+    "Parallel",
+    "Training",
+    "load_config",
+    "parse_config",
+    "parse_overrides",
+    "parse_yaml",
+]

@@ -1,0 +1,197 @@
+"""From YAML text and `key.path=value` to a checked Config, with one clear sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mup_megatron.config.checks import check
+from mup_megatron.config.schema import PRESETS, Config
+from mup_megatron.errors import ConfigError, UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml.SafeLoader that reads 3e-4 as a number (YAML 1.2 does, PyYAML's 1.1 makes it text) and refuses twin keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """YAML text as plain data (safe loader: nothing is ever executed).
+
+    Raises:
+        UserError: the text is not YAML; names the line.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise UserError(f"{source}: {where}not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def parse_overrides(arguments: list[str]) -> dict[str, Any]:
+    """`["hparams.lr=1e-3"]` as `{"hparams.lr": 0.001}`; values are read as YAML.
+
+    Raises:
+        UserError: an argument is not of the form key.path=value.
+    """
+    overrides = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not re.fullmatch(r"\w[\w-]*(\.\w[\w-]*)*", key):
+            raise UserError(f"{argument!r}: expected key.path=value, for example hparams.lr=3e-3")
+        overrides[key] = parse_yaml(value, key)
+    return overrides
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Reads, overrides, validates.
+
+    Args:
+        path: a YAML file.
+        overrides: dotted keys and values that replace what the file says.
+
+    Raises:
+        UserError: the file cannot be read or is not YAML.
+        ConfigError: a key is unknown, missing, of the wrong type, or contradicts another.
+    """
+    source = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{source}: cannot read the config: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{source}: not a text file; expected a YAML config") from None
+    data = parse_yaml(text, source)
+    if not isinstance(data, dict):
+        raise UserError(f"{source}: expected sections such as run:, model: and training:, found {type(data).__name__}")
+    for key, value in (overrides or {}).items():
+        _override(data, key, value, source)
+    return parse_config(data, source)
+
+
+def parse_config(data: dict[str, Any], source: str | None = None) -> Config:
+    """Plain data as a checked Config. Raises ConfigError."""
+    model = data.get("model")
+    if isinstance(model, dict):
+        if "use_mup" in model:
+            raise ConfigError(
+                "model.use_mup",
+                "megatron-core's native MuP cannot be combined with this project's; remove the key "
+                "(parametrization.name chooses the parametrization)",
+                source,
+            )
+        preset = PRESETS.get(model.get("architecture", ""), {}) if isinstance(model.get("architecture"), str) else {}
+        data = {**data, "model": {**preset, **model}}
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise _first_problem(error, source) from None
+    config._source = source
+    check(config)
+    return config
+
+
+def _override(data: dict[str, Any], key: str, value: Any, source: str) -> None:
+    *sections, last = key.split(".")
+    for depth, name in enumerate(sections):
+        inner = data.setdefault(name, {})
+        if inner is None:
+            inner = data[name] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                ".".join(sections[: depth + 1]), f"has no keys of its own, so {key} cannot be set", source
+            )
+        data = inner
+    data[last] = value
+
+
+def _first_problem(error: ValidationError, source: str | None) -> ConfigError:
+    """The first problem that pydantic found, in one sentence."""
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = problems[0]
+    path = [str(part) for part in problem["loc"] if not _is_union_branch(part)]
+    key, kind, given = ".".join(path), problem["type"], problem.get("input")
+    if kind == "extra_forbidden":
+        return ConfigError(key, f"unknown key; {_nearest(path)}", source)
+    if kind == "missing":
+        return ConfigError(key, "missing", source)
+    same_key = [other for other in problems if [str(p) for p in other["loc"] if not _is_union_branch(p)] == path]
+    expected = " or ".join(dict.fromkeys(_expected(other) for other in same_key))
+    return ConfigError(key, f"expected {expected}, found {given!r}", source)
+
+
+def _is_union_branch(part: str | int) -> bool:
+    """Whether pydantic put this part into a location to name a branch of a union (`int`, `literal['auto']`)."""
+    return isinstance(part, str) and re.fullmatch(r"int|float|str|bool|constrained-\w+|.*[\[(].*", part) is not None
+
+
+def _expected(problem: Any) -> str:
+    kind, context = problem["type"], problem.get("ctx", {})
+    words = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "string_type": "text",
+        "list_type": "a list",
+        "dict_type": "keys and values",
+        "model_type": "keys and values",
+        "model_attributes_type": "keys and values",
+        "finite_number": "a finite number",
+    }
+    bounds = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than_equal": ("le", "<=")}
+    if kind in words:
+        return words[kind]
+    if kind == "literal_error":
+        return f"one of {context['expected']}" if " or " in context["expected"] else context["expected"]
+    if kind in bounds:
+        name, sign = bounds[kind]
+        return f"a number {sign} {context[name]}"
+    if kind in {"too_short", "too_long"}:
+        return f"{context.get('min_length', context.get('max_length'))} values"
+    return problem["msg"]
+
+
+def _fields(section: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    """Keys of a section, with the section that each opens (None for a plain value)."""
+    result: dict[str, type[BaseModel] | None] = {}
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        result[name] = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return result
+
+
+def _nearest(path: list[str]) -> str:
+    """What an unknown key may have been meant to be."""
+    section: type[BaseModel] = Config
+    for name in path[:-1]:
+        section = _fields(section).get(name) or section
+    known = list(_fields(section))
+    close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {'.'.join([*path[:-1], close[0]])}?"
+    for name, inner in _fields(Config).items():
+        if inner is not None and path[-1] in _fields(inner):
+            return f"did you mean {name}.{path[-1]}?"
+    return f"known here: {', '.join(known)}"

@@ -1,0 +1,313 @@
+"""The schema of a run's config: proxy, target, data, tuning and launch in a single YAML file.
+
+Model keys carry megatron-core's TransformerConfig names, `parallel.deepspeed_config` points to a DeepSpeed JSON.
+Numbers that follow from others (head size, padded vocabulary) are properties, never keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from mup_megatron.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Size = Positive | Literal["auto"]
+
+# TransformerConfig's own names for the two architectures; every one can be overridden in `model:`.
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt3": {
+        "normalization": "LayerNorm",
+        "activation_func": "gelu",
+        "gated_linear_unit": False,
+        "position_embedding_type": "learned_absolute",
+        "add_bias_linear": True,
+        "share_embeddings_and_output_weights": True,
+    },
+    "llama": {
+        "normalization": "RMSNorm",
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+        "share_embeddings_and_output_weights": False,
+    },
+}
+
+
+class Section(BaseModel):
+    """A part of the config: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Run(Section):
+    """Where a run lives and which random numbers it draws."""
+
+    name: str = "run"
+    dir: str
+    seed: NonNegative = 1234
+
+
+class Model(Section):
+    """The target model, in TransformerConfig's field names. Sizes are global (unsharded)."""
+
+    architecture: Literal["gpt3", "llama"]
+    num_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    ffn_hidden_size: Positive | None = None
+    num_query_groups: Positive | None = None
+    kv_channels: Positive | None = None
+    max_position_embeddings: Positive | None = None
+    vocab_size: Positive | None = None
+    make_vocab_size_divisible_by: Positive = 128
+    share_embeddings_and_output_weights: bool
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    layernorm_epsilon: PositiveFloat = 1e-5
+    activation_func: Literal["gelu", "silu", "relu", "squared_relu"]
+    gated_linear_unit: bool
+    position_embedding_type: Literal["learned_absolute", "rope", "none"]
+    rotary_base: Positive = 10000
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    add_bias_linear: bool
+    add_qkv_bias: bool = False
+    hidden_dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+    norm_implementation: Literal["auto", "torch", "apex"] = "auto"
+
+    @property
+    def head_size(self) -> int:
+        """Size of one attention head, d."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads; as many as heads unless `num_query_groups` is set."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """FFN hidden size; TransformerConfig's 4·hidden_size unless `ffn_hidden_size` is set."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """`vocab_size` rounded up to a multiple that does not depend on the layout: it is part of the global shape."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-vocab_size // multiple) * multiple
+
+    def resized(self, growth: Growth) -> Model:
+        """This model with the sizes that `growth` names replaced."""
+        return self.model_copy(update=growth.sizes)
+
+
+class Growth(Section):
+    """Sizes that grow from proxy to target; under `base:` they are the sizes where hyperparameters are defined."""
+
+    hidden_size: Positive | None = None
+    ffn_hidden_size: Positive | None = None
+    num_attention_heads: Positive | None = None
+    num_query_groups: Positive | None = None
+    kv_channels: Positive | None = None
+    num_layers: Positive | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are named, width and depth."""
+        return {name: getattr(self, name) for name in type(self).model_fields if getattr(self, name) is not None}
+
+    @property
+    def width(self) -> Growth:
+        """The same without the depth."""
+        return self.model_copy(update={"num_layers": None})
+
+    def enlarged(self) -> Growth:
+        """Every named width doubled: what then changes in a tensor's shape is what grows (see shapes.py)."""
+        return Growth(**{name: 2 * size for name, size in self.width.sizes.items()})
+
+
+class Base(Growth):
+    """Base sizes, or a saved .bsh file (microsoft/mup's format) that holds the base shapes of every tensor."""
+
+    file: str | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are named, width and depth."""
+        return {name: size for name, size in super().sizes.items() if name != "file"}
+
+
+class Parametrization(Section):
+    """Which rules hold. Section numbers are those of docs/parametrization.md."""
+
+    name: Literal["mup", "standard"] = "mup"
+    depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
+    weight_decay: Literal["independent", "coupled"] = "independent"
+    fixed_fan_out_init: Literal["output_like", "hidden_like"] = "output_like"
+
+    @property
+    def depth_exponent(self) -> float | None:
+        """α of the depth rule: 1 is CompleteP, 1/2 is Depth-µP, None is off."""
+        named = {"none": None, "completep": 1.0, "depth_mup": 0.5}
+        return named[self.depth] if isinstance(self.depth, str) else self.depth
+
+
+class Hparams(Section):
+    """Hyperparameters at the base shape. What each becomes on the target is computed and shown by `explain`."""
+
+    lr: PositiveFloat
+    init_method_std: PositiveFloat = 0.02
+    embedding_init_method_std: PositiveFloat | None = None
+    embedding_multiplier: PositiveFloat = 1.0
+    attention_multiplier: PositiveFloat = 1.0
+    output_multiplier: PositiveFloat = 1.0
+    residual_multiplier: PositiveFloat = 1.0
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class Training(Section):
+    """Batch, length, schedule, precision and intervals (in optimizer steps)."""
+
+    global_batch_size: Positive
+    micro_batch_size: Positive
+    seq_length: Positive
+    train_steps: Positive
+    lr_schedule: Literal["cosine", "linear", "WSD", "inverse-square-root", "constant", "multi-step"] = "cosine"
+    lr_warmup_steps: NonNegative = 0
+    lr_decay_steps: Positive | None = None
+    min_lr_ratio: Fraction = 0.0
+    lr_wsd_decay_steps: Positive | None = None
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    lr_milestones: list[Positive] = []
+    lr_gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    clip_grad: NonNegativeFloat = 1.0
+    clip_norm: Literal["global", "invariant"] = "global"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: Positive | None = None
+    log_interval: Positive = 1
+    eval_interval: Positive | None = None
+    eval_steps: Positive = 8
+    checkpoint_interval: Positive | None = None
+    checkpoints_kept: Positive = 2
+
+
+class Optimizer(Section):
+    """The optimizer and whose implementation of it steps."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    eps: PositiveFloat = 1e-8
+    momentum: Fraction = 0.9
+    implementation: Literal["auto", "torch", "torch_fused", "deepspeed_cpu_adam", "apex", "transformer_engine"] = "auto"
+
+
+class Parallel(Section):
+    """How the model and its optimizer are split over ranks."""
+
+    engine: Literal["deepspeed", "megatron"] = "deepspeed"
+    tensor_model_parallel_size: Size = "auto"
+    pipeline_model_parallel_size: Positive = 1
+    sequence_parallel: bool = False
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    offload_optimizer: bool = False
+    deepspeed_config: str | None = None
+
+
+class Tokenizer(Section):
+    """A tokenizer of any library that megatron-core knows; SentencePiece is trained when no path is given."""
+
+    library: Literal["sentencepiece", "huggingface", "tiktoken", "byte-level", "null"] = "sentencepiece"
+    path: str | None = None
+    vocab_size: Positive | None = None
+
+
+class Data(Section):
+    """Where the text comes from: the standard library's source, text or JSONL files, or existing Megatron datasets."""
+
+    corpus: Literal["stdlib"] | None = None
+    files: list[str] = []
+    json_key: str = "text"
+    data_path: list[str | float | int] = []
+    split: str = "98,2,0"
+    dir: str | None = None
+    tokenizer: Tokenizer = Tokenizer()
+
+
+class Range(Section):
+    """One dimension of the search space."""
+
+    log_uniform: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    uniform: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    choice: Annotated[list[float | str], Field(min_length=1)] | None = None
+
+
+class Tuning(Section):
+    """How the proxy is tuned."""
+
+    run: Literal["auto", "never", "only"] = "auto"
+    trials: Positive = 16
+    sampler: Literal["random", "tpe", "grid"] = "random"
+    pruner: Literal["hyperband", "successive_halving", "none"] = "hyperband"
+    train_steps: Positive | None = None
+    max_compute_share: PositiveFloat = 0.5
+    storage: str = "journal"
+    search: dict[str, Range] = {}
+
+
+class Slurm(Section):
+    """What an sbatch script asks for."""
+
+    nodes: Positive = 1
+    gpus_per_node: Positive = 8
+    time: str = "24:00:00"
+    partition: str | None = None
+    account: str | None = None
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: Run
+    model: Model
+    base: Base = Base()
+    proxy: Growth = Growth()
+    parametrization: Parametrization = Parametrization()
+    hparams: Hparams
+    training: Training
+    optimizer: Optimizer = Optimizer()
+    parallel: Parallel = Parallel()
+    data: Data = Data(corpus="stdlib")
+    tuning: Tuning = Tuning()
+    slurm: Slurm = Slurm()
+    _source: str | None = PrivateAttr(default=None)
+
+    @property
+    def num_layers_base(self) -> int:
+        """Depth of the base model; the target's own unless `base.num_layers` is declared."""
+        return self.base.num_layers or self.model.num_layers
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions of the model: the sequence length unless set."""
+        return self.model.max_position_embeddings or self.training.seq_length
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Vocabulary before padding, as far as the config itself tells it."""
+        return self.model.vocab_size or self.data.tokenizer.vocab_size
+
+    @property
+    def source(self) -> str | None:
+        """The file that this was read from, for messages and relative paths."""
+        return self._source
+
+    def error(self, key: str, problem: str) -> ConfigError:
+        """The error to raise for `key` of this config."""
+        return ConfigError(key, problem, self._source)

@@ -1,0 +1,110 @@
+"""megatron-core's GPTDataset as batches in an order that depends on the step alone.
+
+Public names: `Batch`, `Batches`, `build_datasets`.
+
+Shapes: b micro-batch size, s sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mup_megatron.config import Config
+from mup_megatron.data.prepare import Prepared, data_directory
+from mup_megatron.data.tokenizer import load_tokenizer
+from mup_megatron.errors import UserError
+from mup_megatron.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch on a device.
+
+    Args:
+        tokens: [b, s] int64.
+        labels: [b, s] int64, tokens shifted by one.
+        loss_mask: [b, s] float32.
+        position_ids: [b, s] int64.
+        attention_mask: [1, 1, s, s] bool, True where attention is masked (causal).
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+def build_datasets(config: Config, prepared: Prepared) -> tuple[Any, Any]:
+    """Training and validation dataset, long enough for the run. Collective: every rank calls it.
+
+    Raises:
+        UserError: a split has no documents.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    training = config.training
+    dataset_config = GPTDatasetConfig(
+        random_seed=config.run.seed,
+        sequence_length=training.seq_length,
+        blend=prepared.blend,
+        split=config.data.split,
+        path_to_cache=str(data_directory(config) / "cache"),
+        tokenizer=load_tokenizer(config, Path(prepared.tokenizer) if prepared.tokenizer else None),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    sizes = [
+        training.train_steps * training.global_batch_size,
+        training.eval_steps * training.global_batch_size if training.eval_interval else 0,
+        0,
+    ]
+    try:
+        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
+    except (AssertionError, ZeroDivisionError, ValueError, IndexError) as error:
+        raise UserError(
+            f"data: {prepared.documents} documents and {prepared.tokens} tokens are too few for data.split "
+            f"{config.data.split} at training.seq_length {training.seq_length} ({error or type(error).__name__})"
+        ) from None
+    if train is None or (training.eval_interval and valid is None):
+        raise config.error("data.split", f"{config.data.split} leaves no documents for training or validation")
+    return train, valid
+
+
+class Batches:
+    """Global batches of a dataset: batch i holds samples [i·g, (i+1)·g), whatever the layout.
+
+    Micro-batch k of data-parallel rank r takes the samples from i·g + (k·ranks + r)·b on, as Megatron's sampler does.
+    """
+
+    def __init__(self, dataset: Any, config: Config, layout: Layout, rank: int, device: torch.device) -> None:
+        self._dataset = dataset
+        self._training = config.training
+        self._layout = layout
+        self._data_rank = layout.data_rank(rank)
+        self._device = device
+        size = config.training.seq_length
+        self._attention_mask = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None]
+
+    def __getitem__(self, number: int) -> Sequence[Batch]:
+        """This rank's micro-batches of a global batch."""
+        start = number * self._training.global_batch_size
+        return [self._micro_batch(start, k) for k in range(self._layout.micro_batches)]
+
+    def _micro_batch(self, start: int, k: int) -> Batch:
+        size = self._training.micro_batch_size
+        first = start + (k * self._layout.data + self._data_rank) * size
+        samples = [self._dataset[index % len(self._dataset)] for index in range(first, first + size)]
+        stacked = {
+            name: torch.stack([sample[name] for sample in samples]).to(self._device)
+            for name in ("tokens", "labels", "loss_mask", "position_ids")
+        }
+        return Batch(attention_mask=self._attention_mask, **stacked)

@@ -1,0 +1,255 @@
+"""`mup-megatron prepare`: train the tokenizer, write megatron-core's indexed dataset. Done once, then found again.
+
+Public names: `prepare`, `Prepared`, `check_indexed_dataset`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mup_megatron.config import Config
+from mup_megatron.data.corpus import documents, source_files
+from mup_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
+from mup_megatron.errors import UserError
+
+_RECORD = "prepared.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare` made or found.
+
+    Args:
+        blend: megatron-core's (prefixes, weights or None).
+        tokenizer: path of the trained SentencePiece model; None if the config names a tokenizer.
+        vocab_size: entries of the tokenizer, before padding.
+        documents: number of documents written; 0 for existing datasets.
+        tokens: number of tokens, end-of-document tokens included.
+        digest: of everything that decides which tokens come in which order.
+    """
+
+    blend: tuple[list[str], list[float] | None]
+    tokenizer: str | None
+    vocab_size: int
+    documents: int
+    tokens: int
+    digest: str
+
+
+def data_directory(config: Config) -> Path:
+    """Where prepared data lives: `data.dir`, else inside the run's folder."""
+    return Path(config.data.dir or Path(config.run.dir) / "data")
+
+
+def prepare(config: Config, say: Callable[[str], None] = lambda _line: None) -> Prepared:
+    """Prepares the config's data, or finds that it is prepared.
+
+    Args:
+        config: the run.
+        say: takes a line of progress.
+
+    Raises:
+        UserError: a file is missing, empty, truncated or foreign, or the tokenizer does not fit the config.
+    """
+    directory = data_directory(config)
+    digest = _digest(config)
+    found = _read_record(directory / _RECORD, digest)
+    if found:
+        return found
+    _make_directory(directory)
+    section = config.data.tokenizer
+    trained = None
+    if section.library == "sentencepiece" and section.path is None and section.vocab_size is not None:
+        trained = directory / "tokenizer.model"
+        say(f"training a SentencePiece model of {section.vocab_size} pieces")
+        train_sentencepiece(_non_empty(config), section.vocab_size, trained)
+    tokenizer = load_tokenizer(config, trained)
+    vocab_size = _checked_vocab_size(config, tokenizer)
+    if config.data.data_path:
+        blend = _blend(config)
+        counts = [check_indexed_dataset(prefix, vocab_size) for prefix in blend[0]]
+        written, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
+    else:
+        prefix = str(directory / "corpus")
+        written, tokens = _write_indexed_dataset(config, tokenizer, vocab_size, prefix, say)
+        blend = ([prefix], None)
+    prepared = Prepared(
+        blend=blend,
+        tokenizer=str(trained) if trained else None,
+        vocab_size=vocab_size,
+        documents=written,
+        tokens=tokens,
+        digest=digest,
+    )
+    partial = directory / (_RECORD + ".partial")
+    partial.write_text(json.dumps({"format": _FORMAT, **asdict(prepared)}, indent=2), encoding="utf-8")
+    partial.rename(directory / _RECORD)
+    say(f"{tokens:,} tokens of {written:,} documents in {directory}")
+    return prepared
+
+
+def known_vocab_size(config: Config) -> int:
+    """Entries of the tokenizer: from the config, else from prepared data, else from the tokenizer's own files.
+
+    Raises:
+        ConfigError: none of them tells it.
+    """
+    if config.vocab_size is not None:
+        return config.vocab_size
+    if config.data.tokenizer.path or config.data.tokenizer.library == "byte-level":
+        return int(load_tokenizer(config).vocab_size)
+    raise config.error("model.vocab_size", "missing; neither the config nor a tokenizer file tells the vocabulary")
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
+
+
+def _digest(config: Config) -> str:
+    """Hash of what decides the tokens: the data section, and size and time of change of every source file."""
+    data = config.data.model_dump(exclude={"dir", "split"})
+    files = [Path(f"{prefix}.bin") for prefix in _blend(config)[0]] if config.data.data_path else source_files(config)
+    if config.data.tokenizer.path:
+        files.append(Path(config.data.tokenizer.path))
+    stamps = []
+    for path in files:
+        try:
+            stat = path.stat()
+        except OSError:
+            raise config.error("data", f"no such file: {path}") from None
+        stamps.append((str(path), stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
+    version = sys.version if config.data.corpus else ""
+    return hashlib.sha256(json.dumps([_FORMAT, data, stamps, version]).encode()).hexdigest()
+
+
+def _read_record(path: Path, digest: str) -> Prepared | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    if not isinstance(record, dict) or record.pop("format", None) != _FORMAT or record.get("digest") != digest:
+        return None
+    prefixes, weights = record.pop("blend")
+    prepared = Prepared(blend=(prefixes, weights), **record)
+    whole = all(os.path.exists(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
+    return prepared if whole and (not prepared.tokenizer or os.path.exists(prepared.tokenizer)) else None
+
+
+def _non_empty(config: Config) -> list[str]:
+    texts = list(documents(config))
+    if not texts:
+        raise config.error("data", "the corpus is empty: no document has any text")
+    return texts
+
+
+def _checked_vocab_size(config: Config, tokenizer: Any) -> int:
+    """The tokenizer's size, which a size in the config must equal: the record and `explain` rely on it."""
+    size = int(tokenizer.vocab_size)
+    for key, given in (
+        ("model.vocab_size", config.model.vocab_size),
+        ("data.tokenizer.vocab_size", config.data.tokenizer.vocab_size),
+    ):
+        if given is not None and given != size:
+            raise config.error(key, f"{given} is not the tokenizer's {size}")
+    if not isinstance(tokenizer.eod, int) or tokenizer.eod < 0:
+        raise config.error("data.tokenizer", "the tokenizer has no end-of-document token")
+    return size
+
+
+def _write_indexed_dataset(
+    config: Config, tokenizer: Any, vocab_size: int, prefix: str, say: Callable[[str], None]
+) -> tuple[int, int]:
+    """Writes prefix.bin and prefix.idx; returns documents and tokens."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin.partial", dtype=DType.optimal_dtype(vocab_size))
+    count = tokens = 0
+    told = time.monotonic()
+    for text in documents(config):
+        ids = [*tokenizer.tokenize(text), tokenizer.eod]
+        builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(ids)])
+        count, tokens = count + 1, tokens + len(ids)
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            say(f"tokenized {count:,} documents, {tokens:,} tokens")
+    if not count:
+        raise config.error("data", "the corpus is empty: no document has any text")
+    builder.finalize(f"{prefix}.idx.partial")
+    for suffix in (".bin", ".idx"):
+        os.replace(f"{prefix}{suffix}.partial", f"{prefix}{suffix}")
+    return count, tokens
+
+
+def _blend(config: Config) -> tuple[list[str], list[float] | None]:
+    """`data.data_path` as megatron-core's blend: prefixes, or alternating weights and prefixes.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    entries = config.data.data_path
+    if all(isinstance(entry, str) for entry in entries):
+        return [str(entry) for entry in entries], None
+    weights, prefixes = entries[0::2], entries[1::2]
+    if len(weights) != len(prefixes) or not all(
+        isinstance(weight, int | float) and weight > 0 and isinstance(prefix, str)
+        for weight, prefix in zip(weights, prefixes, strict=False)
+    ):
+        raise config.error("data.data_path", "expected prefixes, or alternating positive weights and prefixes")
+    return [str(prefix) for prefix in prefixes], [float(weight) for weight in weights]
+
+
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
+
+
+def check_indexed_dataset(prefix: str, vocab_size: int) -> tuple[int, int]:
+    """Checks an existing .bin/.idx pair; returns documents and tokens.
+
+    The format is megatron-core's (datasets/indexed_dataset.py): magic, version, dtype code, sequence and document
+    counts, then lengths, offsets and document boundaries.
+
+    Raises:
+        UserError: a file is missing, foreign or truncated, or holds tokens that the vocabulary does not have.
+    """
+    from megatron.core.datasets.indexed_dataset import DType
+
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise UserError(f"data.data_path: no such file: {path}")
+    content = index.read_bytes()
+    start = len(_INDEX_HEADER) + 8 + 1 + 8 + 8
+    if not content.startswith(_INDEX_HEADER):
+        raise UserError(f"{index}: not a Megatron dataset index (foreign header)")
+    if len(content) < start:
+        raise UserError(f"{index}: truncated")
+    version, code, sequences, boundaries = struct.unpack("<QBQQ", content[len(_INDEX_HEADER) : start])
+    if version != 1 or code not in [member.value for member in DType]:
+        raise UserError(f"{index}: version {version}, dtype code {code}; expected version 1 and a known dtype")
+    if len(content) < start + sequences * 12 + boundaries * 8:
+        raise UserError(f"{index}: truncated ({len(content)} bytes for {sequences} sequences)")
+    dtype = np.dtype(DType.dtype_from_code(code))
+    tokens = int(np.frombuffer(content, dtype=np.int32, count=sequences, offset=start).sum(dtype=np.int64))
+    if tokens == 0:
+        raise UserError(f"{data}: the dataset is empty")
+    if data.stat().st_size < tokens * dtype.itemsize:
+        raise UserError(f"{data}: truncated ({data.stat().st_size} bytes for {tokens} tokens of {dtype.itemsize})")
+    sample = np.memmap(data, dtype=dtype, mode="r", shape=(min(tokens, 10_000_000),))
+    if int(sample.max()) >= vocab_size:
+        raise UserError(f"{data}: holds token {int(sample.max())}, but the tokenizer has {vocab_size} entries")
+    return max(boundaries - 1, 0), tokens

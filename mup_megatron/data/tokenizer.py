@@ -1,0 +1,100 @@
+"""Tokenizers of any library that megatron-core knows; SentencePiece models can be trained here.
+
+Public names: `train_sentencepiece`, `load_tokenizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+
+_TRAINING_CHARACTERS = 4_000_000
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-pair SentencePiece model that keeps every character (indentation, line ends) and writes it.
+
+    Args:
+        texts: documents; the first four million characters are used.
+        vocab_size: pieces, special ones included.
+        path: of the .model file; written whole or not at all.
+
+    Raises:
+        UserError: the text is too short for the vocabulary.
+    """
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"],
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1][-200:]
+        raise UserError(
+            f"data.tokenizer.vocab_size: cannot train {vocab_size} pieces on this corpus ({reason}); expected a longer "
+            "corpus or a smaller vocabulary"
+        ) from None
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(model.getvalue())
+    partial.rename(path)
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines of the texts, cut at a length that SentencePiece accepts, until there are enough of them."""
+    characters = 0
+    for text in texts:
+        for line in text.splitlines():
+            for start in range(0, len(line), 4000):
+                yield line[start : start + 4000]
+        characters += len(text)
+        if characters > _TRAINING_CHARACTERS:
+            return
+
+
+def load_tokenizer(config: Config, trained: Path | None = None) -> Any:
+    """megatron-core's tokenizer object for the config: `tokenize`, `detokenize`, `vocab_size`, `eod`.
+
+    Args:
+        config: the run.
+        trained: the SentencePiece model that `prepare` trained, used where the config names no path.
+
+    Raises:
+        UserError: the file is missing or its library cannot read it.
+    """
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    section = config.data.tokenizer
+    arguments: dict[str, Any] = {}
+    if section.library == "null":
+        # The null tokenizer adds its end-of-document token to the size it is given.
+        arguments["vocab_size"] = (section.vocab_size or 0) - 1
+    elif section.library == "tiktoken" and section.vocab_size:
+        arguments["vocab_size"] = section.vocab_size
+    path = section.path or (str(trained) if trained else None)
+    if section.library not in ("null", "byte-level") and (path is None or not Path(path).exists()):
+        raise config.error("data.tokenizer.path", f"no such file: {path}")
+    try:
+        return MegatronTokenizer.from_pretrained(
+            tokenizer_path=path, metadata_path={"library": section.library}, **arguments
+        )
+    except Exception as error:  # the libraries raise whatever they like
+        raise config.error("data.tokenizer.path", f"{section.library} cannot read {path}: {error}") from None

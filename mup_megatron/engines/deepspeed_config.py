@@ -1,0 +1,101 @@
+"""The config of a DeepSpeed engine: a user's DeepSpeed JSON, with this project's config on top.
+
+Ours rules: a JSON key that says something else than the config is an error that names both, and blocks that would
+undo the parametrization are refused by name. Public name: `deepspeed_config`. No DeepSpeed is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.config import Config
+from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.layout import Layout
+
+_REFUSED = {
+    "scheduler": "DeepSpeed's schedulers set one rate for all groups and so erase the rates of µP; the schedule is "
+    "training.lr_schedule; remove the block",
+    "optimizer": "DeepSpeed would build its own groups and so lose the rates of µP; the optimizer is optimizer.name; "
+    "remove the block",
+    "fp16": "fp16's loss scaling is not supported; training.precision is fp32 or bf16; remove the block",
+}
+
+
+def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets.
+
+    Args:
+        config: the run, every `auto` resolved.
+        layout: how ranks split the model.
+
+    Raises:
+        UserError: the JSON cannot be read.
+        ConfigError: it contradicts the config.
+    """
+    source, given = _read(config)
+    for block, problem in _REFUSED.items():
+        if block in given and not (block == "fp16" and not given[block].get("enabled", True)):
+            raise ConfigError(block, problem, source)
+    training = config.training
+    stage = layout.zero_stage
+    ours = {
+        "train_batch_size": (training.global_batch_size, "training.global_batch_size"),
+        "train_micro_batch_size_per_gpu": (training.micro_batch_size, "training.micro_batch_size"),
+        "gradient_accumulation_steps": (layout.micro_batches, "training.global_batch_size and the layout"),
+        "gradient_clipping": (training.clip_grad, "training.clip_grad"),
+        "zero_optimization.stage": (stage, "parallel.zero_stage"),
+        "bf16.enabled": (training.precision == "bf16", "training.precision"),
+    }
+    result: dict[str, Any] = json.loads(json.dumps(given))
+    for path, (value, key) in ours.items():
+        *sections, last = path.split(".")
+        target = result
+        for section in sections:
+            target = target.setdefault(section, {})
+        if target.get(last, "auto") not in ("auto", value):
+            raise ConfigError(path, f"{target[last]!r} contradicts {key}, which makes it {value!r}", source)
+        target[last] = value
+    zero = result["zero_optimization"]
+    if config.parallel.offload_optimizer:
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    result.setdefault("steps_per_print", 2**31)
+    result.setdefault("zero_allow_untested_optimizer", True)
+    result.setdefault("zero_force_ds_cpu_optimizer", False)
+    return result
+
+
+def offloads_optimizer(config: Config) -> bool:
+    """Whether the optimizer steps on the CPU, by the config or by its JSON."""
+    offload = _read(config)[1].get("zero_optimization", {}).get("offload_optimizer") or {}
+    return config.parallel.offload_optimizer or offload.get("device", "none") not in ("none", None)
+
+
+def _read(config: Config) -> tuple[str | None, dict[str, Any]]:
+    name = config.parallel.deepspeed_config
+    if name is None:
+        return None, {}
+    path = _find(name, config.source)
+    if path is None:
+        raise config.error("parallel.deepspeed_config", f"no such file: {name}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}: cannot read the DeepSpeed config: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}: line {error.lineno}: not valid JSON: {error.msg}") from None
+    if not isinstance(content, dict) or any(
+        block in content and not isinstance(content[block], dict) for block in ("zero_optimization", "bf16", "fp16")
+    ):
+        raise UserError(f"{name}: expected a DeepSpeed config: a JSON object with blocks such as zero_optimization")
+    return name, content
+
+
+def _find(name: str, config_source: str | None) -> Path | None:
+    """The file as named from the working directory, else from the config's folder or the one above it."""
+    folders = [Path()]
+    if config_source:
+        folder = Path(config_source).resolve().parent
+        folders += [folder, folder.parent]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)

@@ -1,0 +1,19 @@
+"""What goes wrong on the user's side: one clear sentence, exit status 2, no traceback."""
+
+
+class UserError(Exception):
+    """Bad input. The message is one sentence that names the file, the key and what was expected."""
+
+
+class ConfigError(UserError):
+    """A config that cannot be used.
+
+    Args:
+        key: dotted path of the offending key, e.g. ``model.hidden_size``; empty for the whole file.
+        problem: what is wrong with it and what was expected.
+        source: the config's file, when it is known where the error is raised.
+    """
+
+    def __init__(self, key: str, problem: str, source: str | None = None) -> None:
+        self.key, self.problem, self.source = key, problem, source
+        super().__init__(": ".join(part for part in (source, key, problem) if part))

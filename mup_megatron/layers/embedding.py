@@ -1,0 +1,71 @@
+"""Embedding and readout, which GPTModel builds itself: recorded after construction, scaled by module hooks.
+
+No spec reaches these layers, and a hook holds on every path that calls them: training, evaluation, generation and
+multi-token prediction. Public names: `record_embedding`, `record_readout`, `scale_output`, `scale_input`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+from mup_megatron.layers.record import record
+from mup_megatron.shapes import Init, TensorSpec
+
+
+def record_embedding(embedding: LanguageModelEmbedding) -> None:
+    """Records word and position embeddings, [fan-in, fan-out]; the vocabulary is split, positions are whole."""
+    words = embedding.word_embeddings
+    record(
+        words.weight,
+        TensorSpec(
+            shape=(words.num_embeddings, words.embedding_dim),
+            fan_in=0,
+            fan_out=1,
+            init=Init.EMBEDDING,
+            partition_dim=0,
+        ),
+    )
+    if embedding.add_position_embedding:
+        positions = embedding.position_embeddings.weight
+        record(positions, TensorSpec(shape=tuple(positions.shape), fan_in=0, fan_out=1, init=Init.EMBEDDING))
+
+
+def record_readout(output_layer: tensor_parallel.ColumnParallelLinear) -> None:
+    """Records the language-model head, [vocabulary, hidden]; a tied head has no tensor of its own."""
+    if output_layer.weight is not None:
+        record(
+            output_layer.weight,
+            TensorSpec(
+                shape=(output_layer.output_size, output_layer.input_size),
+                fan_in=1,
+                fan_out=0,
+                init=Init.WEIGHT,
+                partition_dim=0,
+                readout=True,
+                fixed_fan_out="output_like",
+            ),
+        )
+
+
+def scale_output(module: torch.nn.Module, multiplier: float) -> None:
+    """Multiplies what the module returns (the embedding: [s, b, h])."""
+    if multiplier != 1.0:
+        module.register_forward_hook(lambda _module, _inputs, output: output * multiplier)
+
+
+def scale_input(module: torch.nn.Module, multiplier: float) -> None:
+    """Multiplies the module's first argument (the readout's: [s, b, h]).
+
+    The input has s·b·h numbers, fewer under sequence parallelism; the logits, which megatron-core's own MuP
+    multiplies, have s·b·v.
+    """
+
+    def scale(_module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (inputs[0] * multiplier, *inputs[1:])
+
+    if multiplier != 1.0:
+        module.register_forward_pre_hook(scale)

@@ -1,0 +1,99 @@
+"""Shims of megatron-core's parallel linear layers (local spec).
+
+Upstream's layers take global sizes and divide them by the tensor-parallel size inside; here the sizes are recorded
+before that. Weights are [fan-out, fan-in]. Public names: `ColumnParallelLinear`, `QKVColumnParallelLinear`,
+`FC1ColumnParallelLinear`, `RowParallelLinear`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mup_megatron.layers.record import InitMethod, record
+from mup_megatron.shapes import Fused, Init, TensorSpec
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """megatron-core's ColumnParallelLinear, recorded: the fan-out (dimension 0) is what tensor parallelism splits."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: InitMethod,
+        stride: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, init_method=init_method, stride=stride, **kwargs)
+        fused = self.fused(config)
+        if self.weight is not None:
+            record(
+                self.weight,
+                TensorSpec(
+                    shape=(output_size, input_size),
+                    fan_in=1,
+                    fan_out=0,
+                    init=init_method.init,
+                    partition_dim=0,
+                    partition_stride=stride,
+                    fused=fused,
+                ),
+            )
+        if self.bias is not None:
+            record(
+                self.bias,
+                TensorSpec(
+                    shape=(output_size,),
+                    fan_in=None,
+                    fan_out=0,
+                    init=Init.ZEROS,
+                    partition_dim=0,
+                    partition_stride=stride,
+                    fused=fused,
+                ),
+            )
+
+    def fused(self, config: TransformerConfig) -> Fused | None:
+        """Blocks of the fan-out; None for a layer that is one block."""
+        return None
+
+
+class QKVColumnParallelLinear(ColumnParallelLinear):
+    """The fused QKV projection, in Megatron's order: group by group, the group's query heads, one key, one value."""
+
+    def fused(self, config: TransformerConfig) -> Fused:
+        """Query rows: heads · d; key and value rows: query groups · d."""
+        head_size, groups = config.kv_channels, config.num_query_groups
+        query = config.num_attention_heads // groups * head_size
+        return Fused(runs=(("query", query), ("key", head_size), ("value", head_size)), repeats=groups)
+
+
+class FC1ColumnParallelLinear(ColumnParallelLinear):
+    """The MLP's first layer: gate|up where the linear unit is gated, one block otherwise."""
+
+    def fused(self, config: TransformerConfig) -> Fused | None:
+        """Gate and up, half of the rows each."""
+        if not config.gated_linear_unit:
+            return None
+        half = self.output_size // 2
+        return Fused(runs=(("gate", half), ("up", half)))
+
+
+class RowParallelLinear(tensor_parallel.RowParallelLinear):
+    """megatron-core's RowParallelLinear, recorded: the fan-in (dimension 1) is split, the bias is whole everywhere."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: InitMethod, **kwargs: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, init_method=init_method, **kwargs)
+        record(
+            self.weight,
+            TensorSpec(shape=(output_size, input_size), fan_in=1, fan_out=0, init=init_method.init, partition_dim=1),
+        )
+        if self.bias is not None:
+            record(self.bias, TensorSpec(shape=(output_size,), fan_in=None, fan_out=0, init=Init.ZEROS))

@@ -1,0 +1,210 @@
+"""From a config to megatron-core's own GPTModel in µP: its shapes, its parametrization, its weights on this rank.
+
+Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part).
+
+Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
+the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mup_megatron import init
+from mup_megatron.config import Config, Model
+from mup_megatron.errors import UserError
+from mup_megatron.layers.embedding import record_embedding, record_readout, scale_input, scale_output
+from mup_megatron.layers.record import InitMethod, recorded
+from mup_megatron.layers.spec import local_block_spec
+from mup_megatron.layout import Layout
+from mup_megatron.parametrization import ForwardMultipliers, Parametrization
+from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_base_shapes, join_shapes, load_base_shapes
+
+ACTIVATIONS = {
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "relu": torch.nn.functional.relu,
+    "squared_relu": lambda x: torch.square(torch.nn.functional.relu(x)),
+}
+_NEUTRAL = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
+
+
+class _OneRank:
+    """Stands for a process group of one rank: what an unsharded build on the meta device divides by."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def parametrize(config: Config, vocab_size: int) -> Parametrization:
+    """The rules for every tensor of the whole, unsharded model. Needs no process group and no memory for weights.
+
+    Args:
+        config: the run.
+        vocab_size: entries of the tokenizer, before padding.
+
+    Raises:
+        UserError: base and target do not belong to one family.
+    """
+    vocabulary = config.model.padded_vocab_size(vocab_size)
+    target = _specs(config, config.model, vocabulary)
+    if config.base.file is not None:
+        base_shapes = load_base_shapes(config.base.file)
+        shapes = join_base_shapes(target, base_shapes, config.base.file)
+        known = config.base.kv_channels or base_shapes.extra.get("kv_channels")
+        return Parametrization(config, shapes, base_head_size=known or config.model.head_size)
+    base = config.model.resized(config.base.width)
+    enlarged = base.resized(config.base.enlarged())
+    shapes = join_shapes(target, _specs(config, base, vocabulary), _specs(config, enlarged, vocabulary))
+    return Parametrization(config, shapes, base_head_size=base.head_size)
+
+
+def build_model(
+    config: Config, parametrization: Parametrization, layout: Layout, rank: int, device: torch.device
+) -> GPTModel:
+    """This rank's part of the model, initialised, multipliers in place.
+
+    Needs megatron-core's parallel_state (runtime.start_distributed).
+
+    Args:
+        config: the run, every `auto` resolved.
+        parametrization: of the same config.
+        layout: how ranks split the model.
+        rank: global rank of this process.
+        device: where the weights live.
+
+    Raises:
+        UserError: a parameter that no shim recorded, or that was recorded differently than in the unsharded build.
+    """
+    vocabulary = _vocabulary(parametrization)
+    model = _gpt_model(config, config.model, vocabulary, parametrization.forward, layout, device)
+    tensor_rank = layout.tensor_rank(rank)
+    for name, parameter in named_parameters(model):
+        tensor = parametrization.tensors.get(name)
+        spec = recorded(parameter)
+        if tensor is None or spec != tensor.shape.spec:
+            raise UserError(f"{name}: recorded as {spec} on rank {rank}, but the unsharded model has {tensor}")
+        init.fill(
+            parameter.data,
+            seed=config.run.seed,
+            name=name,
+            spec=spec,
+            std=tensor.init_std,
+            rank=tensor_rank,
+            ranks=layout.tensor,
+        )
+    return model
+
+
+def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters by global name: layers counted over the whole model, not over this rank's part.
+
+    Raises:
+        UserError: a parameter that no shim recorded; names it.
+    """
+    for local_name, parameter in model.named_parameters():
+        name = local_name
+        if local_name.startswith("decoder.layers."):
+            _, _, index, rest = local_name.split(".", 3)
+            name = f"decoder.layers.{model.decoder.layers[int(index)].layer_number - 1}.{rest}"
+        if recorded(parameter) is None:
+            raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
+        yield name, parameter
+
+
+def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
+    """What the shims record in an unsharded build of `model`."""
+    layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
+    with torch.device("meta"):
+        built = _gpt_model(config, model, vocabulary, _NEUTRAL, layout, torch.device("meta"))
+    return {name: spec for name, parameter in named_parameters(built) if (spec := recorded(parameter)) is not None}
+
+
+def _vocabulary(parametrization: Parametrization) -> int:
+    shapes: list[TensorShape] = list(parametrization.shapes.values())
+    return next(shape.spec.shape[0] for shape in shapes if shape.name == "embedding.word_embeddings.weight")
+
+
+def _gpt_model(
+    config: Config, model: Model, vocabulary: int, forward: ForwardMultipliers, layout: Layout, device: torch.device
+) -> GPTModel:
+    transformer_config = _transformer_config(config, model, forward, layout, device)
+    norm = "torch" if device.type == "meta" else model.norm_implementation
+    arguments: dict[str, Any] = {}
+    if device.type == "meta":
+        one = _OneRank()
+        names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_ep_pp", "mp")
+        arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
+    built = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=local_block_spec(
+            transformer_config, norm_implementation=norm, residual_multiplier=forward.residual
+        ),
+        vocab_size=vocabulary,
+        max_sequence_length=config.max_position_embeddings,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        **arguments,
+    )
+    record_embedding(built.embedding)
+    record_readout(built.output_layer)
+    scale_output(built.embedding, forward.embedding)
+    scale_input(built.output_layer, forward.readout)
+    return built.to(device) if device.type == "cuda" else built
+
+
+def _transformer_config(
+    config: Config, model: Model, forward: ForwardMultipliers, layout: Layout, device: torch.device
+) -> TransformerConfig:
+    training = config.training
+    bf16 = training.precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    fused = device.type == "cuda"
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_size,
+        normalization=model.normalization,
+        layernorm_epsilon=model.layernorm_epsilon,
+        activation_func=ACTIVATIONS[model.activation_func],
+        gated_linear_unit=model.gated_linear_unit,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        softmax_scale=forward.softmax_scale,
+        # The weights are filled by init.py; what goes in here only names the distribution.
+        perform_initialization=False,
+        use_cpu_initialization=device.type != "cuda",
+        init_method=InitMethod(Init.WEIGHT),
+        output_layer_init_method=InitMethod(Init.OUTPUT_PROJECTION),
+        embedding_init_method=InitMethod(Init.EMBEDDING),
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=fused,
+        bias_activation_fusion=fused
+        and (model.gated_linear_unit or model.add_bias_linear)
+        and model.activation_func in ("gelu", "silu")
+        and (model.activation_func == "silu") == model.gated_linear_unit,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+    )

@@ -1,0 +1,124 @@
+"""Rules to parameter groups, groups to an optimizer, and the schedule that moves all groups together.
+
+Public names: `parameter_groups`, `build_optimizer`, `LearningRateSchedule`, `set_learning_rates`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mup_megatron.config import Config, Training
+from mup_megatron.parametrization import Parametrization
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], parametrization: Parametrization
+) -> list[dict[str, Any]]:
+    """One group per set of equal multipliers, in the order in which the model first has them.
+
+    Args:
+        named_parameters: (global name, parameter) pairs.
+        parametrization: of the same model.
+
+    Returns:
+        Groups with `params`, `lr` (peak), `weight_decay`, `eps` (not for SGD), and beside them `lr_multiplier`, which
+        the schedule reads, `rule`, which identifies the group whatever its rates are, and `names`.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in named_parameters:
+        tensor = parametrization.tensors[name]
+        group = groups.get(tensor.group)
+        if group is None:
+            group = {
+                "params": [],
+                "lr": tensor.lr,
+                "weight_decay": tensor.weight_decay,
+                "lr_multiplier": tensor.lr_multiplier,
+                "rule": f"lr {tensor.group.lr}, eps {tensor.group.eps}, decay {tensor.group.weight_decay}",
+                "names": [],
+            }
+            if tensor.eps is not None:
+                group["eps"] = tensor.eps
+            groups[tensor.group] = group
+        group["params"].append(parameter)
+        group["names"].append(name)
+    return list(groups.values())
+
+
+def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that the config names, over `groups`.
+
+    Args:
+        config: the run, every `auto` resolved.
+        groups: from `parameter_groups`.
+    """
+    optimizer, implementation = config.optimizer, config.optimizer.implementation
+    betas = (optimizer.betas[0], optimizer.betas[1])
+    lr = config.hparams.lr
+    if optimizer.name == "sgd":
+        fused = implementation == "torch_fused"
+        return torch.optim.SGD(groups, lr=lr, momentum=optimizer.momentum, fused=fused)
+    if implementation in ("torch", "torch_fused"):
+        kind = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam
+        return kind(groups, lr=lr, betas=betas, eps=optimizer.eps, fused=implementation == "torch_fused" or None)
+    decoupled = {"adam_w_mode": optimizer.name == "adamw"}
+    if implementation == "deepspeed_cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        decoupled = {"adamw_mode": optimizer.name == "adamw"}
+        return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=optimizer.eps, **decoupled)
+    if implementation == "apex":
+        from apex.optimizers import FusedAdam
+    else:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    return FusedAdam(groups, lr=lr, betas=betas, eps=optimizer.eps, **decoupled)
+
+
+class LearningRateSchedule:
+    """The base learning rate at each step: megatron-core's own schedules, and multi-step decay, which it has not.
+
+    Step 0 is the first update; under warm-up its rate is 0, as in Megatron.
+    """
+
+    def __init__(self, training: Training, lr: float) -> None:
+        self._training = training
+        self._lr = lr
+        self._multi_step = training.lr_schedule == "multi-step"
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        # Only its get_lr is used: groups are scaled by their own multipliers (set_learning_rates), since upstream's
+        # warm-up does not scale init_lr per group and its checkpoints identify groups by their rates.
+        self._scheduler = OptimizerParamScheduler(
+            optimizer=SimpleNamespace(param_groups=[]),
+            init_lr=0.0,
+            max_lr=lr,
+            min_lr=training.min_lr_ratio * lr,
+            lr_warmup_steps=training.lr_warmup_steps,
+            lr_decay_steps=training.lr_decay_steps or training.train_steps,
+            lr_decay_style="constant" if self._multi_step else training.lr_schedule,
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+            wsd_decay_steps=training.lr_wsd_decay_steps,
+            lr_wsd_decay_style=training.lr_wsd_decay_style,
+        )
+
+    def __call__(self, step: int) -> float:
+        """Base learning rate of the update number `step`, counted from 0."""
+        self._scheduler.num_steps = step
+        lr = float(self._scheduler.get_lr({}))
+        if self._multi_step:
+            lr *= self._training.lr_gamma ** bisect.bisect_right(self._training.lr_milestones, step)
+        return lr
+
+
+def set_learning_rates(optimizer: Any, base_lr: float) -> None:
+    """Sets every group's rate to its multiplier times `base_lr`: the ratios between groups never move."""
+    for group in optimizer.param_groups:
+        group["lr"] = base_lr * group["lr_multiplier"]

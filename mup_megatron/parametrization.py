@@ -1,0 +1,223 @@
+"""The rules applied to a model: every tensor's init, learning rate, epsilon and decay, and the forward multipliers.
+
+Public names: `Parametrization`, `TensorHyperparameters`, `InitStd`, `ForwardMultipliers`. One table, made once from the
+config and the shapes; init, optimizer, forward pass and `explain` all read it, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+
+from mup_megatron import rules
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.shapes import Init, TensorShape
+
+OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardMultipliers:
+    """What the forward pass multiplies, tunable constants included.
+
+    Args:
+        softmax_scale: of the attention logits.
+        readout: on the trunk's output before the head; α_output · A.
+        embedding: on the embedding's output.
+        residual: on the output of each residual branch.
+    """
+
+    softmax_scale: float
+    readout: float
+    embedding: float
+    residual: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupKey:
+    """What makes an optimizer group: the rule's multipliers, never the rates. Equal multipliers share a group."""
+
+    lr: Fraction | float
+    eps: Fraction | float
+    weight_decay: Fraction | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHyperparameters:
+    """Everything that was decided about one parameter.
+
+    Args:
+        shape: the tensor, with its base.
+        forward_multiplier: what the forward pass multiplies the tensor's output with.
+        init_std: standard deviation per block ({None: std} for a tensor that is one block); 0 for constants.
+        lr: learning rate at the schedule's peak.
+        lr_multiplier: factor on the base learning rate.
+        eps: Adam's epsilon; None for SGD.
+        eps_multiplier: factor on the base epsilon; None for SGD.
+        weight_decay: decay that the optimizer gets (decoupled); 0 where Megatron does not decay.
+        weight_decay_multiplier: factor on the base decay.
+        group: what it shares with the other parameters of its optimizer group.
+    """
+
+    shape: TensorShape
+    forward_multiplier: float
+    init_std: dict[str | None, float]
+    lr: float
+    lr_multiplier: float
+    eps: float | None
+    eps_multiplier: float | None
+    weight_decay: float
+    weight_decay_multiplier: float
+    group: GroupKey
+
+
+@dataclass(frozen=True)
+class Parametrization:
+    """A config's rules, applied to the tensors of its model.
+
+    Args:
+        config: the run.
+        shapes: every tensor of the whole (unsharded) model, by global name.
+        base_head_size: d of the base model.
+
+    Raises:
+        UserError: a rule does not exist for some tensor; names it.
+    """
+
+    config: Config
+    shapes: Mapping[str, TensorShape]
+    base_head_size: int
+    tensors: dict[str, TensorHyperparameters] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Applies the rules to every tensor."""
+        tensors = {name: self._apply(shape) for name, shape in self.shapes.items()}
+        object.__setattr__(self, "tensors", tensors)
+
+    @property
+    def is_mup(self) -> bool:
+        """Whether width rules hold; False is the standard parametrization, whose multipliers are all 1."""
+        return self.config.parametrization.name == "mup"
+
+    @property
+    def rule(self) -> rules.Rule:
+        """How the optimizer's update scales."""
+        return OPTIMIZER_RULES[self.config.optimizer.name]
+
+    @cached_property
+    def depth(self) -> rules.DepthFactors:
+        """Factors of the depth rule inside the blocks."""
+        config = self.config
+        exponent = config.parametrization.depth_exponent if self.is_mup else None
+        ratio = Fraction(config.model.num_layers, config.num_layers_base)
+        return rules.depth_factors(self.rule, ratio, exponent)
+
+    @cached_property
+    def forward(self) -> ForwardMultipliers:
+        """The forward multipliers."""
+        hparams, model = self.config.hparams, self.config.model
+        base_head_size = self.base_head_size if self.is_mup else model.head_size
+        return ForwardMultipliers(
+            softmax_scale=rules.softmax_scale(model.head_size, base_head_size, hparams.attention_multiplier),
+            readout=hparams.output_multiplier * float(self._readout_multiplier),
+            embedding=hparams.embedding_multiplier,
+            residual=hparams.residual_multiplier * self.depth.branch,
+        )
+
+    @property
+    def _readout_multiplier(self) -> Fraction:
+        """A of the readout. A tied head has no tensor of its own; its fan-in is the embedding's fan-out."""
+        if not self.is_mup:
+            return rules.ONE
+        for shape in self.shapes.values():
+            if shape.spec.readout:
+                return rules.readout_multiplier(shape.fan_in.ratio)
+        embedding = next(shape for shape in self.shapes.values() if shape.spec.init is Init.EMBEDDING)
+        return rules.readout_multiplier(embedding.fan_out.ratio)
+
+    def _base_std(self, init: Init) -> float:
+        hparams, config = self.config.hparams, self.config
+        # Megatron's 1/sqrt(2L) takes the base depth, so that it is a constant of the family; the standard
+        # parametrization is Megatron's own and takes the depth of the model.
+        layers = config.num_layers_base if self.is_mup else config.model.num_layers
+        return {
+            Init.WEIGHT: hparams.init_method_std,
+            Init.OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(2.0 * layers),
+            Init.EMBEDDING: hparams.embedding_init_method_std or hparams.init_method_std,
+            Init.ZEROS: 0.0,
+            Init.ONES: 0.0,
+        }[init]
+
+    def _apply(self, shape: TensorShape) -> TensorHyperparameters:
+        spec, config = shape.spec, self.config
+        m_in = shape.fan_in.ratio if self.is_mup else rules.ONE
+        m_outs = {block: dim.ratio if self.is_mup else rules.ONE for block, dim in shape.fan_outs.items()}
+        forward = rules.readout_multiplier(m_in) if spec.readout else rules.ONE
+        depth = self.depth if shape.layer is not None else rules.DepthFactors()
+
+        fixed_fan_out = spec.fixed_fan_out or config.parametrization.fixed_fan_out_init
+        base_std = self._base_std(spec.init)
+        init_std = {
+            block: base_std
+            * rules.init_std(
+                m_in=m_in,
+                forward=forward,
+                output_like=rules.is_output_like(shape.fan_in.grows, dim.grows, fixed_fan_out),
+            )
+            for block, dim in shape.fan_outs.items()
+        }
+
+        if self.rule != "adam" and len(set(m_outs.values())) > 1:
+            raise UserError(
+                f"optimizer.name: {config.optimizer.name} needs one learning rate per tensor, but the blocks of "
+                f"{shape.name} grow by different factors ("
+                + ", ".join(f"{block} {float(m):g}" for block, m in m_outs.items())
+                + "); expected adamw, or blocks that grow together"
+            )
+        m_out = max(m_outs.values())
+        lr = rules.learning_rate(self.rule, m_in=m_in, m_out=m_out, forward=forward) * _exact(depth.lr)
+        eps = rules.epsilon(m_out=m_out, forward=forward) * _exact(depth.eps) if self.rule == "adam" else rules.ONE
+        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed else Fraction(0)
+        multiplier = float(forward) * (config.hparams.output_multiplier if spec.readout else 1.0)
+        if spec.init is Init.EMBEDDING:
+            multiplier *= config.hparams.embedding_multiplier
+        return TensorHyperparameters(
+            shape=shape,
+            forward_multiplier=multiplier,
+            init_std=init_std,
+            lr=config.hparams.lr * float(lr),
+            lr_multiplier=float(lr),
+            eps=config.optimizer.eps * float(eps) if self.rule == "adam" else None,
+            eps_multiplier=float(eps) if self.rule == "adam" else None,
+            weight_decay=config.hparams.weight_decay * float(decay),
+            weight_decay_multiplier=float(decay),
+            group=GroupKey(lr=lr, eps=eps, weight_decay=decay),
+        )
+
+    @cached_property
+    def groups(self) -> dict[GroupKey, list[TensorHyperparameters]]:
+        """Tensors by optimizer group, in the order of the model."""
+        result: dict[GroupKey, list[TensorHyperparameters]] = {}
+        for tensor in self.tensors.values():
+            result.setdefault(tensor.group, []).append(tensor)
+        return result
+
+    def clip_warnings(self) -> list[str]:
+        """Tensors inside the trunk whose gradient norm grows with width and slowly takes over a constant clip."""
+        if not self.is_mup or not self.config.training.clip_grad or self.config.training.clip_norm == "invariant":
+            return []
+        return [
+            f"{name}: fan-in grows and fan-out is fixed, so its gradient norm grows as width^1/2 and slowly takes over "
+            "training.clip_grad; training.clip_norm: invariant does not"
+            for name, shape in self.shapes.items()
+            if not shape.spec.readout and shape.fan_in.grows and any(not dim.grows for dim in shape.fan_outs.values())
+        ]
+
+
+def _exact(factor: float) -> Fraction | float:
+    """A factor of exactly 1 as a fraction, so that it leaves exact multipliers exact."""
+    return rules.ONE if factor == 1.0 else factor

@@ -1,0 +1,126 @@
+"""The parametrization as one table of pure functions: numbers in, numbers out.
+
+    m_in, m_out   size / base size of fan-in and fan-out (1 where fixed), global sizes
+    A             width-dependent part of the forward multiplier that the layer applies (1 unless stated)
+    g             whether the tensor is output-like: its fan-in grows and its fan-out is fixed
+
+| quantity                                  | multiplier on the base value      | function             |
+| ----------------------------------------- | --------------------------------- | -------------------- |
+| init standard deviation                   | (1/A) m_in^-1/2, with g (1/A)/m_in | `init_std`           |
+| learning rate, Adam, AdamW, Lion          | 1 / (A m_in)                      | `learning_rate`      |
+| learning rate, SGD                        | m_out / (A² m_in)                 | `learning_rate`      |
+| learning rate, Muon (unit spectral norm)  | (m_out/m_in)^1/2 / A              | `learning_rate`      |
+| Adam's epsilon (added to sqrt(v))         | A / m_out                         | `epsilon`            |
+| decoupled weight decay, `independent`     | 1 / (learning-rate multiplier)    | `weight_decay`       |
+| weight in the invariant gradient norm     | m_out / (A² m_in)                 | `gradient_norm`      |
+
+Sources: Tensor Programs V (arXiv 2203.03466), Table 8 and appendices B and D; the spectral condition (2310.17813) for
+Muon; Everett et al. (2407.05872) for epsilon; Wang & Aitchison (2405.13698) for weight decay; CompleteP (2505.01618)
+for depth. Ratios are exact fractions, so that equal multipliers are equal to the last bit and a model at its base shape
+is Megatron's own. This module imports neither torch, nor megatron-core, nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+Rule = Literal["adam", "sgd", "muon"]
+"""Optimizers by how their update scales with the gradient: Adam, AdamW and Lion are one rule."""
+
+ONE = Fraction(1)
+
+
+def readout_multiplier(m_in: Fraction) -> Fraction:
+    """A of the readout, 1/m_in: Table 8's form, which also serves a head tied to the embedding."""
+    return 1 / m_in
+
+
+def is_output_like(
+    fan_in_grows: bool, fan_out_grows: bool, fixed_fan_out: Literal["output_like", "hidden_like"]
+) -> bool:
+    """Whether init takes the extra factor g = m_in^-1/2.
+
+    Args:
+        fan_in_grows: whether the fan-in is declared to grow (whatever its ratio is here).
+        fan_out_grows: the same of the fan-out.
+        fixed_fan_out: the rule for a growing fan-in with a fixed fan-out; `hidden_like` means g = 1.
+    """
+    return fan_in_grows and not fan_out_grows and fixed_fan_out == "output_like"
+
+
+def init_std(*, m_in: Fraction, forward: Fraction = ONE, output_like: bool = False) -> float:
+    """Multiplier of the init standard deviation: (1/A) m_in^-1/2 g."""
+    return float(1 / (forward * m_in)) if output_like else float(1 / forward) / math.sqrt(m_in)
+
+
+def learning_rate(rule: Rule, *, m_in: Fraction, m_out: Fraction, forward: Fraction = ONE) -> Fraction | float:
+    """Multiplier of the learning rate.
+
+    For Muon, the update is taken to have unit spectral norm; what an implementation's scale mode applies already is
+    the caller's to divide out.
+    """
+    if rule == "adam":
+        return 1 / (forward * m_in)
+    if rule == "sgd":
+        return m_out / (forward**2 * m_in)
+    return math.sqrt(m_out / m_in) / float(forward)
+
+
+def epsilon(*, m_out: Fraction, forward: Fraction = ONE) -> Fraction:
+    """Multiplier of Adam's epsilon: A / m_out, how the gradient of one coordinate scales.
+
+    For a fused tensor take `m_out` as the largest of its blocks: one number serves all, and the smallest epsilon is
+    the one that nowhere exceeds the gradient.
+    """
+    return forward / m_out
+
+
+def weight_decay(rule: Literal["independent", "coupled"], lr_multiplier: Fraction | float) -> Fraction | float:
+    """Multiplier of decoupled weight decay: `independent` keeps lr·λ where it was, `coupled` keeps λ."""
+    return 1 / lr_multiplier if rule == "independent" else ONE
+
+
+def gradient_norm(*, m_in: Fraction, m_out: Fraction, forward: Fraction = ONE) -> Fraction:
+    """Weight of |grad|² in the invariant gradient norm (docs/parametrization.md, section 6)."""
+    return m_out / (forward**2 * m_in)
+
+
+def softmax_scale(head_size: int, base_head_size: int, attention_multiplier: float = 1.0) -> float:
+    """Scale of attention logits: α/sqrt(d) · sqrt(d_base/d), which is 1/d in d (Tensor Programs V, definition 4.1).
+
+    Computed in this order, so that it is bit for bit 1/sqrt(d) where d = d_base and α = 1.
+    """
+    return attention_multiplier * (1.0 / math.sqrt(head_size)) * math.sqrt(base_head_size / head_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthFactors:
+    """Extra factors inside the transformer blocks; all 1 outside them, and where the depth rule is off.
+
+    Args:
+        branch: on each residual branch's output.
+        lr: on the learning rate.
+        eps: on Adam's epsilon.
+    """
+
+    branch: float = 1.0
+    lr: float = 1.0
+    eps: float = 1.0
+
+
+def depth_factors(rule: Rule, m_layers: Fraction, exponent: float | None) -> DepthFactors:
+    """Factors of the depth rule (docs/parametrization.md, section 5).
+
+    Args:
+        rule: how the optimizer's update scales.
+        m_layers: layers / base layers.
+        exponent: α in [1/2, 1]; 1 is CompleteP, 1/2 Depth-µP, None is off.
+    """
+    if exponent is None:
+        return DepthFactors()
+    m = float(m_layers)
+    lr = m ** (2 * exponent - 1) if rule == "sgd" else m ** (exponent - 1)
+    return DepthFactors(branch=m**-exponent, lr=lr, eps=m**-exponent)

@@ -1,0 +1,231 @@
+"""Process start: which rank this is, which device it has, patches, process groups. The one place that applies patches.
+
+Public names: `Rank`, `read_rank`, `prepare_process`, `start_distributed`, `stop_distributed`, `resolve_auto`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+# Variables that name (rank, world size, local rank), in the order in which they are believed.
+_LAUNCHERS = (
+    ("torchrun or deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+
+# What megatron-core and DeepSpeed warn of at import and construction whatever one does.
+UPSTREAM_WARNINGS = (
+    "Apex is not installed",
+    "Transformer Engine and Apex are not installed",
+    "full scope is deprecated",
+    "Could not determine rank from torch.distributed",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """This process among those of the run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    launched: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+
+def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
+    """Reads rank, world size and local rank from torchrun's variables, else SLURM's, else Open MPI's.
+
+    SLURM's count only inside srun with several tasks or with an address to meet at: a plain `sbatch` script sets them
+    too, and is no launcher.
+
+    Raises:
+        UserError: the variables contradict each other.
+    """
+    for launcher, rank_name, world_name, local_name in _LAUNCHERS:
+        if rank_name not in environment or world_name not in environment:
+            continue
+        try:
+            rank, world_size = int(environment[rank_name]), int(environment[world_name])
+            local_rank = int(environment.get(local_name, rank))
+        except ValueError:
+            raise UserError(
+                f"{rank_name}, {world_name}, {local_name}: expected whole numbers from {launcher}"
+            ) from None
+        if world_size == 1 and launcher == "SLURM":
+            continue
+        if not 0 <= rank < world_size:
+            raise UserError(f"{rank_name}={rank} is not below {world_name}={world_size}, as {launcher} should have it")
+        return Rank(rank=rank, world_size=world_size, local_rank=local_rank, launched=True)
+    return Rank()
+
+
+def prepare_process() -> None:
+    """Quiets upstream and applies the patches that this machine needs. Idempotent; call before building anything."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    quiet_upstream()
+    from mup_megatron.patches import ALL_PATCHES, apply_patches
+
+    apply_patches(ALL_PATCHES, cuda=cuda)
+
+
+def quiet_upstream() -> None:
+    """Silences what upstream prints at import and on every rank; its errors stay."""
+    for logger in ("DeepSpeed", "megatron", "megatron.core"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    for message in UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+
+
+def device_of(rank: Rank) -> torch.device:
+    """This process's device: its GPU where there is one, else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def start_distributed(layout: Layout, rank: Rank, seed: int) -> torch.device:
+    """Starts the process groups of a layout: NCCL on GPUs, gloo on CPUs; megatron-core's parallel_state over them.
+
+    Args:
+        layout: how ranks split the model.
+        rank: this process.
+        seed: of what is drawn in the forward pass (dropout), per tensor-parallel rank as megatron-core does.
+
+    Returns:
+        This process's device.
+    """
+    prepare_process()
+    import deepspeed.comm
+    import torch
+    import torch.distributed
+    from megatron.core import parallel_state
+
+    device = device_of(rank)
+    if not rank.launched:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+    os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK=str(rank.local_rank))
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            rank=rank.rank,
+            world_size=rank.world_size,
+            store=None if rank.launched else torch.distributed.HashStore(),
+            timeout=datetime.timedelta(minutes=30),
+        )
+    deepspeed.comm.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor)
+    _seed_forward(seed, layout.tensor_rank(rank.rank), layout.data_rank(rank.rank))
+    return device
+
+
+def _seed_forward(seed: int, tensor_rank: int, data_rank: int) -> None:
+    """Seeds the generators that dropout draws from, with megatron-core's own offsets (tensor_parallel/random.py)."""
+    import torch
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    seed += 100 * data_rank
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        megatron_random.model_parallel_cuda_manual_seed(seed)
+        return
+    # The same states, through the tracker's public set_states: its add() asks CUDA for a generator.
+    names = {
+        megatron_random.get_data_parallel_rng_tracker_name(): seed,
+        megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME: seed + 2718 + tensor_rank,
+        megatron_random.get_expert_parallel_rng_tracker_name(): seed + 1024 + tensor_rank,
+    }
+    states = {name: torch.Generator().manual_seed(value).get_state() for name, value in names.items()}
+    megatron_random.get_cuda_rng_tracker().set_states(states)
+
+
+def stop_distributed() -> None:
+    """Ends the process groups, so that another layout can start in this process."""
+    import deepspeed.comm.comm
+    import torch.distributed
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.distributed.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+
+
+def resolve_auto(config: Config) -> Config:
+    """Replaces every `auto` implementation by what it means on this machine, once.
+
+    That a package happens to be importable never changes a model silently: the result is printed and recorded.
+
+    Raises:
+        ConfigError: an implementation is asked for that is not installed.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    training, optimizer, model = config.training, config.optimizer, config.model
+    precision = training.precision
+    if precision == "auto":
+        precision = "bf16" if cuda else "fp32"
+    implementation = optimizer.implementation
+    if implementation == "auto":
+        offload = config.parallel.offload_optimizer
+        implementation = "deepspeed_cpu_adam" if offload and optimizer.name != "sgd" else "torch"
+        if cuda and implementation == "torch":
+            implementation = "torch_fused"
+    norm = model.norm_implementation
+    if norm == "auto":
+        norm = "apex" if cuda and model.normalization == "LayerNorm" and importable("apex") else "torch"
+    for key, value, package in (
+        ("optimizer.implementation", implementation, "apex"),
+        ("optimizer.implementation", implementation, "transformer_engine"),
+        ("model.norm_implementation", norm, "apex"),
+    ):
+        if value == package and not importable(package):
+            raise config.error(
+                key, f"{value} is not installed; expected auto, or one that is (see mup-megatron doctor)"
+            )
+    if norm == "apex" and model.normalization != "LayerNorm":
+        raise config.error("model.norm_implementation", f"apex has no {model.normalization}; expected torch")
+    return config.model_copy(
+        update={
+            "training": training.model_copy(update={"precision": precision}),
+            "optimizer": optimizer.model_copy(update={"implementation": implementation}),
+            "model": model.model_copy(update={"norm_implementation": norm}),
+        }
+    )
+
+
+def importable(package: str) -> bool:
+    """Whether the package is there; for `apex`, whether it is NVIDIA's (PyPI's apex is another project)."""
+    if importlib.util.find_spec(package) is None:
+        return False
+    return package != "apex" or importlib.util.find_spec("apex.normalization") is not None

@@ -1,0 +1,314 @@
+"""Global shapes, base shapes and what grows: everything the rules need to know of a tensor, and no tensor.
+
+Public names: `Fused`, `TensorSpec` (what a layer shim records), `InfDim` (microsoft/mup's term: a dimension and its
+base), `TensorShape` (a spec joined with its base), `join_shapes`, `save_base_shapes`, `load_base_shapes`.
+
+All sizes are global, that is, unsharded. Whether a dimension grows is declared once for a family of models and never
+inferred from comparing two sizes (docs/parametrization.md, section 1): a growing dimension may have ratio 1.
+This module imports neither torch, nor megatron-core, nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from mup_megatron.errors import UserError
+
+
+class Init(Enum):
+    """The base distribution of a tensor; the standard deviations are Megatron's."""
+
+    WEIGHT = "weight"  # N(0, init_method_std²)
+    OUTPUT_PROJECTION = "output_projection"  # N(0, init_method_std² / 2L), L the base depth
+    EMBEDDING = "embedding"  # N(0, embedding_init_method_std²)
+    ZEROS = "zeros"
+    ONES = "ones"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """Blocks with fan-outs of their own that share dimension 0 of one tensor.
+
+    Dimension 0 is `repeats` times the sequence of `runs`: Megatron's fused QKV is, for each query group, the query
+    heads of the group, one key head, one value head; gate|up is one gate and one up, once.
+
+    Args:
+        runs: (block name, rows) in order.
+        repeats: how often the sequence is repeated.
+    """
+
+    runs: tuple[tuple[str, int], ...]
+    repeats: int = 1
+
+    @property
+    def fan_outs(self) -> dict[str, int]:
+        """Global fan-out of each block."""
+        return {name: rows * self.repeats for name, rows in self.runs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What a layer shim knows about a parameter from its constructor's arguments, before anything is sharded.
+
+    Args:
+        shape: global shape.
+        fan_in: index of the fan-in dimension; None for gains and biases.
+        fan_out: index of the fan-out dimension.
+        init: base distribution.
+        partition_dim: dimension that tensor parallelism splits; None where every rank holds the whole.
+        partition_stride: how many interleaved pieces each rank holds of that dimension (megatron-core's
+            `partition_stride`; 2 for gate|up).
+        fused: blocks of dimension 0, if there are several.
+        readout: the tensor turns the trunk's output into logits and carries the forward multiplier A = 1/m_in.
+        fixed_fan_out: which init rule holds where the fan-in grows and the fan-out does not; None leaves it to the
+            config's `fixed_fan_out_init`.
+    """
+
+    shape: tuple[int, ...]
+    fan_in: int | None
+    fan_out: int
+    init: Init
+    partition_dim: int | None = None
+    partition_stride: int = 1
+    fused: Fused | None = None
+    readout: bool = False
+    fixed_fan_out: Literal["output_like", "hidden_like"] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the blocks do not fill dimension 0."""
+        if self.fused and sum(self.fused.fan_outs.values()) != self.shape[0]:
+            raise ValueError(f"blocks {self.fused.fan_outs} do not add up to {self.shape[0]} rows")
+
+    @property
+    def is_decayed(self) -> bool:
+        """Whether Megatron applies weight decay to it: not to biases, not to one-dimensional tensors."""
+        return len(self.shape) > 1
+
+
+class InfDim(NamedTuple):
+    """A dimension and its base (microsoft/mup's `InfDim`); `base_dim` None means that the dimension is fixed."""
+
+    base_dim: int | None
+    dim: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether the dimension is one of those that grow with the family."""
+        return self.base_dim is not None
+
+    @property
+    def ratio(self) -> Fraction:
+        """Ratio m = size / base size, exact; 1 where the dimension is fixed."""
+        return Fraction(self.dim, self.base_dim) if self.base_dim is not None else Fraction(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorShape:
+    """A parameter's global shape joined with its base.
+
+    Args:
+        name: global name, layer numbers counted over the whole model.
+        spec: what the shim recorded.
+        infshape: one InfDim per dimension.
+        blocks: InfDim of the fan-out of each block, for fused tensors.
+        layer: number of the transformer layer that holds it, from 0; None outside the blocks.
+    """
+
+    name: str
+    spec: TensorSpec
+    infshape: tuple[InfDim, ...]
+    blocks: dict[str, InfDim] | None = None
+    layer: int | None = None
+
+    @property
+    def fan_in(self) -> InfDim:
+        """Fan-in; a fixed 1 for gains and biases."""
+        return InfDim(None, 1) if self.spec.fan_in is None else self.infshape[self.spec.fan_in]
+
+    @property
+    def fan_out(self) -> InfDim:
+        """Fan-out of the whole tensor."""
+        return self.infshape[self.spec.fan_out]
+
+    @property
+    def fan_outs(self) -> dict[str | None, InfDim]:
+        """Fan-out per block; {None: fan-out} for a tensor that is one block."""
+        blocks: list[tuple[str | None, InfDim]] = list((self.blocks or {}).items())
+        return dict(blocks or [(None, self.fan_out)])
+
+    @property
+    def base_shape(self) -> tuple[int, ...]:
+        """The shape that the tensor has in the base model."""
+        return tuple(dim.base_dim or dim.dim for dim in self.infshape)
+
+
+def layer_number(name: str) -> int | None:
+    """Number of the transformer layer in a global parameter name: 3 for `decoder.layers.3.mlp.linear_fc1.weight`."""
+    parts = name.split(".")
+    return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
+
+
+def join_shapes(
+    target: Mapping[str, TensorSpec], base: Mapping[str, TensorSpec], enlarged: Mapping[str, TensorSpec]
+) -> dict[str, TensorShape]:
+    """Joins three builds of one family: what differs between `base` and `enlarged` grows, the rest is fixed.
+
+    Args:
+        target: specs of the model to be trained, by global name.
+        base: specs of the model where hyperparameters are defined.
+        enlarged: specs of the base model with every declared key enlarged (microsoft/mup's delta model).
+
+    Raises:
+        UserError: the builds have different tensors, or a fixed dimension of the target is not the base's.
+    """
+    result = {}
+    for name, spec in target.items():
+        if name not in base or name not in enlarged:
+            raise UserError(f"the base model has no tensor {name}; base and target must have the same layers")
+        infshape = _infinite(name, spec.shape, base[name].shape, enlarged[name].shape)
+        blocks = None
+        if spec.fused:
+            sizes = [fused.fan_outs if fused else {} for fused in (spec.fused, base[name].fused, enlarged[name].fused)]
+            names = tuple(sizes[0])
+            dims = _infinite(name, *(tuple(block.get(part, 0) for part in names) for block in sizes))
+            blocks = dict(zip(names, dims, strict=True))
+        result[name] = TensorShape(name=name, spec=spec, infshape=infshape, blocks=blocks, layer=layer_number(name))
+    missing = set(base) - set(target)
+    if missing:
+        raise UserError(f"the target has no tensor {min(missing)}, which the base has")
+    return result
+
+
+def _infinite(
+    name: str, target: tuple[int, ...], base: tuple[int, ...], enlarged: tuple[int, ...]
+) -> tuple[InfDim, ...]:
+    if not len(target) == len(base) == len(enlarged):
+        raise UserError(f"{name} has {len(target)} dimensions here and {len(base)} in the base")
+    dims = tuple(
+        InfDim(small if small != large else None, size)
+        for size, small, large in zip(target, base, enlarged, strict=True)
+    )
+    for size, small, dim in zip(target, base, dims, strict=True):
+        if not dim.grows and size != small:
+            raise UserError(
+                f"{name} has shape {list(target)} here and {list(base)} in the base, but no key declared under base: "
+                f"moves the dimension that differs ({small} to {size})"
+            )
+    return dims
+
+
+# --- the .bsh file: microsoft/mup's own format, read and written ---
+
+_BSH_HEADER = """\
+# Base shapes in microsoft/mup's format: a number is the base size of a dimension that grows, null one that is fixed.
+"""
+_BSH_EXTRA = "# mup-megatron: "
+
+
+class BaseShapes(NamedTuple):
+    """The content of a .bsh file.
+
+    Args:
+        dims: base size of every dimension of every tensor, None where it is fixed.
+        blocks: base fan-outs of the blocks of fused tensors; empty for files of microsoft/mup, which has none.
+        extra: what else this project wrote down (head size, depth); empty for files of microsoft/mup.
+    """
+
+    dims: dict[str, list[int | None]]
+    blocks: dict[str, dict[str, int | None]]
+    extra: dict[str, Any]
+
+
+def save_base_shapes(path: str | Path, shapes: Mapping[str, TensorShape], extra: Mapping[str, Any]) -> None:
+    """Writes base shapes so that `mup.shape.load_base_shapes` of microsoft/mup reads them.
+
+    What that format cannot hold (blocks of fused tensors, head size) goes into a comment line.
+    """
+    dims = {name: [dim.base_dim for dim in shape.infshape] for name, shape in shapes.items()}
+    blocks = {
+        name: {block: dim.base_dim for block, dim in shape.blocks.items()}
+        for name, shape in shapes.items()
+        if shape.blocks
+    }
+    comment = _BSH_EXTRA + json.dumps({"blocks": blocks, **extra}, sort_keys=True)
+    text = f"{_BSH_HEADER}{comment}\n{yaml.safe_dump(dims, default_flow_style=None, sort_keys=False)}"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def load_base_shapes(path: str | Path) -> BaseShapes:
+    """Reads a .bsh file of this project or of microsoft/mup. Nothing in it is executed.
+
+    Raises:
+        UserError: the file cannot be read or is not a .bsh file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = yaml.safe_load(text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read base shapes: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes)") from None
+    if not isinstance(data, dict) or not all(
+        isinstance(name, str)
+        and isinstance(dims, list)
+        and all(dim is None or (type(dim) is int and dim > 0) for dim in dims)
+        for name, dims in data.items()
+    ):
+        raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes and nulls)")
+    extra: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith(_BSH_EXTRA):
+            try:
+                extra = json.loads(line.removeprefix(_BSH_EXTRA))
+            except json.JSONDecodeError:
+                raise UserError(f"{path}: the line that starts with {_BSH_EXTRA!r} is damaged") from None
+    return BaseShapes(data, extra.pop("blocks", {}), extra)
+
+
+def join_base_shapes(target: Mapping[str, TensorSpec], base: BaseShapes, source: str) -> dict[str, TensorShape]:
+    """Joins specs with a .bsh file.
+
+    Raises:
+        UserError: other tensors, another number of dimensions, another fixed size, or a fused tensor whose blocks'
+            base sizes the file does not tell and that do not follow from it.
+    """
+    if set(target) != set(base.dims):
+        name = min(set(target) ^ set(base.dims))
+        raise UserError(f"{source}: {name} is {'missing' if name in target else 'not a tensor of this model'}")
+    result = {}
+    for name, spec in target.items():
+        dims = base.dims[name]
+        if len(dims) != len(spec.shape):
+            raise UserError(f"{source}: {name} has {len(dims)} dimensions; the model has shape {list(spec.shape)}")
+        infshape = tuple(InfDim(small, size) for small, size in zip(dims, spec.shape, strict=True))
+        blocks = None
+        if spec.fused:
+            blocks = _blocks_from_file(name, spec.fused, infshape[0], base.blocks.get(name), source)
+        result[name] = TensorShape(name=name, spec=spec, infshape=infshape, blocks=blocks, layer=layer_number(name))
+    return result
+
+
+def _blocks_from_file(
+    name: str, fused: Fused, whole: InfDim, known: Mapping[str, int | None] | None, source: str
+) -> dict[str, InfDim]:
+    if known is not None:
+        if set(known) != set(fused.fan_outs):
+            raise UserError(f"{source}: {name} has blocks {sorted(known)}; the model has {sorted(fused.fan_outs)}")
+        return {block: InfDim(known[block], rows) for block, rows in fused.fan_outs.items()}
+    if not whole.grows:
+        return {block: InfDim(None, rows) for block, rows in fused.fan_outs.items()}
+    if len(set(fused.fan_outs.values())) == 1 and whole.base_dim is not None and not whole.base_dim % len(fused.runs):
+        # Blocks of one size here (MHA, gate|up) are taken to be of one size in the base.
+        return {block: InfDim(whole.base_dim // len(fused.runs), rows) for block, rows in fused.fan_outs.items()}
+    raise UserError(
+        f"{source}: {name} holds blocks of different sizes ({fused.fan_outs}) and the file does not tell their base "
+        "sizes; name the base sizes under base: instead, or save the file with this project"
+    )

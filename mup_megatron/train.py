@@ -1,0 +1,285 @@
+"""The training loop. Public names: `train`, `Terminated`.
+
+Files of a run (`run.dir`): config.yaml (resolved), explain.json, metrics.jsonl (a line per step, a line per
+evaluation), tensorboard/, checkpoints/, loss.png.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed
+import yaml
+
+from mup_megatron import runtime
+from mup_megatron.checkpoint import Checkpoints, check_resume, make_record
+from mup_megatron.config import Config
+from mup_megatron.data.batches import Batches, build_datasets
+from mup_megatron.data.prepare import prepare
+from mup_megatron.engines import Engine
+from mup_megatron.errors import UserError
+from mup_megatron.explain import explain
+from mup_megatron.layout import resolve_layout
+from mup_megatron.optim import LearningRateSchedule
+from mup_megatron.progress import Progress
+
+
+class Terminated(Exception):
+    """SIGTERM was handled: the run is saved and ends with exit status 143."""
+
+
+class Diverged(Exception):
+    """The loss is not a finite number; the last checkpoint stays as it is."""
+
+
+def train(config: Config, rank: runtime.Rank, allowed_changes: Sequence[str] = ()) -> float | None:
+    """Trains the config's model from its last checkpoint, or from the start. Collective.
+
+    Args:
+        config: the run.
+        rank: this process.
+        allowed_changes: keys that may differ from the checkpoint's.
+
+    Returns:
+        The last evaluation's loss (nats per token), None if there was none.
+
+    Raises:
+        UserError: bad input.
+        Terminated: SIGTERM came; the run was saved.
+        Diverged: the loss became infinite or no number.
+    """
+    runtime.prepare_process()
+    config = runtime.resolve_auto(config)
+    layout = resolve_layout(config, rank.world_size)
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine, refuse
+    from mup_megatron.engines.deepspeed_config import deepspeed_config
+    from mup_megatron.model import build_model, parametrize
+
+    refuse(config, layout)
+    deepspeed_config(config, layout)
+    directory = Path(config.run.dir)
+    with _own_run_directory(directory, rank), Progress(rank.is_first) as progress:
+        device = runtime.start_distributed(layout, rank, config.run.seed)
+        if rank.is_first:
+            prepare(config, progress.say)
+        torch.distributed.barrier()
+        prepared = prepare(config)
+        parametrization = parametrize(config, prepared.vocab_size)
+        record = make_record(config, parametrization, layout, prepared.digest, step=0)
+
+        checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
+        latest = checkpoints.latest()
+        if latest is not None:
+            check_resume(checkpoints.read(latest), record, latest, allowed_changes)
+        if rank.is_first:
+            _describe(directory, config, explain(config, parametrization, layout))
+            progress.say(
+                f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
+                f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "
+                f"norms {config.model.norm_implementation}"
+            )
+            for warning in parametrization.clip_warnings()[:1]:
+                progress.say(f"warning: {warning}")
+
+        model = build_model(config, parametrization, layout, rank.rank, device)
+        engine = DeepSpeedEngine(config, parametrization, model, layout)
+        datasets = build_datasets(config, prepared)
+        batches, evaluation = (Batches(dataset, config, layout, rank.rank, device) for dataset in datasets)
+        start = 0
+        if latest is not None:
+            start = int(engine.load(latest)["step"])
+            progress.say(f"resumed from {latest} at step {start}")
+        loop = _Loop(config, engine, batches, evaluation, checkpoints, record, rank, progress)
+        return loop.run(start)
+
+
+class _Loop:
+    """Steps, evaluations, checkpoints and metrics of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        batches: Batches,
+        evaluation: Batches,
+        checkpoints: Checkpoints,
+        record: dict[str, Any],
+        rank: runtime.Rank,
+        progress: Progress,
+    ) -> None:
+        self._config, self._training = config, config.training
+        self._engine, self._batches, self._evaluation = engine, batches, evaluation
+        self._checkpoints, self._record = checkpoints, record
+        self._rank, self._progress = rank, progress
+        self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
+
+    def run(self, start: int) -> float | None:
+        """Steps `start` to `train_steps`; returns the last evaluation's loss."""
+        training = self._training
+        eval_loss = None
+        saved = start
+        with Metrics(Path(self._config.run.dir), start, self._rank) as metrics, _sigterm() as terminated:
+            for step in range(start, training.train_steps):
+                began = time.perf_counter()
+                lr = self._schedule(step)
+                result = self._engine.step(self._batches[step], lr)
+                seconds = time.perf_counter() - began
+                done = step + 1
+                tokens = training.global_batch_size * training.seq_length
+                metrics.write(
+                    step=done,
+                    tokens=done * tokens,
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    lr=lr,
+                    seconds=seconds,
+                    tokens_per_second=tokens / seconds,
+                )
+                self._progress.step(done, training.train_steps, result.loss, tokens / seconds, training.log_interval)
+                if not math.isfinite(result.loss):
+                    raise Diverged(f"loss is {result.loss} at step {done}")
+                last = done == training.train_steps
+                if training.eval_interval and (done % training.eval_interval == 0 or last):
+                    eval_loss = self._evaluate()
+                    metrics.write(step=done, eval_loss=eval_loss)
+                    self._progress.say(f"step {done}: evaluation loss {eval_loss:.4f}")
+                interval = training.checkpoint_interval
+                stop = self._any_rank(terminated())
+                if (interval and (done % interval == 0 or last)) or stop:
+                    path = self._save(done)
+                    saved = done
+                    if stop and not last:
+                        raise Terminated(f"SIGTERM: saved step {saved} to {path}; the same command goes on from there")
+        return eval_loss
+
+    def _evaluate(self) -> float:
+        losses = [self._engine.evaluate(self._evaluation[number]) for number in range(self._training.eval_steps)]
+        return sum(losses) / len(losses)
+
+    def _save(self, step: int) -> Path:
+        checkpoints = self._checkpoints
+        if self._rank.is_first:
+            checkpoints.begin(step)
+        torch.distributed.barrier()
+        self._engine.save(checkpoints.partial(step), {"step": step})
+        torch.distributed.barrier()
+        path = checkpoints.partial(step).with_suffix("")
+        if self._rank.is_first:
+            path = checkpoints.commit(step, {**self._record, "step": step})
+            self._progress.say(f"saved {path}")
+        torch.distributed.barrier()
+        return path
+
+    @staticmethod
+    def _any_rank(flag: bool) -> bool:
+        """Whether any rank says yes: all must leave the loop at the same step."""
+        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+        value = torch.tensor(int(flag), device=device)
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+        return bool(value)
+
+
+class Metrics:
+    """metrics.jsonl and TensorBoard; on rank 0 alone.
+
+    What an interrupted run wrote after its last checkpoint is cut off, so that every step is there once.
+    """
+
+    def __init__(self, directory: Path, start: int, rank: runtime.Rank) -> None:
+        self._file = None
+        self._writer: Any = None
+        if not rank.is_first:
+            return
+        path = directory / "metrics.jsonl"
+        kept = [line for line in _lines(path) if line["step"] <= start]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.rename(path)
+        self._file = path.open("a", encoding="utf-8")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
+
+    def write(self, **values: float) -> None:
+        """One line; `step` is the number of updates done."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, int(values["step"]))
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._writer.close()
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a metrics file; a line that a crash cut short is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+@contextmanager
+def _sigterm() -> Iterator[Any]:
+    """Yields a function that tells whether SIGTERM came; it may come twice (launchers send it so)."""
+    received = False
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield lambda: received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _own_run_directory(directory: Path, rank: runtime.Rank) -> Iterator[None]:
+    """Makes the run's folder and holds it, so that no second run writes into it. Rank 0 holds it for all."""
+    if not rank.is_first:
+        yield
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"run.dir: cannot write to {directory}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"run.dir: another run is writing to {directory}; wait for it, or choose another run.dir"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _describe(directory: Path, config: Config, explanation: dict[str, Any]) -> None:
+    (directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
+    (directory / "explain.json").write_text(json.dumps(explanation, indent=1), encoding="utf-8")

@@ -1,0 +1,13 @@
+"""Everything that touches upstream's insides, as records. See README.md in this folder for the table.
+
+Public names: `Patch`, `apply_patches`, `revert_patches`, `active_patches`, `ALL_PATCHES`. Patches are applied in one
+place, runtime.py, at process start. This package imports nothing of mup_megatron but `errors`.
+"""
+
+from mup_megatron.patches.cpu import CPU_PATCHES
+from mup_megatron.patches.deepspeed import DEEPSPEED_PATCHES
+from mup_megatron.patches.record import Patch, PatchError, active_patches, apply_patches, revert_patches
+
+ALL_PATCHES: tuple[Patch, ...] = (*CPU_PATCHES, *DEEPSPEED_PATCHES)
+
+__all__ = ["ALL_PATCHES", "Patch", "PatchError", "active_patches", "apply_patches", "revert_patches"]

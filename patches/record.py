@@ -1,0 +1,121 @@
+"""One wrapped symbol, as a record: what, where, for which versions, why, and how it is undone.
+
+A patch fails loudly when its symbol moved or changed its signature: a patch that hit nothing is an error. Applying
+twice is applying once; reverting restores the very object that was there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+_MARK = "__mup_megatron_patch__"
+_applied: dict[str, tuple[Any, str, Any]] = {}
+
+
+class PatchError(RuntimeError):
+    """Upstream is not what a patch was written for. The message names the patch and says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """A symbol of upstream's that is wrapped while this process runs.
+
+    Args:
+        name: short and unique, shown by `doctor`.
+        distribution: package whose version decides.
+        versions: PEP 440 specifiers; outside them the patch is an error, not a guess.
+        symbol: where it is used, as `module:attribute.path` (a name re-exported by `from x import y` is patched there).
+        parameters: parameter names that the symbol must have; None if it is not a function.
+        why: what goes wrong without it.
+        lower_rung: why no config field, public argument, subclass or hook does.
+        until: when it can go.
+        when: `cpu` where no CUDA device is there, `always` otherwise.
+        wrap: the original to what replaces it.
+    """
+
+    name: str
+    distribution: str
+    versions: str
+    symbol: str
+    parameters: tuple[str, ...] | None
+    why: str
+    lower_rung: str
+    until: str
+    when: Literal["cpu", "always"]
+    wrap: Callable[[Any], Any]
+
+    def _target(self) -> tuple[Any, str, Any]:
+        """The object that holds the symbol, the attribute's name and its value."""
+        version = importlib.metadata.version(self.distribution)
+        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+            raise PatchError(
+                f"patch {self.name} is written for {self.distribution} {self.versions}, but {version} is installed; "
+                f"install a version in that range, or check {self.symbol} and widen the range in patches/"
+            )
+        module, _, path = self.symbol.partition(":")
+        owner: Any = importlib.import_module(module)
+        *outer, attribute = path.split(".")
+        try:
+            for name in outer:
+                owner = getattr(owner, name)
+            value = getattr(owner, attribute)
+        except AttributeError:
+            raise PatchError(
+                f"patch {self.name}: {self.symbol} is not in {self.distribution} {version}; it has moved, and the "
+                "record in patches/ must follow it"
+            ) from None
+        return owner, attribute, value
+
+    def apply(self) -> None:
+        """Wraps the symbol; does nothing if it is wrapped already. Raises PatchError."""
+        owner, attribute, original = self._target()
+        if getattr(original, _MARK, None) == self.name:
+            return
+        if self.parameters is not None:
+            found = tuple(inspect.signature(original).parameters)
+            if found != self.parameters:
+                raise PatchError(
+                    f"patch {self.name}: {self.symbol} takes {found}, but the patch was written for {self.parameters}"
+                )
+        replacement = self.wrap(original)
+        if callable(replacement):
+            setattr(replacement, _MARK, self.name)
+            replacement.__wrapped__ = original
+        setattr(owner, attribute, replacement)
+        _applied[self.name] = (owner, attribute, original)
+
+    def revert(self) -> None:
+        """Puts the original back; does nothing if the patch is not applied."""
+        if self.name in _applied:
+            owner, attribute, original = _applied.pop(self.name)
+            setattr(owner, attribute, original)
+
+
+def apply_patches(patches: Iterable[Patch], *, cuda: bool) -> None:
+    """Applies those that this machine needs.
+
+    Args:
+        patches: records.
+        cuda: whether a CUDA device is there.
+    """
+    for patch in patches:
+        if patch.when == "always" or not cuda:
+            patch.apply()
+
+
+def revert_patches(patches: Iterable[Patch]) -> None:
+    """Undoes whatever of them is applied."""
+    for patch in patches:
+        patch.revert()
+
+
+def active_patches() -> list[str]:
+    """Names of the patches that are applied in this process."""
+    return list(_applied)

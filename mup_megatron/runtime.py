@@ -5,8 +5,8 @@ Public names: `Rank`, `read_rank`, `prepare_process`, `start_distributed`, `stop
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import gc
 import importlib.util
 import logging
 import os
@@ -133,6 +133,9 @@ def start_distributed(layout: Layout, rank: Rank, seed: int) -> torch.device:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK=str(rank.local_rank))
+    if layout.tensor > 1:
+        # megatron-core overlaps the reduction of input gradients with weight gradients only if kernels queue in order.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
@@ -142,7 +145,10 @@ def start_distributed(layout: Layout, rank: Rank, seed: int) -> torch.device:
             timeout=datetime.timedelta(minutes=30),
         )
     deepspeed.comm.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        create_gloo_process_groups=False,  # a second set beside NCCL's, for the Megatron engine's checkpoints
+    )
     _seed_forward(seed, layout.tensor_rank(rank.rank), layout.data_rank(rank.rank))
     return device
 
@@ -169,15 +175,13 @@ def _seed_forward(seed: int, tensor_rank: int, data_rank: int) -> None:
 
 def stop_distributed() -> None:
     """Ends the process groups, so that another layout can start in this process."""
-    import deepspeed.comm.comm
-    import torch.distributed
+    import deepspeed.comm
     from megatron.core import parallel_state
 
+    gc.collect()  # engines hold groups in cycles, and every gloo group holds threads
     parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            torch.distributed.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
+    deepspeed.comm.destroy_process_group()
+    gc.collect()
 
 
 def resolve_auto(config: Config) -> Config:

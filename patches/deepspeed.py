@@ -18,7 +18,7 @@ DEEPSPEED_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="deepspeed-no-shm-build",
         distribution="deepspeed",
-        versions=">=0.18,<0.20",
+        versions=">=0.19,<0.20",
         symbol="deepspeed.comm.torch:build_shm_op",
         parameters=(),
         why="on a CPU, DeepSpeed compiles a shared-memory all-reduce when its communication starts (half a minute, a "

@@ -86,7 +86,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     if not isinstance(data, dict):
         raise UserError(f"{source}: expected sections such as run:, model: and training:, found {type(data).__name__}")
     for key, value in (overrides or {}).items():
-        _override(data, key, value, source)
+        override(data, key, value, source)
     return parse_config(data, source)
 
 
@@ -112,7 +112,8 @@ def parse_config(data: dict[str, Any], source: str | None = None) -> Config:
     return config
 
 
-def _override(data: dict[str, Any], key: str, value: Any, source: str) -> None:
+def override(data: dict[str, Any], key: str, value: Any, source: str) -> None:
+    """Sets a dotted key in plain data. Raises ConfigError where the path leads through a value."""
     *sections, last = key.split(".")
     for depth, name in enumerate(sections):
         inner = data.setdefault(name, {})

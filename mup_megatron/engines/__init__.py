@@ -42,3 +42,7 @@ class Engine(Protocol):
     def load(self, directory: Path) -> dict[str, Any]:
         """Reads what `save` wrote under the same layout; returns its `state`."""
         ...
+
+    def close(self) -> None:
+        """Lets go of hooks and buffers, so that another engine can be built in this process."""
+        ...

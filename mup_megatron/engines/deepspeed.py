@@ -118,6 +118,10 @@ class DeepSpeedEngine:
         _, client_state = self.engine.load_checkpoint(str(directory), tag=_TAG)
         return client_state["state"]
 
+    def close(self) -> None:
+        """Removes DeepSpeed's hooks; see engines.Engine."""
+        self.engine.destroy()
+
     def _loss(self, batch: Batch) -> torch.Tensor:
         losses = self.engine(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
         return (losses.float() * batch.loss_mask).sum() / batch.loss_mask.sum()

@@ -1,0 +1,124 @@
+"""What tests run on ranks: module-level functions, since ranks import them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mup_megatron import runtime
+from mup_megatron.config import Config
+from mup_megatron.data.batches import Batches, build_datasets
+from mup_megatron.data.prepare import prepare
+from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.model import build_model, named_parameters, parametrize
+from mup_megatron.optim import LearningRateSchedule
+from mup_megatron.parametrization import Parametrization
+
+
+def start(rank: runtime.Rank, config: Config) -> tuple[Config, Layout, Parametrization, Any]:
+    """Process groups, parametrization and this rank's model."""
+    config = runtime.resolve_auto(config)
+    layout = resolve_layout(config, rank.world_size)
+    device = runtime.start_distributed(layout, rank, config.run.seed)
+    parametrization = parametrize(config, prepare(config).vocab_size)
+    return config, layout, parametrization, build_model(config, parametrization, layout, rank.rank, device)
+
+
+def values(model: Any) -> dict[str, Any]:
+    """This rank's parameters by global name, as arrays."""
+    return {name: parameter.detach().float().cpu().clone().numpy() for name, parameter in named_parameters(model)}
+
+
+def train(rank: runtime.Rank, *, config: Config, steps: int) -> dict[str, Any]:
+    """Trains for some steps on real text; returns initial values, losses, norms and the optimizer's groups."""
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
+
+    config, layout, parametrization, model = start(rank, config)
+    initial = values(model)
+    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    groups = {
+        name: (group["lr"], group.get("eps"), group["weight_decay"])
+        for group in engine.optimizer.param_groups
+        for name in group["names"]
+    }
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    schedule = LearningRateSchedule(config.training, config.hparams.lr)
+    results = [engine.step(batches[step], schedule(step)) for step in range(steps)]
+    engine.close()
+    return {
+        "initial": initial,
+        "losses": [result.loss for result in results],
+        "grad_norms": [result.grad_norm for result in results],
+        "groups": groups,
+    }
+
+
+def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[str, Any]:
+    """Trains megatron-core's own GPTModel, and ours from the same weights, both in DeepSpeed engines."""
+    import deepspeed
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine, _Mpu
+    from mup_megatron.engines.deepspeed_config import deepspeed_config
+    from mup_megatron.model import ACTIVATIONS
+
+    config, layout, parametrization, model = start(rank, config)
+    sizes, hparams = config.model, config.hparams
+    plain = GPTModel(
+        config=TransformerConfig(
+            num_layers=sizes.num_layers,
+            hidden_size=sizes.hidden_size,
+            ffn_hidden_size=sizes.ffn_size,
+            num_attention_heads=sizes.num_attention_heads,
+            num_query_groups=sizes.query_groups,
+            kv_channels=sizes.head_size,
+            normalization=sizes.normalization,
+            activation_func=ACTIVATIONS[sizes.activation_func],
+            gated_linear_unit=sizes.gated_linear_unit,
+            add_bias_linear=sizes.add_bias_linear,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            use_cpu_initialization=True,
+            bias_dropout_fusion=False,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            tensor_model_parallel_size=layout.tensor,
+        ),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=sizes.normalization),
+        vocab_size=sizes.padded_vocab_size(prepare(config).vocab_size),
+        max_sequence_length=config.max_position_embeddings,
+        share_embeddings_and_output_weights=sizes.share_embeddings_and_output_weights,
+        position_embedding_type=sizes.position_embedding_type,
+    )
+    plain.load_state_dict(model.state_dict())
+    # As Megatron groups: biases and one-dimensional tensors are not decayed; torch's AdamW knows nothing of µP.
+    decayed = [p for n, p in plain.named_parameters() if p.dim() > 1 and not n.endswith(".bias")]
+    others = [p for n, p in plain.named_parameters() if p.dim() == 1 or n.endswith(".bias")]
+    groups = [{"params": decayed, "weight_decay": hparams.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=hparams.lr, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps)
+    settings = deepspeed_config(config, layout)
+    theirs, _, _, _ = deepspeed.initialize(model=plain, optimizer=optimizer, mpu=_Mpu(), config=settings)
+    ours = DeepSpeedEngine(config, parametrization, model, layout)
+
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    schedule = LearningRateSchedule(config.training, hparams.lr)
+    losses: dict[str, list[float]] = {"plain": [], "ours": []}
+    for step in range(steps):
+        losses["ours"].append(ours.step(batches[step], schedule(step)).loss)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        total = torch.zeros(())
+        for batch in batches[step]:
+            loss = theirs(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels).float().mean()
+            theirs.backward(loss)
+            total += loss.detach() / len(batches[step])
+            theirs.step()
+        torch.distributed.all_reduce(total)
+        losses["plain"].append(float(total / layout.data))
+    weights = {"plain": {n: p.detach().numpy().copy() for n, p in plain.named_parameters()}, "ours": values(model)}
+    ours.close()
+    theirs.destroy()
+    return {"losses": losses, "weights": weights}

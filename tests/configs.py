@@ -1,0 +1,76 @@
+"""Configs that tests share: small models whose sizes grow by different ratios, none of them 1."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.config import Config, parse_config
+from mup_megatron.config.load import override
+
+_TRAINING = {
+    "global_batch_size": 8,
+    "micro_batch_size": 4,
+    "seq_length": 32,
+    "train_steps": 20,
+    "lr_schedule": "cosine",
+    "lr_warmup_steps": 2,
+    "min_lr_ratio": 0.1,
+    "precision": "fp32",
+}
+
+# hidden ×3/2, FFN ×5/2, heads ×2, query groups ×4; head size fixed.
+MIXED = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 96,
+        "ffn_hidden_size": 160,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 8,
+    },
+    "base": {"hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 1},
+}
+# hidden ×2, FFN ×3, heads ×1 (4 heads in both), head size ×3/2.
+HEAD_SIZE = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 144,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 24,
+    },
+    "base": {"hidden_size": 32, "ffn_hidden_size": 48, "kv_channels": 16},
+}
+
+
+# Real text, small: files of the running interpreter's standard library.
+TEXT = ("argparse.py", "ast.py", "inspect.py", "typing.py", "turtle.py")
+VOCABULARY = 375  # padded to 384: padding is part of what is tested
+
+
+def make(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -> Config:
+    """A config; keyword arguments are dotted keys with `__` for the dot."""
+    data = {
+        "run": {"dir": "unused", "seed": 7},
+        "model": {"architecture": architecture, **growth["model"]},
+        "base": growth["base"],
+        "hparams": {"lr": 8e-3, "init_method_std": 0.05, "weight_decay": 0.1},
+        "training": _TRAINING,
+        "data": {
+            "files": [str(Path(sysconfig.get_paths()["stdlib"]) / name) for name in TEXT],
+            "tokenizer": {"library": "sentencepiece", "vocab_size": VOCABULARY},
+            "split": "100,0,0",
+            "dir": str(Path(tempfile.gettempdir()) / f"mup-megatron-tests-{os.getuid()}-{sys.version_info.minor}"),
+        },
+    }
+    data = copy.deepcopy(data)
+    for key, value in overrides.items():
+        override(data, key.replace("__", "."), value, "test")
+    return parse_config(data, "test")

@@ -1,0 +1,132 @@
+"""Gloo ranks that stay alive between tests: starting torch, megatron-core and DeepSpeed is what costs.
+
+`Ranks.run(n, body, **arguments)` runs a module-level function on n ranks and returns what each returned. Every call gets
+fresh process groups; a body that raises fails the call with its traceback, one that hangs ends the ranks, and the next
+call starts new ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MOST = 4
+_TIMEOUT = 300.0
+
+
+class RankError(AssertionError):
+    """A body failed on some rank."""
+
+
+class Ranks:
+    """A pool of up to four ranks on this machine."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="mup-ranks-")
+        self._jobs = 0
+
+    def run(self, count: int, body: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """Runs `body(rank, **arguments)` on `count` ranks; `rank` is a runtime.Rank. Returns the results by rank."""
+        self._start(count)
+        self._jobs += 1
+        store = str(Path(self._folder.name) / f"store{self._jobs}")
+        active = self._workers[:count]
+        for number, (_, pipe) in enumerate(active):
+            pipe.send((number, count, store, body, arguments))
+        results = []
+        for number, (process, pipe) in enumerate(active):
+            if not pipe.poll(_TIMEOUT):
+                self.stop()
+                raise RankError(f"{body.__name__}: rank {number} of {count} did not answer in {_TIMEOUT:.0f} s")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                self.stop()
+                raise RankError(f"{body.__name__}: rank {number} died ({process.exitcode})") from None
+        failures = [f"rank {number}:\n{error}" for number, (_, error) in enumerate(results) if error]
+        if failures:
+            if len(failures) < count:
+                self.stop()  # the others may still wait for a collective
+            raise RankError(f"{body.__name__}:\n" + "\n".join(failures))
+        return [value for value, _ in results]
+
+    def _start(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        # Children must not fight over two cores, and must not inherit this process's launcher variables.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def stop(self) -> None:
+        """Ends every rank."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.terminate()
+            process.join()
+        self._workers = []
+
+    def close(self) -> None:
+        """Ends every rank and removes what they left on disk."""
+        self.stop()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed
+
+    from mup_megatron import runtime
+
+    runtime.prepare_process()
+    torch.set_num_threads(1)
+    while True:
+        try:
+            number, count, store, body, arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+        os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))
+        try:
+            torch.distributed.init_process_group(
+                "gloo",
+                rank=number,
+                world_size=count,
+                store=torch.distributed.FileStore(store, count),
+                timeout=datetime.timedelta(seconds=60),
+            )
+            result = (body(runtime.Rank(rank=number, world_size=count, local_rank=number, launched=True), **arguments), "")
+        except BaseException:
+            result = (None, traceback.format_exc())
+        finally:
+            try:
+                runtime.stop_distributed()
+                _forget_numbers()
+            except Exception as error:
+                result = (None, f"{result[1]}\nand process groups did not end: {error}")
+        pipe.send(result)
+
+
+def _forget_numbers() -> None:
+    """ZeRO 3 numbers parameters and modules through a process's life and compares the numbers over ranks.
+
+    Ranks of a pool have run different numbers of models, so the counters start anew after each.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+    counter = inspect.signature(DeepSpeedZeRoOffload._register_deepspeed_module).parameters["count"].default
+    counter[0] = 0

@@ -1,0 +1,190 @@
+"""The schema, and one clear sentence for whatever is wrong with a config."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mup_megatron.config import Config, load_config, parse_config, parse_overrides, parse_yaml
+from mup_megatron.config.load import override
+from mup_megatron.errors import ConfigError, UserError
+
+GOOD: dict[str, Any] = {
+    "run": {"dir": "runs/x"},
+    "model": {"architecture": "gpt3", "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
+    "base": {"hidden_size": 32, "num_attention_heads": 2},
+    "hparams": {"lr": 1e-3},
+    "training": {"global_batch_size": 4, "micro_batch_size": 2, "seq_length": 32, "train_steps": 5},
+    "data": {"corpus": "stdlib", "tokenizer": {"vocab_size": 512}},
+}
+
+
+def changed(**keys: Any) -> dict[str, Any]:
+    data = copy.deepcopy(GOOD)
+    for key, value in keys.items():
+        override(data, key.replace("__", "."), value, "x.yaml")
+    return data
+
+
+def problem(**keys: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_config(changed(**keys), "x.yaml")
+    return str(error.value)
+
+
+def test_good() -> None:
+    config = parse_config(GOOD)
+    assert config.model.normalization == "LayerNorm"
+    assert config.model.head_size == 16
+    assert config.model.ffn_size == 256
+    assert config.model.padded_vocab_size(500) == 512
+    assert config.max_position_embeddings == 32
+    assert config.base.sizes == {"hidden_size": 32, "num_attention_heads": 2}
+    assert config.base.enlarged().sizes == {"hidden_size": 64, "num_attention_heads": 4}
+
+
+def test_presets_can_be_overridden() -> None:
+    config = parse_config(changed(model__architecture="llama", model__normalization="LayerNorm"))
+    assert (config.model.normalization, config.model.gated_linear_unit) == ("LayerNorm", True)
+
+
+def test_every_shipped_config_is_good(repository: Path) -> None:
+    for path in sorted((repository / "configs").rglob("*.yaml")):
+        load_config(path)
+
+
+def test_the_example_of_the_architecture_is_the_schema() -> None:
+    """Section and key names are fixed; renaming one breaks users' files."""
+    sections = {name: set(kind.annotation.model_fields) for name, kind in Config.model_fields.items()}
+    assert {"name", "dir", "seed"} <= sections["run"]
+    assert {"hidden_size", "ffn_hidden_size", "num_attention_heads", "num_layers"} <= sections["base"]
+    assert {"name", "depth", "weight_decay", "fixed_fan_out_init"} <= sections["parametrization"]
+    assert {"run", "trials", "sampler", "pruner", "train_steps", "max_compute_share", "storage", "search"} == sections[
+        "tuning"
+    ]
+    assert {"nodes", "gpus_per_node", "time", "partition", "account"} == sections["slurm"]
+    assert {"engine", "zero_stage", "deepspeed_config", "sequence_parallel"} <= sections["parallel"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"model__hiden_size": 3}, "x.yaml: model.hiden_size: unknown key; did you mean model.hidden_size?"),
+        ({"model__seq_length": 3}, "x.yaml: model.seq_length: unknown key; did you mean training.seq_length?"),
+        ({"modle": {}}, "x.yaml: modle: unknown key; did you mean model?"),
+        ({"model__hidden_size": "wide"}, "x.yaml: model.hidden_size: expected a whole number, found 'wide'"),
+        ({"model__hidden_size": 64.5}, "expected a whole number, found 64.5"),
+        ({"model__hidden_size": True}, "expected a whole number, found True"),
+        ({"model__hidden_size": -64}, "expected a number > 0, found -64"),
+        ({"model__hidden_size": 66}, "66 is not divisible by num_attention_heads 4"),
+        ({"model__num_query_groups": 3}, "3 does not divide num_attention_heads 4"),
+        ({"model__architecture": "gpt5"}, "expected one of 'gpt3' or 'llama', found 'gpt5'"),
+        ({"model__use_mup": True}, "megatron-core's native MuP cannot be combined"),
+        ({"training": 3}, "training: expected keys and values, found 3"),
+        ({"training__seq_length": None}, "training.seq_length: expected a whole number, found None"),
+        ({"parallel__tensor_model_parallel_size": "all"}, "expected a whole number or 'auto', found 'all'"),
+        ({"parallel__zero_stage": 4}, "parallel.zero_stage: expected a number <= 3, found 4"),
+        ({"parallel__sequence_parallel": "yes"}, "expected true or false, found 'yes'"),
+        ({"parametrization__depth": 2.0}, "parametrization.depth: expected one of"),
+        ({"optimizer__betas": [0.9]}, "optimizer.betas: expected 2 values, found [0.9]"),
+        ({"optimizer__name": "adam", "hparams__weight_decay": 0.1}, "would be L2 added to the gradient"),
+        ({"optimizer__name": "sgd", "optimizer__implementation": "apex"}, "implements Adam and AdamW, not sgd"),
+        ({"hparams__lr": 0}, "hparams.lr: expected a number > 0"),
+        ({"hparams__lr": float("nan")}, "hparams.lr"),
+        ({"base": {}}, "base: missing; expected the sizes that grow"),
+        ({"base__normalization": 3}, "base.normalization: unknown key"),
+        ({"base__num_layers": 1}, "2 differs from the base's 1 and depth rules are off"),
+        ({"proxy__num_layers": 1}, "num_layers differs from the base without being declared"),
+        ({"proxy__kv_channels": 8}, "differs from the base without being declared"),
+        ({"model__num_attention_heads": 8}, "head size (hidden_size / num_attention_heads) is 8 here and 16 in the base"),
+        ({"training__global_batch_size": 5}, "2 does not divide training.global_batch_size 5"),
+        ({"model__max_position_embeddings": 16}, "16 is less than training.seq_length 32"),
+        ({"training__lr_warmup_steps": 5}, "5 leaves nothing of the 5 decay steps"),
+        ({"training__lr_schedule": "WSD"}, "training.lr_wsd_decay_steps: missing"),
+        ({"training__lr_schedule": "multi-step"}, "training.lr_milestones: missing"),
+        ({"training__lr_milestones": [3, 2]}, "expected increasing steps"),
+        ({"training__recompute_granularity": "full"}, "training.recompute_method: missing"),
+        ({"data__corpus": None}, "data: expected one of corpus, files and data_path, found none"),
+        ({"data__files": ["a.txt"]}, "found corpus and files"),
+        ({"data__split": "many"}, "expected train,valid,test shares"),
+        ({"data__tokenizer": {"library": "huggingface"}}, "data.tokenizer.path: missing"),
+        ({"data__tokenizer": {}}, "data.tokenizer.vocab_size: missing"),
+        ({"tuning__search": {"lr": {"log_uniform": [2.0, 1.0]}}}, "low 2.0 is not below high 1.0"),
+        ({"tuning__search": {"lr": {"log_uniform": [0.0, 1.0]}}}, "must be above 0"),
+        ({"tuning__search": {"lr": {}}}, "expected one of log_uniform, uniform and choice"),
+        ({"tuning__search": {"lrr": {"uniform": [1.0, 2.0]}}}, "unknown hyperparameter; did you mean lr?"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_bad(keys: dict[str, Any], sentence: str) -> None:
+    assert sentence in problem(**keys)
+
+
+def test_missing_key() -> None:
+    data = changed()
+    del data["hparams"]["lr"]
+    with pytest.raises(ConfigError, match=r"x\.yaml: hparams\.lr: missing"):
+        parse_config(data, "x.yaml")
+
+
+def test_numbers_without_a_point_are_numbers() -> None:
+    """YAML 1.1 reads 3e-4 as text; nobody means that."""
+    assert parse_yaml("[3e-4, 1E3, -2e+1, 1.5e-2, 12, 1e, e3]", "x") == [3e-4, 1e3, -20.0, 0.015, 12, "1e", "e3"]
+
+
+def test_overrides() -> None:
+    assert parse_overrides(["a.b=3e-4", "c=[1, x]", "d=", "e=a=b"]) == {"a.b": 3e-4, "c": [1, "x"], "d": None, "e": "a=b"}
+    for bad in ("a", "=3", "a b=3", "a..b=3", "--a=3"):
+        with pytest.raises(UserError, match=r"expected key\.path=value"):
+            parse_overrides([bad])
+
+
+def test_override_through_a_value() -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir: has no keys of its own"):
+        changed(run__dir__x=3)
+
+
+def test_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the config: No such file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="cannot read the config"):
+        load_config(tmp_path)
+    for content, sentence in (
+        ("a: [1", "line 1: not valid YAML"),
+        ("run: {}\nrun: {}", "line 2: not valid YAML: key 'run' is given twice"),
+        ("- 1", "expected sections"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+    ):
+        (tmp_path / "bad.yaml").write_text(content)
+        with pytest.raises(UserError, match=sentence):
+            load_config(tmp_path / "bad.yaml")
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not a text file"):
+        load_config(tmp_path / "bad.yaml")
+
+
+_LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 2000), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
+)
+_KEYS = st.sampled_from(
+    [f"{section}.{key}" for section, kind in Config.model_fields.items() for key in kind.annotation.model_fields]
+    + list(Config.model_fields)
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(_KEYS, _LEAVES, max_size=4))
+def test_mutated_configs_never_end_in_a_traceback(mutations: dict[str, Any]) -> None:
+    data = copy.deepcopy(GOOD)
+    try:
+        for key, value in mutations.items():
+            override(data, key, value, "x.yaml")
+        parse_config(data, "x.yaml")
+    except UserError as error:
+        assert str(error).startswith("x.yaml: ")
+        assert "\n" not in str(error)

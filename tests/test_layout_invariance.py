@@ -1,0 +1,106 @@
+"""Identity 2 (docs/parametrization.md, section 7): the parametrization does not see the layout.
+
+Every cell is compared with the same model in one process: initial values to the last bit, every tensor's rate, epsilon
+and decay, and losses and gradient norms over 20 steps in fp32, a fresh batch of real text each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.data.prepare import prepare
+from tests import bodies
+from tests.configs import HEAD_SIZE, MIXED, make
+from tests.distributed import Ranks
+
+GROWTHS = {"mixed": MIXED, "head_size": HEAD_SIZE}
+STEPS = 20
+TOLERANCE = 2e-5
+
+# tensor parallel, data parallel, sequence parallel, ZeRO stage; partitioned optimizers have two data-parallel ranks.
+LAYOUTS = [
+    *((1, 2, False, stage) for stage in range(4)),
+    (1, 4, False, 3),
+    (2, 1, False, 0),
+    *((2, 2, sequence, stage) for sequence in (False, True) for stage in range(4)),
+    (4, 1, False, 0),
+    (4, 1, True, 0),
+]
+
+
+def config_of(architecture: str, growth: str, **overrides: Any) -> Any:
+    return make(GROWTHS[growth], architecture, **overrides)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks) -> Any:
+    """Runs of the unsharded models, made when first asked for."""
+
+    @cache
+    def run(architecture: str, growth: str) -> dict[str, Any]:
+        config = config_of(architecture, growth, parallel__zero_stage=0)
+        prepare(config)
+        return ranks.run(1, bodies.train, config=config, steps=STEPS)[0]
+
+    return run
+
+
+def slices(name: str, whole: np.ndarray, tensor: int, rank: int, gated: bool) -> np.ndarray:
+    """What a tensor-parallel rank must hold, worked out here by hand rather than by the library."""
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return np.split(whole, tensor, axis=1)[rank]
+    if name.endswith("linear_fc1.weight") and gated:
+        gate, up = np.split(whole, 2)
+        return np.concatenate([np.split(gate, tensor)[rank], np.split(up, tensor)[rank]])
+    if "linear_qkv" in name or "linear_fc1" in name or name.endswith(("word_embeddings.weight", "output_layer.weight")):
+        return np.split(whole, tensor)[rank]
+    return whole
+
+
+def cells() -> Iterator[Any]:
+    """Both architectures and both growths under every layout; the second growth under few unless --all is given."""
+    for architecture, growth, layout in itertools.product(("gpt3", "llama"), GROWTHS, LAYOUTS):
+        tensor, data, sequence_parallel, stage = layout
+        name = f"{architecture}-{growth}-tp{tensor}-dp{data}{'-sp' if sequence_parallel else ''}-zero{stage}"
+        quick = growth == "mixed" or layout in ((2, 2, True, 1), (1, 2, False, 3), (4, 1, True, 0))
+        yield pytest.param(architecture, growth, layout, id=name, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("architecture", "growth", "layout"), list(cells()))
+def test_layout_changes_nothing(
+    ranks: Ranks, reference: Any, architecture: str, growth: str, layout: tuple[int, int, bool, int]
+) -> None:
+    tensor, data, sequence_parallel, stage = layout
+    whole = reference(architecture, growth)
+    config = config_of(
+        architecture,
+        growth,
+        parallel__tensor_model_parallel_size=tensor,
+        parallel__sequence_parallel=sequence_parallel,
+        parallel__zero_stage=stage,
+        training__micro_batch_size=4 // data,  # two micro-batches each: gradients are accumulated everywhere
+    )
+    results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
+    for rank, result in enumerate(results):
+        for name, value in result["initial"].items():
+            expected = slices(name, whole["initial"][name], tensor, rank % tensor, architecture == "llama")
+            np.testing.assert_array_equal(value, expected, err_msg=f"{name} on rank {rank}")
+        assert result["initial"].keys() == whole["initial"].keys()
+        assert result["groups"] == whole["groups"]
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
+        np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("growth", list(GROWTHS))
+@pytest.mark.parametrize("architecture", ["gpt3", "llama"])
+def test_the_regime_can_tell(reference: Any, architecture: str, growth: str) -> None:
+    """The loss falls by half a nat and stays above one: neither memorised nor at the edge of divergence."""
+    losses = reference(architecture, growth)["losses"]
+    assert losses[0] - losses[-1] > 0.5
+    assert losses[-1] > 1.0

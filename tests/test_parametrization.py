@@ -1,0 +1,244 @@
+"""The rules on real models: every expected number is worked out by hand in the comment beside it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mup_megatron.errors import UserError
+from mup_megatron.model import parametrize
+from mup_megatron.parametrization import Parametrization, TensorHyperparameters
+from tests.configs import HEAD_SIZE, MIXED, VOCABULARY, make
+
+EMBEDDING = "embedding.word_embeddings.weight"
+QKV = "decoder.layers.1.self_attention.linear_qkv"
+PROJ = "decoder.layers.0.self_attention.linear_proj"
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+FC2 = "decoder.layers.1.mlp.linear_fc2"
+
+
+def apply(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -> Parametrization:
+    return parametrize(make(growth, architecture, **overrides), VOCABULARY)
+
+
+def numbers(tensor: TensorHyperparameters) -> tuple[Any, ...]:
+    """lr, eps and decay multipliers."""
+    return tensor.lr_multiplier, tensor.eps_multiplier, tensor.weight_decay_multiplier
+
+
+def test_mixed_growth_gpt3() -> None:
+    """hidden ×3/2, FFN ×5/2, heads ×2, query groups ×4, head size 8 fixed; init std 0.05, 2 layers."""
+    tensors = apply(MIXED).tensors
+    # Input-like: Adam rate 1, eps 1/m_out = 2/3, decayed as in the base.
+    assert numbers(tensors[EMBEDDING]) == (1, pytest.approx(2 / 3), 1)
+    assert tensors[EMBEDDING].init_std == {None: 0.05}
+    assert numbers(tensors["embedding.position_embeddings.weight"]) == (1, pytest.approx(2 / 3), 1)
+    # Gains and biases: m_in 1, eps 1/own length's ratio, no decay.
+    assert numbers(tensors["decoder.final_layernorm.weight"]) == (1, pytest.approx(2 / 3), 0)
+    assert numbers(tensors[FC1 + ".bias"]) == (1, pytest.approx(2 / 5), 0)
+    assert numbers(tensors[FC2 + ".bias"]) == (1, pytest.approx(2 / 3), 0)
+    # fc1: m_in 3/2, m_out 5/2.
+    assert numbers(tensors[FC1 + ".weight"]) == (pytest.approx(2 / 3), pytest.approx(2 / 5), 1.5)
+    assert tensors[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 / math.sqrt(1.5))}
+    # fc2: m_in 5/2, m_out 3/2; Megatron's 1/sqrt(2·2 layers) = 1/2.
+    assert numbers(tensors[FC2 + ".weight"]) == (pytest.approx(2 / 5), pytest.approx(2 / 3), 2.5)
+    assert tensors[FC2 + ".weight"].init_std == {None: pytest.approx(0.025 / math.sqrt(2.5))}
+    # Attention output: fan-in heads·d, ×2.
+    assert numbers(tensors[PROJ + ".weight"]) == (0.5, pytest.approx(2 / 3), 2)
+    assert tensors[PROJ + ".weight"].init_std == {None: pytest.approx(0.025 / math.sqrt(2))}
+    # QKV: m_in 3/2 for all blocks; fan-outs ×2 (query) and ×4 (key, value): eps is the smallest, 1/4.
+    assert numbers(tensors[QKV + ".weight"]) == (pytest.approx(2 / 3), 0.25, 1.5)
+    assert tensors[QKV + ".weight"].init_std == {
+        block: pytest.approx(0.05 / math.sqrt(1.5)) for block in ("query", "key", "value")
+    }
+    assert {block: float(dim.ratio) for block, dim in tensors[QKV + ".weight"].shape.blocks.items()} == {
+        "query": 2,
+        "key": 4,
+        "value": 4,
+    }
+    assert numbers(tensors[QKV + ".bias"]) == (1, 0.25, 0)
+
+
+def test_forward_multipliers() -> None:
+    forward = apply(
+        MIXED,
+        hparams__output_multiplier=6.0,
+        hparams__embedding_multiplier=5.0,
+        hparams__attention_multiplier=3.0,
+        hparams__residual_multiplier=0.5,
+    ).forward
+    assert forward.readout == pytest.approx(4.0)  # 6 · 64/96
+    assert forward.embedding == 5.0
+    assert forward.softmax_scale == pytest.approx(3 / math.sqrt(8))  # head size 8 in the base too
+    assert forward.residual == 0.5
+
+
+def test_growing_head_size() -> None:
+    """Head size 16 to 24: 1/sqrt(24) · sqrt(16/24) = 4/24; heads fixed at 4, so QKV grows ×3/2 on ×2 hidden."""
+    parametrization = apply(HEAD_SIZE)
+    assert parametrization.forward.softmax_scale == pytest.approx(4 / 24)
+    qkv = parametrization.tensors[QKV + ".weight"]
+    assert numbers(qkv) == (0.5, pytest.approx(2 / 3), 2)
+    assert {dim.ratio for dim in qkv.shape.blocks.values()} == {1.5}
+
+
+def test_untied_readout_in_llama() -> None:
+    parametrization = apply(HEAD_SIZE, "llama", hparams__output_multiplier=4.0)
+    readout = parametrization.tensors["output_layer.weight"]
+    # hidden ×2: A = 1/2, so init and rate stay, eps is A/m_out = 1/2.
+    assert numbers(readout) == (1, 0.5, 1)
+    assert readout.init_std == {None: 0.05}
+    assert readout.forward_multiplier == parametrization.forward.readout == 2.0
+    fc1 = parametrization.tensors[FC1 + ".weight"]
+    assert {block: dim.ratio for block, dim in fc1.shape.blocks.items()} == {"gate": 3, "up": 3}
+    assert numbers(fc1) == (0.5, pytest.approx(1 / 3), 2)
+
+
+def test_fixed_ffn() -> None:
+    """FFN 128 in base and target, hidden 32 to 128 (×4): fc1 is output-like, fc2 input-like."""
+    growth = {
+        "model": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 4},
+        "base": {"hidden_size": 32, "num_attention_heads": 1},
+    }
+    tensors = apply(growth).tensors
+    assert tensors[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 / 4)}  # 1/m_in
+    assert numbers(tensors[FC1 + ".weight"]) == (0.25, 1, 4)
+    assert tensors[FC2 + ".weight"].init_std == {None: pytest.approx(0.025)}  # not the half that native MuP gives
+    assert numbers(tensors[FC2 + ".weight"]) == (1, 0.25, 1)
+    hidden_like = apply(growth, parametrization__fixed_fan_out_init="hidden_like").tensors
+    assert hidden_like[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 / 2)}  # m_in^-1/2
+
+
+def test_fixed_kv_heads() -> None:
+    """Heads 2 to 8, one KV head in both, hidden ×4: queries are hidden-like, keys and values output-like."""
+    growth = {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 128,
+            "ffn_hidden_size": 512,
+            "num_attention_heads": 8,
+            "num_query_groups": 1,
+        },
+        "base": {"hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 2},
+    }
+    parametrization = apply(growth, "llama")
+    qkv = parametrization.tensors[QKV + ".weight"]
+    assert qkv.init_std == {
+        "query": pytest.approx(0.05 / 2),
+        "key": pytest.approx(0.05 / 4),
+        "value": pytest.approx(0.05 / 4),
+    }
+    assert numbers(qkv) == (0.25, 0.25, 4)
+    assert any("linear_qkv" in line for line in parametrization.clip_warnings())
+    hidden_like = apply(growth, "llama", parametrization__fixed_fan_out_init="hidden_like")
+    assert set(hidden_like.tensors[QKV + ".weight"].init_std.values()) == {0.025}
+
+
+def test_narrower_than_the_base() -> None:
+    """Base twice as wide as the target."""
+    growth = {
+        "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
+        "base": {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4},
+    }
+    parametrization = apply(growth)
+    assert numbers(parametrization.tensors[FC1 + ".weight"]) == (2, 2, 0.5)
+    assert parametrization.tensors[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 * math.sqrt(2))}
+    assert parametrization.forward.readout == 2
+
+
+def test_at_the_base_everything_is_one() -> None:
+    base = {**MIXED, "model": {**MIXED["model"], **MIXED["base"]}}
+    parametrization = apply(base)
+    for tensor in parametrization.tensors.values():
+        assert numbers(tensor)[:2] == (1, 1)
+        assert tensor.forward_multiplier == 1
+    assert len(parametrization.groups) == 2  # decayed and not, as Megatron has them
+
+
+def test_standard_parametrization() -> None:
+    parametrization = apply(MIXED, parametrization__name="standard")
+    assert {numbers(tensor)[:2] for tensor in parametrization.tensors.values()} == {(1, 1)}
+    assert parametrization.tensors[FC1 + ".weight"].init_std == {None: 0.05}
+    assert parametrization.forward.readout == 1
+    assert parametrization.forward.softmax_scale == 1 / math.sqrt(8)
+
+
+@pytest.mark.parametrize(
+    ("depth", "branch", "lr", "eps", "decay"),
+    [("completep", 0.5, 1.0, 0.5, 1.0), ("depth_mup", 2**-0.5, 2**-0.5, 2**-0.5, 2**0.5)],
+)
+def test_depth_rules(depth: str, branch: float, lr: float, eps: float, decay: float) -> None:
+    """Two layers on a base of one: factors inside the blocks, none outside, 1/sqrt(2L) of the base depth."""
+    growth = {"model": MIXED["model"], "base": {**MIXED["base"], "num_layers": 1}}
+    parametrization = apply(growth, parametrization__depth=depth)
+    assert parametrization.forward.residual == pytest.approx(branch)
+    fc1, final = (parametrization.tensors[name] for name in (FC1 + ".weight", "decoder.final_layernorm.weight"))
+    assert numbers(fc1) == (pytest.approx(lr * 2 / 3), pytest.approx(eps * 2 / 5), pytest.approx(decay * 3 / 2))
+    assert numbers(final) == (1, pytest.approx(2 / 3), 0)
+    assert numbers(parametrization.tensors[EMBEDDING]) == (1, pytest.approx(2 / 3), 1)
+    gain = parametrization.tensors["decoder.layers.0.input_layernorm.weight"]
+    assert numbers(gain) == (pytest.approx(lr), pytest.approx(eps * 2 / 3), 0)
+    assert parametrization.tensors[FC2 + ".weight"].init_std == {
+        None: pytest.approx(0.05 / math.sqrt(2 * 1) / math.sqrt(2.5))
+    }
+
+
+def test_sgd() -> None:
+    growth = {
+        "model": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 4},
+        "base": {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1},
+    }
+    tensors = apply(growth, optimizer__name="sgd", optimizer__implementation="torch").tensors
+    assert tensors[EMBEDDING].lr_multiplier == 4  # m_out
+    assert tensors[FC1 + ".weight"].lr_multiplier == 3  # 12/4
+    assert tensors[FC2 + ".weight"].lr_multiplier == pytest.approx(1 / 3)  # 4/12
+    assert tensors[FC1 + ".bias"].lr_multiplier == 12
+    assert tensors[FC2 + ".weight"].weight_decay_multiplier == pytest.approx(3)
+    assert tensors[FC2 + ".weight"].eps is None
+
+
+def test_sgd_with_blocks_that_grow_apart_is_refused() -> None:
+    with pytest.raises(UserError, match=r"linear_qkv\.weight grow by different factors \(query 2, key 4, value 4\)"):
+        apply(MIXED, optimizer__name="sgd", optimizer__implementation="torch")
+
+
+def test_coupled_decay() -> None:
+    assert apply(MIXED, parametrization__weight_decay="coupled").tensors[FC1 + ".weight"].weight_decay == 0.1
+    assert apply(MIXED).tensors[FC1 + ".weight"].weight_decay == pytest.approx(0.15)
+
+
+def test_embedding_std_of_its_own() -> None:
+    tensors = apply(MIXED, hparams__embedding_init_method_std=0.2).tensors
+    assert tensors[EMBEDDING].init_std == {None: 0.2}
+    assert tensors[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 / math.sqrt(1.5))}
+
+
+def test_base_change_symmetry() -> None:
+    """Base → target equals base → middle → target, when the middle takes the base's values per tensor.
+
+    Except epsilon where blocks of one tensor grow apart: the largest m_out of a product is not the product of the
+    largest, here max(2, 4) against max(1/2, 2) · max(4, 2).
+    """
+    middle_sizes = {"hidden_size": 32, "ffn_hidden_size": 320, "num_attention_heads": 2, "num_query_groups": 2}
+    middle = {"model": {**MIXED["model"], **middle_sizes}, "base": MIXED["base"]}
+    last = {"model": MIXED["model"], "base": middle_sizes}
+    direct, first, second = (apply(growth).tensors for growth in (MIXED, middle, last))
+    for name, tensor in direct.items():
+        product = [a * b for a, b in zip(numbers(first[name]), numbers(second[name]), strict=True)]
+        if "linear_qkv" in name:
+            assert (product[1], tensor.eps_multiplier) == (1 / 8, 1 / 4)
+            product[1] = tensor.eps_multiplier
+        assert product == pytest.approx(list(numbers(tensor))), name
+
+
+def test_an_undeclared_size_is_refused() -> None:
+    growth = {"model": {**MIXED["model"], "ffn_hidden_size": None}, "base": {"num_query_groups": 1}}
+    shrunk = apply(growth)  # FFN follows hidden, which nobody declared: the base has it too
+    assert shrunk.tensors[FC1 + ".weight"].lr_multiplier == 1
+    assert {block: float(dim.ratio) for block, dim in shrunk.tensors[QKV + ".weight"].shape.blocks.items()} == {
+        "query": 1,
+        "key": 4,
+        "value": 4,
+    }

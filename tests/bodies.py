@@ -14,6 +14,7 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, named_parameters, parametrize
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.parametrization import Parametrization
+from tests.breakages import break_
 
 
 def start(rank: runtime.Rank, config: Config) -> tuple[Config, Layout, Parametrization, Any]:
@@ -30,8 +31,16 @@ def values(model: Any) -> dict[str, Any]:
     return {name: parameter.detach().float().cpu().clone().numpy() for name, parameter in named_parameters(model)}
 
 
-def train(rank: runtime.Rank, *, config: Config, steps: int) -> dict[str, Any]:
-    """Trains for some steps on real text; returns initial values, losses, norms and the optimizer's groups."""
+def train(rank: runtime.Rank, *, config: Config, steps: int, broken: str = "nothing") -> dict[str, Any]:
+    """Trains for some steps on real text; returns initial values, losses, norms and the optimizer's groups.
+
+    `broken` names what is taken out of the library meanwhile (breakages.py).
+    """
+    with break_(broken):
+        return _train(rank, config, steps)
+
+
+def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:
     from mup_megatron.engines.deepspeed import DeepSpeedEngine
 
     config, layout, parametrization, model = start(rank, config)

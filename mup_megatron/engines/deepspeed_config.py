@@ -58,18 +58,19 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
             raise ConfigError(path, f"{target[last]!r} contradicts {key}, which makes it {value!r}", source)
         target[last] = value
     zero = result["zero_optimization"]
-    if config.parallel.offload_optimizer:
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if config.parallel.offload_optimizer and not offloads:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    elif offloads and not config.parallel.offload_optimizer:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer",
+            "contradicts parallel.offload_optimizer, which is false (it decides which optimizer is built)",
+            source,
+        )
     result.setdefault("steps_per_print", 2**31)
     result.setdefault("zero_allow_untested_optimizer", True)
     result.setdefault("zero_force_ds_cpu_optimizer", False)
     return result
-
-
-def offloads_optimizer(config: Config) -> bool:
-    """Whether the optimizer steps on the CPU, by the config or by its JSON."""
-    offload = _read(config)[1].get("zero_optimization", {}).get("offload_optimizer") or {}
-    return config.parallel.offload_optimizer or offload.get("device", "none") not in ("none", None)
 
 
 def _read(config: Config) -> tuple[str | None, dict[str, Any]]:

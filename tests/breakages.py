@@ -1,0 +1,175 @@
+"""Negative controls: one thing of the library taken out or done wrong, for as long as a body runs.
+
+Each is a context manager by name; a test asserts that its comparison then fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def no_sequence_parallel_reduction() -> contextlib.AbstractContextManager[None]:
+    """Gradients of sequence-parallel parameters are not summed over tensor-parallel ranks."""
+    from mup_megatron.engines import deepspeed
+
+    return _replaced(deepspeed, "_sum_sequence_parallel_gradients", lambda model: None)
+
+
+def norms_not_marked_sequence_parallel() -> contextlib.AbstractContextManager[None]:
+    """The norm shim forgets to mark its gains."""
+    from mup_megatron.layers import norm
+
+    original = norm._record_gains
+    return _replaced(norm, "_record_gains", lambda module, size, sequence_parallel: original(module, size, False))
+
+
+def no_mpu() -> contextlib.AbstractContextManager[None]:
+    """DeepSpeed without an mpu: it takes all ranks for data-parallel and broadcasts rank 0's weights."""
+    import deepspeed
+
+    original = deepspeed.initialize
+    return _replaced(deepspeed, "initialize", lambda **arguments: original(**{**arguments, "mpu": None}))
+
+
+def init_by_local_shape() -> contextlib.AbstractContextManager[None]:
+    """Weights drawn from the slice's own shape, as if it were the whole tensor."""
+    from mup_megatron import init
+
+    original = init.fill
+
+    def fill(tensor: torch.Tensor, **arguments: Any) -> None:
+        spec = arguments["spec"]
+        local = type(spec)(**{**spec.__dict__, "shape": tuple(tensor.shape), "fused": None, "partition_dim": None})
+        std = {None: next(iter(arguments["std"].values()))}
+        original(tensor, **{**arguments, "spec": local, "std": std, "rank": 0, "ranks": 1})
+
+    return _replaced(init, "fill", fill)
+
+
+def width_from_local_shape() -> contextlib.AbstractContextManager[None]:
+    """The rate reads the fan-in from the parameter itself, which under tensor parallelism is a slice of it."""
+    from mup_megatron.engines import deepspeed
+
+    original = deepspeed.parameter_groups
+
+    def parameter_groups(named_parameters: Any, parametrization: Any) -> list[dict[str, Any]]:
+        groups = original(named_parameters, parametrization)
+        for group in groups:
+            shape = parametrization.tensors[group["names"][0]].shape
+            if shape.spec.fan_in == 1:
+                local, base = group["params"][0].shape[1], shape.base_shape[1]
+                group["lr_multiplier"] = base / local
+                group["lr"] = parametrization.config.hparams.lr * base / local
+        return groups
+
+    return _replaced(deepspeed, "parameter_groups", parameter_groups)
+
+
+def no_readout_multiplier() -> contextlib.AbstractContextManager[None]:
+    from mup_megatron import model
+
+    return _replaced(model, "scale_input", lambda module, multiplier: None)
+
+
+def no_embedding_multiplier() -> contextlib.AbstractContextManager[None]:
+    from mup_megatron import model
+
+    return _replaced(model, "scale_output", lambda module, multiplier: None)
+
+
+def no_residual_multiplier() -> contextlib.AbstractContextManager[None]:
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    from mup_megatron.layers import spec
+
+    return _replaced(spec, "scaled_bias_dropout_add", lambda multiplier: get_bias_dropout_add)
+
+
+def _without_shim(name: str) -> contextlib.AbstractContextManager[None]:
+    """Upstream's own layer in the place of a shim."""
+    from megatron.core import tensor_parallel
+
+    from mup_megatron.layers import spec
+
+    shim = getattr(spec, name)
+    upstream = next(c for c in shim.__mro__ if c.__module__.startswith("megatron") and hasattr(tensor_parallel, c.__name__))
+    return _replaced(spec, name, upstream)
+
+
+def no_qkv_shim() -> contextlib.AbstractContextManager[None]:
+    return _without_shim("QKVColumnParallelLinear")
+
+
+def no_fc1_shim() -> contextlib.AbstractContextManager[None]:
+    return _without_shim("FC1ColumnParallelLinear")
+
+
+def no_row_parallel_shim() -> contextlib.AbstractContextManager[None]:
+    return _without_shim("RowParallelLinear")
+
+
+def no_qkv_blocks() -> contextlib.AbstractContextManager[None]:
+    """QKV recorded as one block."""
+    from mup_megatron.layers import linear
+
+    return _replaced(linear.QKVColumnParallelLinear, "fused", linear.ColumnParallelLinear.fused)
+
+
+def no_norm_shim() -> contextlib.AbstractContextManager[None]:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from mup_megatron.layers import spec
+
+    return _replaced(spec, "norm_class", lambda normalization, implementation: WrappedTorchNorm)
+
+
+def no_embedding_record() -> contextlib.AbstractContextManager[None]:
+    from mup_megatron import model
+
+    return _replaced(model, "record_embedding", lambda embedding: None)
+
+
+def no_readout_record() -> contextlib.AbstractContextManager[None]:
+    from mup_megatron import model
+
+    return _replaced(model, "record_readout", lambda output_layer: None)
+
+
+@contextlib.contextmanager
+def _patch_off(name: str) -> Iterator[None]:
+    from mup_megatron import runtime
+    from mup_megatron.patches import ALL_PATCHES
+
+    patch = next(patch for patch in ALL_PATCHES if patch.name == name)
+    patch.revert()
+    try:
+        with _replaced(runtime, "prepare_process", lambda: None):
+            yield
+    finally:
+        patch.apply()
+
+
+def break_(name: str) -> contextlib.AbstractContextManager[None]:
+    """The breakage of that name; `patch:NAME` reverts a patch."""
+    if name.startswith("patch:"):
+        return _patch_off(name.removeprefix("patch:"))
+    function: Callable[[], contextlib.AbstractContextManager[None]] = globals()[name]
+    return function()

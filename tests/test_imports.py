@@ -1,0 +1,128 @@
+"""Who may import whom, and what importing the package must not drag in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Rooms from the top down; a room may import those below it, never those above or beside it unless said.
+LEVELS = [
+    {"__main__"},
+    {"cli"},
+    {"train", "report", "explain", "launch", "doctor"},
+    {"checkpoint", "progress"},
+    {"engines"},
+    {"model"},
+    {"data", "optim", "runtime"},
+    {"layers"},
+    {"parametrization", "init"},
+    {"rules", "layout", "patches"},
+    {"shapes"},
+    {"config"},
+    {"errors"},
+]
+BESIDE = {"data", "engines", "config", "layers", "report", "patches"}  # packages: their own modules
+ALSO = {("train", "explain"), ("explain", "init"), ("runtime", "patches"), ("optim", "parametrization")}
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def modules(repository: Path) -> list[Path]:
+    return sorted((repository / "mup_megatron").rglob("*.py"))
+
+
+def level(name: str) -> int:
+    return next(number for number, rooms in enumerate(LEVELS) if name in rooms)
+
+
+def test_every_room_has_a_level(repository: Path) -> None:
+    rooms = {path.stem if path.is_file() else path.name for path in (repository / "mup_megatron").iterdir()}
+    assert rooms - {"__init__", "__pycache__"} == set().union(*LEVELS)
+
+
+def test_directions(repository: Path) -> None:
+    wrong = []
+    for path in modules(repository):
+        relative = path.relative_to(repository / "mup_megatron")
+        here = relative.parts[0].removesuffix(".py")
+        if here == "__init__":
+            continue
+        for name in imports_of(path):
+            if not name.startswith("mup_megatron."):
+                continue
+            there = room(name)
+            if there == "__version__" or (here == there and here in BESIDE):
+                continue
+            if level(there) <= level(here) and (here, there) not in ALSO:
+                wrong.append(f"{relative} imports {name}")
+    assert not wrong
+
+
+def test_the_walk_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("from mup_megatron.train import train\n")
+    assert imports_of(tmp_path / "x.py") == {"mup_megatron.train.train"}
+    assert level("train") < level("rules")
+
+
+@pytest.mark.parametrize("name", ["shapes", "rules", "parametrization", "layout", "config", "errors"])
+def test_mathematics_without_torch(repository: Path, name: str) -> None:
+    heavy = {"torch", "megatron", "deepspeed", "numpy"}
+    paths = [repository / "mup_megatron" / f"{name}.py", *(repository / "mup_megatron" / name).glob("*.py")]
+    for path in paths:
+        if path.exists():
+            assert not {module.split(".")[0] for module in imports_of(path)} & heavy, path
+
+
+@pytest.mark.parametrize(
+    "statement", ["import mup_megatron", "import mup_megatron.rules", "import mup_megatron.cli, mup_megatron.config"]
+)
+def test_light_imports(statement: str) -> None:
+    """In a process of its own: torch, megatron and deepspeed stay out."""
+    code = f"{statement}; import sys; print([m for m in ('torch', 'megatron', 'deepspeed') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_wrapped_symbols_live_in_patches_alone(repository: Path) -> None:
+    """Nothing outside patches/ assigns to an attribute of an upstream module or class."""
+    wrong = []
+    for path in modules(repository):
+        if "patches" in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        upstream = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("megatron", "deepspeed"):
+                upstream |= {alias.asname or alias.name for alias in node.names}
+            if isinstance(node, ast.Import):
+                upstream |= {
+                    (alias.asname or alias.name).split(".")[0]
+                    for alias in node.names
+                    if alias.name.split(".")[0] in ("megatron", "deepspeed", "torch")
+                }
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                root = target
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                if isinstance(target, ast.Attribute) and isinstance(root, ast.Name) and root.id in upstream:
+                    wrong.append(f"{path.name}:{target.lineno}")
+    assert not wrong

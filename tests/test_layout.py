@@ -1,0 +1,86 @@
+"""Fitting a config's layout to a number of processes, and refusing what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mup_megatron.config import load_config
+from mup_megatron.errors import ConfigError
+from mup_megatron.layout import resolve_layout, smallest_world
+from tests.configs import MIXED, make
+
+
+def config(**overrides: Any) -> Any:
+    return make(MIXED, "gpt3", training__micro_batch_size=1, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("processes", "tensor", "data"), [(1, 1, 1), (2, 2, 1), (3, 1, 3), (4, 4, 1), (8, 4, 2), (16, 4, 4)]
+)
+def test_auto_takes_the_largest_that_divides(processes: int, tensor: int, data: int) -> None:
+    """8 heads, 4 query groups, FFN 160, 384 entries: 4 is the largest; 24 samples a step."""
+    layout = resolve_layout(config(training__global_batch_size=24 if processes < 16 else 48), processes)
+    assert (layout.tensor, layout.data) == (tensor, data)
+    assert layout.micro_batches * data == (24 if processes < 16 else 48)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_demo_fits_itself(repository: Any, processes: int) -> None:
+    layout = resolve_layout(load_config(repository / "configs" / "demo.yaml"), processes)
+    assert layout.world_size == processes
+    assert layout.tensor == processes
+
+
+def test_ranks_are_ordered_as_megatron_orders_them() -> None:
+    layout = resolve_layout(config(parallel__tensor_model_parallel_size=2), 4)
+    assert [(layout.tensor_rank(rank), layout.data_rank(rank)) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def test_sequence_parallel_needs_tensor_parallel() -> None:
+    assert not resolve_layout(config(parallel__sequence_parallel=True), 1).sequence_parallel
+    assert resolve_layout(config(parallel__sequence_parallel=True), 2).sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "sentence"),
+    [
+        ({"parallel__tensor_model_parallel_size": 8}, 8, "model.num_query_groups: 4 is not divisible by the tensor-"),
+        ({"parallel__tensor_model_parallel_size": 3}, 3, "model.num_attention_heads: 8 is not divisible by"),
+        (
+            {"parallel__tensor_model_parallel_size": 2, "model__ffn_hidden_size": 165, "base__ffn_hidden_size": 66},
+            2,
+            "model.ffn_hidden_size: 165 is not divisible",
+        ),
+        (
+            {"parallel__tensor_model_parallel_size": 2, "model__make_vocab_size_divisible_by": 1},
+            2,
+            "padded vocabulary 375 is not divisible by the tensor-parallel size 2",
+        ),
+        (
+            {"parallel__tensor_model_parallel_size": 4, "parallel__sequence_parallel": True, "training__seq_length": 30},
+            4,
+            "training.seq_length: 30 is not divisible",
+        ),
+        ({"parallel__tensor_model_parallel_size": 2}, 3, "2 does not divide the 3 processes that were started"),
+        ({}, 5, "8 cannot be shared by 5 processes"),
+        ({"parallel__pipeline_model_parallel_size": 2}, 2, "engine deepspeed has no pipeline parallelism"),
+        ({"parallel__engine": "megatron"}, 1, "the megatron engine is not built yet"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refused(overrides: dict[str, Any], processes: int, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_layout(config(**overrides), processes)
+    assert sentence in str(error.value)
+
+
+def test_more_ranks_than_the_batch_has_samples_names_what_works() -> None:
+    with pytest.raises(ConfigError, match="expected a multiple of 5, or 1, 2, 4, 8"):
+        resolve_layout(config(), 5)
+
+
+def test_smallest_world() -> None:
+    assert smallest_world(config()) == 1
+    assert smallest_world(config(parallel__tensor_model_parallel_size=4)) == 4

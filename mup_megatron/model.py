@@ -1,6 +1,7 @@
 """From a config to megatron-core's own GPTModel in µP: its shapes, its parametrization, its weights on this rank.
 
-Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part).
+Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part),
+`unsharded_model`, `named_parameters`.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
 the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows.
@@ -32,7 +33,6 @@ ACTIVATIONS = {
     "relu": torch.nn.functional.relu,
     "squared_relu": lambda x: torch.square(torch.nn.functional.relu(x)),
 }
-_NEUTRAL = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
 
 
 class _OneRank:
@@ -121,12 +121,24 @@ def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]
         yield name, parameter
 
 
+def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
+    """The whole of `model` on the meta device: shapes without memory, without process groups, whatever the layout.
+
+    Args:
+        config: the run; its sequence length gives the positions.
+        model: sizes, which need not be the config's own.
+        vocabulary: padded.
+    """
+    layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
+    neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
+    with torch.device("meta"):
+        return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"))
+
+
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
     """What the shims record in an unsharded build of `model`."""
-    layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
-    with torch.device("meta"):
-        built = _gpt_model(config, model, vocabulary, _NEUTRAL, layout, torch.device("meta"))
-    return {name: spec for name, parameter in named_parameters(built) if (spec := recorded(parameter)) is not None}
+    parameters = named_parameters(unsharded_model(config, model, vocabulary))
+    return {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
 
 
 def _vocabulary(parametrization: Parametrization) -> int:

@@ -131,3 +131,79 @@ def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[st
     ours.close()
     theirs.destroy()
     return {"losses": losses, "weights": weights}
+
+
+def first_update(rank: runtime.Rank, *, config: Config) -> dict[str, tuple[float, float]]:
+    """One step; per parameter of this rank the largest change of a coordinate and the rate that the rule says."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
+
+    config, layout, parametrization, model = start(rank, config)
+    before = {name: parameter.detach().float().clone() for name, parameter in named_parameters(model)}
+    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    engine.step(batches[0], config.hparams.lr)
+    result = {}
+    for name, parameter in named_parameters(engine.module):
+        after = safe_get_full_fp32_param(parameter) if layout.zero_stage else parameter.detach()
+        change = (after.float().reshape(-1) - before[name].reshape(-1)).abs().max()
+        result[name] = (float(change), parametrization.tensors[name].lr)
+    engine.close()
+    return result
+
+
+def stop_and_go(
+    rank: runtime.Rank, *, config: Config, steps: int, directory: str, stop_at: int | None
+) -> dict[str, Any]:
+    """Trains `steps` steps; with `stop_at`, saves there, throws everything away, loads and goes on."""
+    from pathlib import Path
+
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
+
+    config, layout, parametrization, model = start(rank, config)
+    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    schedule = LearningRateSchedule(config.training, config.hparams.lr)
+    losses, rates = [], []
+    for step in range(steps):
+        if step == stop_at:
+            engine.save(Path(directory), {"step": step, "word": "kept"})
+            engine.close()
+            fresh = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+            engine = DeepSpeedEngine(config, parametrization, fresh, layout)
+            state = engine.load(Path(directory))
+            assert state == {"step": step, "word": "kept"}
+        losses.append(engine.step(batches[step], schedule(step)).loss)
+        rates.append([group["lr"] for group in engine.optimizer.param_groups])
+    engine.close()
+    return {"losses": losses, "rates": rates}
+
+
+def stop_and_go_broken(rank: runtime.Rank, **arguments: Any) -> dict[str, Any]:
+    """The same, but the optimizer's state is not loaded."""
+    with break_("load_weights_alone"):
+        return stop_and_go(rank, **arguments)
+
+
+def norms(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
+    """The gradient norm that a step reports, and both norms worked out here from whole gradients (one rank)."""
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
+
+    config, layout, parametrization, model = start(rank, config)
+    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    reported = engine.step(batches[0], 0.0).grad_norm
+    engine.close()
+    fresh = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+    loss = torch.zeros(())
+    for batch in batches[0]:
+        losses = fresh(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        loss = loss + losses.mean() / len(batches[0])
+    loss.backward()
+    gradients = {name: parameter.grad.double() for name, parameter in named_parameters(fresh)}
+    return {
+        "reported": reported,
+        "plain": sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5,
+        **{name: float(gradient.square().sum()) for name, gradient in gradients.items()},
+    }

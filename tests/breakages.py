@@ -110,7 +110,9 @@ def _without_shim(name: str) -> contextlib.AbstractContextManager[None]:
     from mup_megatron.layers import spec
 
     shim = getattr(spec, name)
-    upstream = next(c for c in shim.__mro__ if c.__module__.startswith("megatron") and hasattr(tensor_parallel, c.__name__))
+    upstream = next(
+        c for c in shim.__mro__ if c.__module__.startswith("megatron") and hasattr(tensor_parallel, c.__name__)
+    )
     return _replaced(spec, name, upstream)
 
 
@@ -151,6 +153,18 @@ def no_readout_record() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
     return _replaced(model, "record_readout", lambda output_layer: None)
+
+
+def load_weights_alone() -> contextlib.AbstractContextManager[None]:
+    """A checkpoint is loaded without the optimizer's state."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine.load_checkpoint
+
+    def load_checkpoint(self: Any, *arguments: Any, **keys: Any) -> Any:
+        return original(self, *arguments, **{**keys, "load_optimizer_states": False})
+
+    return _replaced(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
 
 
 @contextlib.contextmanager

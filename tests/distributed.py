@@ -107,7 +107,10 @@ def _serve(pipe: Connection) -> None:
                 store=torch.distributed.FileStore(store, count),
                 timeout=datetime.timedelta(seconds=60),
             )
-            result = (body(runtime.Rank(rank=number, world_size=count, local_rank=number, launched=True), **arguments), "")
+            result = (
+                body(runtime.Rank(rank=number, world_size=count, local_rank=number, launched=True), **arguments),
+                "",
+            )
         except BaseException:
             result = (None, traceback.format_exc())
         finally:

@@ -101,7 +101,10 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
         ({"base__num_layers": 1}, "2 differs from the base's 1 and depth rules are off"),
         ({"proxy__num_layers": 1}, "num_layers differs from the base without being declared"),
         ({"proxy__kv_channels": 8}, "differs from the base without being declared"),
-        ({"model__num_attention_heads": 8}, "head size (hidden_size / num_attention_heads) is 8 here and 16 in the base"),
+        (
+            {"model__num_attention_heads": 8},
+            "head size (hidden_size / num_attention_heads) is 8 here and 16 in the base",
+        ),
         ({"training__global_batch_size": 5}, "2 does not divide training.global_batch_size 5"),
         ({"model__max_position_embeddings": 16}, "16 is less than training.seq_length 32"),
         ({"training__lr_warmup_steps": 5}, "5 leaves nothing of the 5 decay steps"),
@@ -138,7 +141,12 @@ def test_numbers_without_a_point_are_numbers() -> None:
 
 
 def test_overrides() -> None:
-    assert parse_overrides(["a.b=3e-4", "c=[1, x]", "d=", "e=a=b"]) == {"a.b": 3e-4, "c": [1, "x"], "d": None, "e": "a=b"}
+    assert parse_overrides(["a.b=3e-4", "c=[1, x]", "d=", "e=a=b"]) == {
+        "a.b": 3e-4,
+        "c": [1, "x"],
+        "d": None,
+        "e": "a=b",
+    }
     for bad in ("a", "=3", "a b=3", "a..b=3", "--a=3"):
         with pytest.raises(UserError, match=r"expected key\.path=value"):
             parse_overrides([bad])
@@ -169,7 +177,12 @@ def test_files(tmp_path: Path) -> None:
 
 
 _LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 2000), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 2000),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(), max_size=2),
 )
 _KEYS = st.sampled_from(
     [f"{section}.{key}" for section, kind in Config.model_fields.items() for key in kind.annotation.model_fields]

@@ -22,7 +22,9 @@ def merged(tmp_path: Path, content: Any, **overrides: Any) -> dict[str, Any]:
 
 
 def test_ours_fills_what_the_json_leaves_open(tmp_path: Path) -> None:
-    result = merged(tmp_path, {"zero_optimization": {"overlap_comm": True, "stage": "auto"}, "wall_clock_breakdown": True})
+    result = merged(
+        tmp_path, {"zero_optimization": {"overlap_comm": True, "stage": "auto"}, "wall_clock_breakdown": True}
+    )
     assert result["train_batch_size"] == 8
     assert result["train_micro_batch_size_per_gpu"] == 4
     assert result["gradient_accumulation_steps"] == 2

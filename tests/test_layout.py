@@ -59,7 +59,11 @@ def test_sequence_parallel_needs_tensor_parallel() -> None:
             "padded vocabulary 375 is not divisible by the tensor-parallel size 2",
         ),
         (
-            {"parallel__tensor_model_parallel_size": 4, "parallel__sequence_parallel": True, "training__seq_length": 30},
+            {
+                "parallel__tensor_model_parallel_size": 4,
+                "parallel__sequence_parallel": True,
+                "training__seq_length": 30,
+            },
             4,
             "training.seq_length: 30 is not divisible",
         ),

@@ -100,9 +100,7 @@ def test_a_schedule_has_no_memory() -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "inverse-square-root", "constant", "multi-step", "WSD"])
 def test_ratios_never_move(kind: str) -> None:
-    config, result = groups(
-        training__lr_schedule=kind, training__lr_milestones=[5, 9], training__lr_wsd_decay_steps=5
-    )
+    config, result = groups(training__lr_schedule=kind, training__lr_milestones=[5, 9], training__lr_wsd_decay_steps=5)
     optimizer = build_optimizer(config, result)
     schedule = LearningRateSchedule(config.training, config.hparams.lr)
     expected = [group["lr_multiplier"] for group in result]

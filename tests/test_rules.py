@@ -122,13 +122,16 @@ def test_abc_symmetry(m_in: int, m_out: int, divisor: int, power: int) -> None:
     m = {"m_in": F(m_in, divisor), "m_out": F(m_out, divisor)}
     for forward in (F(1), rules.readout_multiplier(m["m_in"])):
         scaled = forward * theta
-        assert rules.learning_rate("adam", **m, forward=scaled) == rules.learning_rate(
-            "adam", **m, forward=forward
-        ) / theta
-        assert rules.learning_rate("sgd", **m, forward=scaled) == rules.learning_rate(
-            "sgd", **m, forward=forward
-        ) / (theta**2)
-        assert rules.epsilon(m_out=m["m_out"], forward=scaled) == rules.epsilon(m_out=m["m_out"], forward=forward) * theta
+        assert (
+            rules.learning_rate("adam", **m, forward=scaled)
+            == rules.learning_rate("adam", **m, forward=forward) / theta
+        )
+        assert rules.learning_rate("sgd", **m, forward=scaled) == rules.learning_rate("sgd", **m, forward=forward) / (
+            theta**2
+        )
+        assert (
+            rules.epsilon(m_out=m["m_out"], forward=scaled) == rules.epsilon(m_out=m["m_out"], forward=forward) * theta
+        )
         assert rules.init_std(m_in=m["m_in"], forward=scaled) == pytest.approx(
             rules.init_std(m_in=m["m_in"], forward=forward) / float(theta), rel=1e-12
         )

@@ -88,8 +88,9 @@ def family() -> dict[str, TensorSpec]:
 
 def joined() -> dict:
     base = {**family(), "embedding": TensorSpec(shape=(128, 16), fan_in=0, fan_out=1, init=Init.EMBEDDING)}
-    base["qkv"], base["gain"] = weight(40, 16, qkv(1, 24, 8)), TensorSpec(
-        shape=(16,), fan_in=None, fan_out=0, init=Init.ONES
+    base["qkv"], base["gain"] = (
+        weight(40, 16, qkv(1, 24, 8)),
+        TensorSpec(shape=(16,), fan_in=None, fan_out=0, init=Init.ONES),
     )
     enlarged = {**family(), "qkv": weight(80, 32, qkv(2, 24, 8))}
     return join_shapes(family(), base, enlarged)
@@ -146,7 +147,17 @@ def test_blocks_of_several_sizes_do_not() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["[1, 2]", "a: 1", "a: [x]", "a: [0]", "a: [1.5]", "a: [true]", "a: [", "1: [2]", "!!python/object/apply:os.system ['x']"],
+    [
+        "[1, 2]",
+        "a: 1",
+        "a: [x]",
+        "a: [0]",
+        "a: [1.5]",
+        "a: [true]",
+        "a: [",
+        "1: [2]",
+        "!!python/object/apply:os.system ['x']",
+    ],
 )
 def test_files_that_are_no_bsh(tmp_path: Path, content: str) -> None:
     (tmp_path / "bad.bsh").write_text(content)

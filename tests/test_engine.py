@@ -1,0 +1,212 @@
+"""The DeepSpeed engine on real ranks: rates reach the update, ratios survive, runs stop and go on, norms and precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron import runtime
+from mup_megatron.data.prepare import prepare
+from mup_megatron.engines.deepspeed import refuse
+from mup_megatron.errors import ConfigError
+from mup_megatron.layout import resolve_layout
+from tests import bodies
+from tests.configs import MIXED, make
+from tests.distributed import Ranks
+
+STAGES = [0, 1, 2, 3]
+TP2 = {"parallel__tensor_model_parallel_size": 2, "training__micro_batch_size": 2}
+
+
+def prepared(**overrides: Any) -> Any:
+    config = make(MIXED, "gpt3", **overrides)
+    prepare(config)
+    return config
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_first_update_has_the_size_of_the_rate(ranks: Ranks, stage: int) -> None:
+    """AdamW's first step moves a coordinate by its rate, whatever the gradient; five rates, TP 2 and DP 2."""
+    config = prepared(parallel__zero_stage=stage, hparams__weight_decay=0.0, optimizer__eps=1e-20, **TP2)
+    rates = set()
+    for result in ranks.run(4, bodies.first_update, config=config):
+        for name, (change, rate) in result.items():
+            # The key bias shifts all attention logits of a query alike, so its gradient is rounding noise; the
+            # tensor's other coordinates still move by the rate.
+            assert change == pytest.approx(rate, rel=1e-3), name
+            rates.add(rate)
+    assert len(rates) == 4  # 1, 2/3, 1/2 and 2/5 of the base rate
+
+
+def test_the_first_update_under_sgd(ranks: Ranks) -> None:
+    """SGD without momentum moves by rate times gradient: rates of the rule, gradients of this step."""
+    growth = {"model__num_query_groups": 4, "base__num_query_groups": 2, "optimizer__name": "sgd"}
+    config = prepared(
+        parallel__zero_stage=0, training__clip_grad=0.0, optimizer__momentum=0.0, hparams__weight_decay=0.0, **growth
+    )
+    updates = ranks.run(1, bodies.first_update, config=config)[0]
+    halved = prepared(
+        parallel__zero_stage=0,
+        training__clip_grad=0.0,
+        optimizer__momentum=0.0,
+        hparams__weight_decay=0.0,
+        hparams__lr=4e-3,
+        **growth,
+    )
+    for name, (change, rate) in ranks.run(1, bodies.first_update, config=halved)[0].items():
+        assert change * 2 == pytest.approx(updates[name][0], rel=1e-2, abs=1e-6), name
+        assert rate * 2 == updates[name][1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stop_and_go_is_bitwise(ranks: Ranks, stage: int, tmp_path: Path) -> None:
+    """Saved and loaded at step 5 of 9: the same losses and rates to the last bit; ratios between groups never move."""
+    config = prepared(parallel__zero_stage=stage, **TP2)
+    whole = ranks.run(4, bodies.stop_and_go, config=config, steps=9, directory="", stop_at=None)
+    halves = ranks.run(4, bodies.stop_and_go, config=config, steps=9, directory=str(tmp_path), stop_at=5)
+    assert halves == whole
+    rates = np.array(whole[0]["rates"])[1:]  # the first is 0, warm-up
+    np.testing.assert_allclose(rates / rates[:, :1], np.tile(rates[0] / rates[0, 0], (8, 1)), rtol=1e-12)
+    assert len(set(rates[0])) == 4
+
+
+def test_a_loaded_run_without_optimizer_state_differs(ranks: Ranks, tmp_path: Path) -> None:
+    """Negative control: weights alone are not enough."""
+    config = prepared(parallel__zero_stage=1)
+    whole = ranks.run(2, bodies.stop_and_go, config=config, steps=7, directory="", stop_at=None)
+    halves = ranks.run(2, bodies.stop_and_go_broken, config=config, steps=7, directory=str(tmp_path), stop_at=4)
+    assert halves[0]["losses"][:5] == whole[0]["losses"][:5]
+    assert halves[0]["losses"][6] != whole[0]["losses"][6]
+
+
+def test_reported_norm(ranks: Ranks) -> None:
+    """The plain norm is the gradients'; at the base shape the invariant one is the same."""
+    result = ranks.run(1, bodies.norms, config=prepared(parallel__zero_stage=0))[0]
+    assert result["reported"] == pytest.approx(result["plain"], rel=1e-6)
+    base = {"model": {**MIXED["model"], **MIXED["base"]}, "base": MIXED["base"]}
+    config = make(base, "gpt3", parallel__zero_stage=0, training__clip_norm="invariant")
+    result = ranks.run(1, bodies.norms, config=config)[0]
+    assert result["reported"] == pytest.approx(result["plain"], rel=1e-6)
+
+
+# m_out / (A² m_in) by hand for tensors that are one block: hidden ×3/2, FFN ×5/2, heads ×2.
+_WEIGHTS = {
+    "word_embeddings.weight": 3 / 2,
+    "position_embeddings.weight": 3 / 2,
+    "layernorm.weight": 3 / 2,
+    "layernorm.bias": 3 / 2,
+    "linear_fc1.weight": (5 / 2) / (3 / 2),
+    "linear_fc1.bias": 5 / 2,
+    "linear_fc2.weight": (3 / 2) / (5 / 2),
+    "linear_fc2.bias": 3 / 2,
+    "linear_proj.weight": (3 / 2) / 2,
+    "linear_proj.bias": 3 / 2,
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_invariant_norm(ranks: Ranks, count: int) -> None:
+    """Between the bounds that QKV's blocks give (query 2/1.5, key and value 4/1.5), the same under TP 2."""
+    overrides = {"parallel__zero_stage": 0, "training__clip_norm": "invariant"}
+    config = prepared(**overrides, parallel__tensor_model_parallel_size=1)
+    result = ranks.run(1, bodies.norms, config=config)[0]
+    low = high = 0.0
+    for name, square in result.items():
+        if name in ("reported", "plain"):
+            continue
+        if "linear_qkv" in name:
+            m_in = 1.5 if name.endswith("weight") else 1.0
+            low, high = low + square * 2 / m_in, high + square * 4 / m_in
+        else:
+            weight = next(value for end, value in _WEIGHTS.items() if name.endswith(end))
+            low, high = low + square * weight, high + square * weight
+    assert low**0.5 < result["reported"] < high**0.5
+    split = prepared(**overrides, parallel__tensor_model_parallel_size=count)
+    for losses in ranks.run(count, bodies.train, config=split, steps=1):
+        assert losses["grad_norms"][0] == pytest.approx(result["reported"], rel=1e-6)
+
+
+def test_clipping_limits_the_update(ranks: Ranks) -> None:
+    """SGD: with the norm clipped to a hundredth of what it is, updates are that much smaller."""
+    settings = {
+        "parallel__zero_stage": 0,
+        "optimizer__name": "sgd",
+        "optimizer__momentum": 0.0,
+        "hparams__weight_decay": 0.0,
+        "model__num_query_groups": 4,
+        "base__num_query_groups": 2,
+    }
+    free = ranks.run(1, bodies.first_update, config=prepared(training__clip_grad=0.0, **settings))[0]
+    norm = ranks.run(1, bodies.norms, config=prepared(training__clip_grad=0.0, **settings))[0]["plain"]
+    clipped = ranks.run(1, bodies.first_update, config=prepared(training__clip_grad=norm / 100, **settings))[0]
+    for name, (change, _) in free.items():
+        assert clipped[name][0] * 100 == pytest.approx(change, rel=0.02, abs=2e-4), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_with_master_weights(ranks: Ranks, stage: int) -> None:
+    """Near fp32's losses over 20 steps, and equal under TP 2 and DP 2 within what bf16 resolves."""
+    fp32 = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=0), steps=20)[0]["losses"]
+    bf16 = prepared(parallel__zero_stage=stage, training__precision="bf16", **TP2)
+    for result in ranks.run(4, bodies.train, config=bf16, steps=20):
+        np.testing.assert_allclose(result["losses"], fp32, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"training__recompute_granularity": "full", "training__recompute_method": "uniform"},
+        {"training__recompute_granularity": "full", "training__recompute_method": "block"},
+        {"training__recompute_granularity": "selective"},
+    ],
+    ids=["uniform", "block", "selective"],
+)
+def test_recomputation_changes_nothing(ranks: Ranks, recompute: dict[str, Any]) -> None:
+    plain = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=1), steps=4)[0]
+    if recompute["training__recompute_granularity"] == "full":
+        recompute = {**recompute, "training__recompute_num_layers": 1}
+    again = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=1, **recompute), steps=4)[0]
+    assert again["losses"] == plain["losses"]
+    assert again["grad_norms"] == plain["grad_norms"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"training__precision": "bf16", "parallel__zero_stage": 0}, "parallel.zero_stage: DeepSpeed's bf16 without"),
+        (
+            {"training__clip_norm": "invariant", "parallel__zero_stage": 2},
+            "training.clip_norm: the invariant norm needs",
+        ),
+        ({"parallel__offload_optimizer": True, "parallel__zero_stage": 0}, "ZeRO 0 partitions nothing to offload"),
+    ],
+)
+def test_what_deepspeed_gets_wrong_is_refused(overrides: dict[str, Any], sentence: str) -> None:
+    config = make(MIXED, "gpt3", **overrides)
+    with pytest.raises(ConfigError) as error:
+        refuse(config, resolve_layout(config, 1))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_optimizer(ranks: Ranks, stage: int) -> None:
+    """DeepSpeedCPUAdam (compiled on first use) gives torch's AdamW's losses."""
+    whole = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=0), steps=10)[0]
+    config = prepared(parallel__zero_stage=stage, parallel__offload_optimizer=True, **TP2)
+    assert runtime.resolve_auto(config).optimizer.implementation == "deepspeed_cpu_adam"
+    for result in ranks.run(4, bodies.train, config=config, steps=10):
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_other_optimizers_see_no_layout_either(ranks: Ranks, name: str) -> None:
+    settings = {"optimizer__name": name, "hparams__weight_decay": 0.0, "model__num_query_groups": 4}
+    settings |= {"base__num_query_groups": 2, "hparams__lr": 8e-3 if name == "adam" else 0.5}
+    whole = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=0, **settings), steps=12)[0]
+    assert whole["losses"][0] - whole["losses"][-1] > 0.1
+    for result in ranks.run(4, bodies.train, config=prepared(parallel__zero_stage=1, **TP2, **settings), steps=12):
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)

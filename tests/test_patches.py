@@ -1,0 +1,141 @@
+"""Patches: effects at the consumer, versions, signatures, twice is once, undo restores."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mup_megatron import patches, runtime
+from mup_megatron.patches import ALL_PATCHES, Patch, PatchError, active_patches, apply_patches, revert_patches
+from tests.breakages import break_
+from tests.distributed import Ranks
+
+BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    revert_patches(ALL_PATCHES)
+    yield
+    revert_patches(ALL_PATCHES)
+
+
+def fork_draws(rank: runtime.Rank, broken: str = "nothing") -> dict[str, Any]:
+    """What dropout on a CPU sees inside and outside megatron-core's RNG fork."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from mup_megatron.layout import resolve_layout
+    from tests.configs import MIXED, make
+
+    config = make(MIXED, parallel__tensor_model_parallel_size=2)
+    with break_(broken):
+        runtime.start_distributed(resolve_layout(config, rank.world_size), rank, seed=5)
+        before = torch.get_rng_state()
+        inside = []
+        for _ in range(2):
+            with get_cuda_rng_tracker().fork():
+                inside.append(torch.rand(4).tolist())
+        return {"inside": inside, "restored": torch.equal(torch.get_rng_state(), before)}
+
+
+def test_rng_fork_on_a_cpu(ranks: Ranks) -> None:
+    """Inside the fork each tensor-parallel rank draws its own numbers, which go on; outside nothing moved."""
+    first, second = ranks.run(2, fork_draws)
+    assert first["restored"]
+    assert second["restored"]
+    assert first["inside"][0] != first["inside"][1]
+    assert first["inside"] != second["inside"]
+
+
+def test_rng_fork_without_the_patch(ranks: Ranks) -> None:
+    """Negative control: without cpu-set-rng-state the fork never takes effect."""
+    first, second = ranks.run(2, fork_draws, broken="patch:cpu-set-rng-state")
+    assert not first["restored"] or first["inside"] == second["inside"]
+
+
+def test_current_device_at_the_consumer() -> None:
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is there")
+    with pytest.raises((RuntimeError, AssertionError)):
+        GlobalMemoryBuffer().get_tensor((2,), torch.float32, "x")
+    BY_NAME["cpu-current-device"].apply()
+    assert GlobalMemoryBuffer().get_tensor((2,), torch.float32, "x").device.type == "cpu"
+
+
+def test_no_shm_build_at_the_consumer() -> None:
+    BY_NAME["deepspeed-no-shm-build"].apply()
+    assert importlib.import_module("deepspeed.comm.torch").build_shm_op() is None
+
+
+def originals() -> dict[str, Any]:
+    return {name: getattr(*patch._target()[:2]) for name, patch in BY_NAME.items()}
+
+
+def test_twice_is_once_and_undo_restores() -> None:
+    before = originals()
+    apply_patches(ALL_PATCHES, cuda=False)
+    once = originals()
+    apply_patches(ALL_PATCHES, cuda=False)
+    assert originals() == once
+    assert all(once[name] is not before[name] for name in before)
+    assert all(once[name].__wrapped__ is before[name] for name in before)
+    assert sorted(active_patches()) == sorted(before)
+    revert_patches(ALL_PATCHES)
+    assert all(original is before[name] for name, original in originals().items())
+    assert active_patches() == []
+
+
+def test_none_of_these_is_applied_where_cuda_is() -> None:
+    apply_patches(ALL_PATCHES, cuda=True)
+    assert active_patches() == [patch.name for patch in ALL_PATCHES if patch.when == "always"]
+
+
+def altered(**changes: Any) -> Patch:
+    return dataclasses.replace(BY_NAME["cpu-get-rng-state"], **changes)
+
+
+def test_another_version_is_an_error() -> None:
+    version = importlib.metadata.version("megatron-core")
+    with pytest.raises(PatchError, match=rf"written for megatron-core <0\.1, but {version} is installed; install"):
+        altered(versions="<0.1").apply()
+
+
+def test_a_moved_symbol_is_an_error() -> None:
+    with pytest.raises(PatchError, match="it has moved"):
+        altered(symbol="megatron.core.tensor_parallel.random:_no_such_name").apply()
+
+
+def test_a_changed_signature_is_an_error() -> None:
+    with pytest.raises(PatchError, match=r"takes \('device', 'clone', 'graph_safe'\), but the patch was written for"):
+        altered(parameters=("device",)).apply()
+
+
+def test_failing_patches_change_nothing() -> None:
+    before = originals()
+    for bad in (altered(versions="<0.1"), altered(parameters=())):
+        with pytest.raises(PatchError):
+            bad.apply()
+    assert originals() == before
+
+
+def test_every_record_says_why() -> None:
+    assert len(BY_NAME) == len(ALL_PATCHES)
+    for patch in ALL_PATCHES:
+        for text in (patch.why, patch.lower_rung, patch.until):
+            assert len(text) > 5, patch.name
+
+
+def test_the_table_lists_every_patch(repository: Any) -> None:
+    table = (repository / "patches" / "README.md").read_text()
+    for patch in ALL_PATCHES:
+        assert f"`{patch.name}`" in table
+        assert patch.symbol.replace(":", ".") in table or patch.symbol in table
+    assert patches.__doc__

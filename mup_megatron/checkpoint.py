@@ -134,7 +134,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
-        whole = [path for path in self._all() if (path / RECORD).is_file()]
+        whole = self._whole()
         return whole[-1] if whole else None
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -170,11 +170,17 @@ class Checkpoints:
             os.fsync(file.fileno())
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in self._all()[: -self._kept]:
+        for old in self._whole()[: -self._kept]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
-    def _all(self) -> list[Path]:
+    def _whole(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
         if not self.directory.is_dir():
             return []
-        return sorted(path for path in self.directory.iterdir() if re.fullmatch(r"step_\d{8,}", path.name))
+        found = {
+            int(path.name.removeprefix("step_")): path
+            for path in self.directory.iterdir()
+            if re.fullmatch(r"step_\d{8,}", path.name) and (path / RECORD).is_file()
+        }
+        return [found[step] for step in sorted(found)]

@@ -108,6 +108,10 @@ def device_of(rank: Rank) -> torch.device:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.local_rank % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torchrun shares the cores among its ranks; the deepspeed launcher leaves every rank to take them all.
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or rank.world_size)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, local_ranks)))
     return torch.device("cpu")
 
 

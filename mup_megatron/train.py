@@ -70,10 +70,9 @@ def train(config: Config, rank: runtime.Rank, allowed_changes: Sequence[str] = (
     deepspeed_config(config, layout)
     directory = Path(config.run.dir)
     with _own_run_directory(directory, rank), Progress(rank.is_first) as progress:
-        device = runtime.start_distributed(layout, rank, config.run.seed)
         if rank.is_first:
-            prepare(config, progress.say)
-        torch.distributed.barrier()
+            prepare(config, progress.say)  # the others wait for rank 0 where the process groups start
+        device = runtime.start_distributed(layout, rank, config.run.seed)
         prepared = prepare(config)
         parametrization = parametrize(config, prepared.vocab_size)
         record = make_record(config, parametrization, layout, prepared.digest, step=0)

@@ -107,7 +107,9 @@ def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[st
     decayed = [p for n, p in plain.named_parameters() if p.dim() > 1 and not n.endswith(".bias")]
     others = [p for n, p in plain.named_parameters() if p.dim() == 1 or n.endswith(".bias")]
     groups = [{"params": decayed, "weight_decay": hparams.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=hparams.lr, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps)
+    optimizer = torch.optim.AdamW(
+        groups, lr=hparams.lr, betas=(config.optimizer.betas[0], config.optimizer.betas[1]), eps=config.optimizer.eps
+    )
     settings = deepspeed_config(config, layout)
     theirs, _, _, _ = deepspeed.initialize(model=plain, optimizer=optimizer, mpu=_Mpu(), config=settings)
     ours = DeepSpeedEngine(config, parametrization, model, layout)
@@ -207,3 +209,13 @@ def norms(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
         "plain": sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5,
         **{name: float(gradient.square().sum()) for name, gradient in gradients.items()},
     }
+
+
+def batch_sums(rank: runtime.Rank, *, config: Config, steps: int) -> list[int]:
+    """Sums of the global batches' tokens, over ranks."""
+    layout = resolve_layout(config, rank.world_size)
+    runtime.start_distributed(layout, rank, config.run.seed)
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    sums = torch.tensor([sum(int(batch.tokens.sum()) for batch in batches[step]) for step in range(steps)])
+    torch.distributed.all_reduce(sums)
+    return sums.tolist()

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mup_megatron.runtime import UPSTREAM_WARNINGS
+from tests import reports
 from tests.distributed import Ranks
+
+BEGAN = pytest.StashKey[float]()
+PARITY = pytest.StashKey[list[dict[str, Any]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run tests marked slow")
+    parser.addoption("--all", action="store_true", help="also run tests marked slow; write docs/test-summary-*.md")
+    parser.addoption("--parity", metavar="FILE", help="write measured deviations between layouts as a table")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", rf"ignore:::{module}(\..*)?")
     for message in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:.*{message}.*")
+    config.stash[PARITY] = []
+    config.stash[BEGAN] = time.monotonic()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,6 +40,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if path := config.getoption("--parity"):
+        Path(path).write_text(reports.parity(config.stash[PARITY]))
+        terminalreporter.write_line(f"measured deviations: {path}")
+    elif config.getoption("--all") and config.args_source.name != "ARGS":
+        path = f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md"
+        Path(path).write_text(reports.summary(terminalreporter.stats, time.monotonic() - config.stash[BEGAN]))
+        terminalreporter.write_line(f"summary: {path}")
+
+
+@pytest.fixture
+def parity_rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Where cells of the layout matrix put what they measured."""
+    return request.config.stash[PARITY]
 
 
 @pytest.fixture(scope="session")

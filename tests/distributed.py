@@ -1,8 +1,8 @@
 """Gloo ranks that stay alive between tests: starting torch, megatron-core and DeepSpeed is what costs.
 
-`Ranks.run(n, body, **arguments)` runs a module-level function on n ranks and returns what each returned. Every call gets
-fresh process groups; a body that raises fails the call with its traceback, one that hangs ends the ranks, and the next
-call starts new ones.
+`Ranks.run(n, body, **arguments)` runs a module-level function on n ranks and returns what each returned. Every call
+gets fresh process groups; a body that raises fails the call with its traceback, one that hangs ends the ranks, and the
+next call starts new ones.
 """
 
 from __future__ import annotations
@@ -115,21 +115,28 @@ def _serve(pipe: Connection) -> None:
             result = (None, traceback.format_exc())
         finally:
             try:
+                _forget_zero3()
                 runtime.stop_distributed()
-                _forget_numbers()
             except Exception as error:
                 result = (None, f"{result[1]}\nand process groups did not end: {error}")
         pipe.send(result)
 
 
-def _forget_numbers() -> None:
-    """ZeRO 3 numbers parameters and modules through a process's life and compares the numbers over ranks.
+def _forget_zero3() -> None:
+    """What ZeRO 3 keeps for a process's life, which here sees many models.
 
-    Ranks of a pool have run different numbers of models, so the counters start anew after each.
+    It numbers parameters and modules and compares the numbers over ranks, and ranks of a pool have run different
+    numbers of models; and two caches hold every model, with its process groups and their threads.
     """
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     Init.param_id = 0
-    counter = inspect.signature(DeepSpeedZeRoOffload._register_deepspeed_module).parameters["count"].default
-    counter[0] = 0
+    register = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
+    inspect.signature(register).parameters["count"].default[0] = 0
+    parameter_offload.FWD_MODULE_STACK.clear()
+    cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    for cell in cached.__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine on real ranks: rates reach the update, ratios survive, runs stop and go on, norms and precision."""
+"""The DeepSpeed engine on real ranks: rates reach the update, ratios survive, runs stop and go on, norms, precision."""
 
 from __future__ import annotations
 

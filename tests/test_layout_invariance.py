@@ -51,6 +51,11 @@ def reference(ranks: Ranks) -> Any:
     return run
 
 
+def deviation(values: list[float], expected: list[float]) -> float:
+    """Largest relative deviation."""
+    return float(np.max(np.abs(np.array(values) / np.array(expected) - 1)))
+
+
 def slices(name: str, whole: np.ndarray, tensor: int, rank: int, gated: bool) -> np.ndarray:
     """What a tensor-parallel rank must hold, worked out here by hand rather than by the library."""
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
@@ -74,7 +79,12 @@ def cells() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("architecture", "growth", "layout"), list(cells()))
 def test_layout_changes_nothing(
-    ranks: Ranks, reference: Any, architecture: str, growth: str, layout: tuple[int, int, bool, int]
+    ranks: Ranks,
+    reference: Any,
+    parity_rows: list[dict[str, Any]],
+    architecture: str,
+    growth: str,
+    layout: tuple[int, int, bool, int],
 ) -> None:
     tensor, data, sequence_parallel, stage = layout
     whole = reference(architecture, growth)
@@ -87,6 +97,15 @@ def test_layout_changes_nothing(
         training__micro_batch_size=4 // data,  # two micro-batches each: gradients are accumulated everywhere
     )
     results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
+    parity_rows.append(
+        {
+            "architecture": architecture,
+            "growth": growth,
+            "layout": f"TP {tensor}, DP {data}{', SP' if sequence_parallel else ''}, ZeRO {stage}",
+            "loss": max(deviation(result["losses"], whole["losses"]) for result in results),
+            "gradient norm": max(deviation(result["grad_norms"], whole["grad_norms"]) for result in results),
+        }
+    )
     for rank, result in enumerate(results):
         for name, value in result["initial"].items():
             expected = slices(name, whole["initial"][name], tensor, rank % tensor, architecture == "llama")

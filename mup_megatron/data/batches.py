@@ -88,7 +88,7 @@ def _check_split(config: Config, prepared: Prepared, name: str, bounds: tuple[fl
     for prefix in prepared.blend[0]:
         dataset = IndexedDataset(prefix)
         lengths = dataset.sequence_lengths.copy()  # the dataset unmaps its file when it goes
-        start, stop = (int(round(bound * len(lengths))) for bound in bounds or (0.0, 0.0))
+        start, stop = (round(bound * len(lengths)) for bound in bounds or (0.0, 0.0))
         if not lengths[start:stop].sum():
             raise config.error(
                 "data.split", f"{config.data.split} leaves no {name} text of the {len(lengths)} documents in {prefix}"

@@ -37,5 +37,5 @@ class SafeCheckpointEngine:
             with torch.serialization.safe_globals(_known_classes()):
                 return torch.load(path, map_location=map_location, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"{path}: not a checkpoint that can be loaded safely ({reason})") from None

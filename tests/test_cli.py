@@ -1,0 +1,208 @@
+"""explain, doctor, prepare and the command line itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mup_megatron import cli
+from tests.configs import HEAD_SIZE, MIXED, make
+
+KEYS = {
+    "name",
+    "global_shape",
+    "local_shape",
+    "base_shape",
+    "growing",
+    "fan_in",
+    "fan_out",
+    "m_in",
+    "m_out",
+    "blocks",
+    "forward_multiplier",
+    "init_std",
+    "lr",
+    "lr_multiplier",
+    "eps",
+    "eps_multiplier",
+    "weight_decay",
+    "weight_decay_multiplier",
+}
+
+
+def write(tmp_path: Path, config: Any) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    return str(path)
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.run(["explain", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def by_name(explained: dict[str, Any]) -> dict[str, Any]:
+    return {parameter["name"]: parameter for parameter in explained["parameters"]}
+
+
+def test_explain_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make(MIXED, "llama", parallel__tensor_model_parallel_size=2)
+    explained = explain(capsys, write(tmp_path, config), "--world-size", "4", "--rank", "3")
+    assert set(explained) == {"config", "layout", "forward", "parameters"}
+    assert set(explained["forward"]) == {"softmax_scale", "readout", "embedding", "residual"}
+    assert explained["layout"]["tensor_model_parallel_rank"] == 1
+    assert all(set(parameter) == KEYS for parameter in explained["parameters"])
+    qkv = by_name(explained)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert qkv["global_shape"] == [128, 96]
+    assert qkv["local_shape"] == [64, 96]
+    assert qkv["base_shape"] == [48, 64]
+    assert qkv["growing"] == [True, True]
+    assert (qkv["fan_in"], qkv["m_in"]) == (96, 1.5)
+    assert qkv["fan_out"] is qkv["m_out"] is qkv["init_std"] is None
+    assert [(block["name"], block["fan_out"], block["m_out"]) for block in qkv["blocks"]] == [
+        ("query", 64, 2.0),
+        ("key", 32, 4.0),
+        ("value", 32, 4.0),
+    ]
+    fc1 = by_name(explained)["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert [block["name"] for block in fc1["blocks"]] == ["gate", "up"]
+    gain = by_name(explained)["decoder.final_layernorm.weight"]
+    assert (gain["fan_in"], gain["m_in"], gain["fan_out"], gain["blocks"]) == (1, 1.0, 96, None)
+
+
+def test_explained_shapes_are_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: Any) -> None:
+    """Local shapes, worked out without process groups, against a real model on real ranks."""
+    from mup_megatron.data.prepare import prepare
+    from tests import bodies
+
+    config = make(HEAD_SIZE, "llama", parallel__tensor_model_parallel_size=2, training__micro_batch_size=2)
+    prepare(config)
+    results = ranks.run(2, bodies.train, config=config, steps=1)
+    for rank, result in enumerate(results):
+        explained = by_name(explain(capsys, write(tmp_path, config), "--world-size", "2", "--rank", str(rank)))
+        assert {name: list(value.shape) for name, value in result["initial"].items()} == {
+            name: parameter["local_shape"] for name, parameter in explained.items()
+        }
+
+
+def test_a_base_smaller_than_the_tensor_parallel_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Base of 4 heads, target of 64 at TP 8: nothing is read from a shard."""
+    growth = {
+        "model": {"num_layers": 2, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 64},
+        "base": {"hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4},
+    }
+    config = make(growth, parallel__tensor_model_parallel_size=8)
+    parameters = by_name(explain(capsys, write(tmp_path, config), "--world-size", "8", "--rank", "7"))
+    fc1 = parameters["decoder.layers.1.mlp.linear_fc1.weight"]
+    assert (fc1["local_shape"], fc1["base_shape"], fc1["lr_multiplier"]) == ([512, 1024], [256, 64], 1 / 16)
+
+
+def test_explain_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["explain", write(tmp_path, make(MIXED))]) == 0
+    out = capsys.readouterr().out
+    assert "decoder.layers.*.mlp.linear_fc1.weight (2×)" in out
+    assert "lr 0.008 (×1), eps 6.667e-09, weight decay 0.1" in out
+    assert "query ×2 key ×4 value ×4" in out
+    assert max(len(line) for line in out.splitlines()) <= 200
+
+
+def test_explain_saves_base_shapes_that_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write(tmp_path, make(HEAD_SIZE, "llama"))
+    bsh = str(tmp_path / "base.bsh")
+    assert cli.run(["explain", config, "--save-base-shapes", bsh]) == 0
+    capsys.readouterr()
+    direct = explain(capsys, config)
+    from_file = explain(capsys, config, f"base={{file: {bsh}}}")
+    assert from_file["parameters"] == direct["parameters"]
+    assert from_file["forward"] == direct["forward"]
+
+
+def test_explain_starts_nothing(tmp_path: Path) -> None:
+    """No process group, no weights: in a process of its own, within a small part of the model's size."""
+    growth = {
+        "model": {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96},
+        "base": {"hidden_size": 256, "num_attention_heads": 2},
+    }
+    config = write(tmp_path, make(growth, parallel__tensor_model_parallel_size=8, training__global_batch_size=32))
+    code = (
+        "import sys, resource, torch; from mup_megatron import cli; "
+        f"status = cli.run(['explain', {config!r}, '--world-size', '8', '--json']); "
+        "assert not torch.distributed.is_initialized(); "
+        "print(status, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)"
+    )
+    began = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    status, mebibytes = result.stderr.split()[-2:]
+    assert status == "0"
+    assert int(mebibytes) < 2048  # the weights alone would be 650 GiB
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["explian"], "No such command 'explian'"),
+        (["explain", "none.yaml"], "none.yaml: cannot read the config"),
+        (["explain"], "Missing argument 'CONFIG'"),
+        (["explain", "{config}", "--rank", "1"], "--rank: 1 is not below the 1 processes"),
+        (["explain", "{config}", "--no-such-option"], "No such option"),
+        (["explain", "{config}", "hparams"], "expected key.path=value"),
+        (["explain", "{config}", "base={file: none.bsh}"], "none.bsh: cannot read base shapes"),
+        (
+            ["explain", "{config}", "data.tokenizer={library: sentencepiece, path: none.model}"],
+            "no such file: none.model",
+        ),
+    ],
+)
+def test_bad_command_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    config = write(tmp_path, make(MIXED))
+    assert cli.run([argument.replace("{config}", config) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_help_is_quick_and_has_examples() -> None:
+    began = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "mup_megatron", "--help"], capture_output=True, text=True, check=True
+    )
+    assert time.monotonic() - began < 2.0
+    for command in ("prepare", "explain", "train", "doctor"):
+        assert command in result.stdout
+        assert cli.run([command, "--help"]) == 0
+
+
+@pytest.mark.parametrize("command", ["prepare", "explain", "train", "doctor"])
+def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert cli.run([command, "--help"]) == 0
+    assert f"Example: mup-megatron {command}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--json"]) == 0
+    examined = json.loads(capsys.readouterr().out)
+    assert examined["packages"]["megatron-core"]
+    active = {patch["name"]: patch["active"] for patch in examined["patches"]}
+    assert active["cpu-current-device"] == (examined["devices"] == ["CPU"])
+    assert all(item["costs"] for item in examined["missing"])
+    assert cli.run(["doctor"]) == 0
+    assert "deepspeed-no-shm-build" in capsys.readouterr().out
+
+
+def test_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write(tmp_path, make(MIXED, data__dir=str(tmp_path / "data")))
+    assert cli.run(["prepare", config]) == 0
+    first = capsys.readouterr().out
+    assert "training a SentencePiece model" in first
+    assert cli.run(["prepare", config]) == 0
+    assert capsys.readouterr().out == first.splitlines()[-1] + "\n"

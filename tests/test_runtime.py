@@ -1,0 +1,75 @@
+"""Which rank this is, and what `auto` means."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from mup_megatron import runtime
+from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.runtime import Rank, read_rank
+from tests.configs import MIXED, make
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_SIZE": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Rank()),
+        (TORCHRUN, Rank(rank=3, world_size=8, local_rank=1, launched=True)),
+        (SLURM, Rank(rank=5, world_size=16, local_rank=2, launched=True)),
+        (OPEN_MPI, Rank(rank=7, world_size=9, local_rank=0, launched=True)),
+        ({**SLURM, **TORCHRUN}, Rank(rank=3, world_size=8, local_rank=1, launched=True)),
+        ({**SLURM, **OPEN_MPI}, Rank(rank=5, world_size=16, local_rank=2, launched=True)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, Rank()),  # an sbatch script, no launcher
+    ],
+)
+def test_ranks(environment: dict[str, str], expected: Rank) -> None:
+    assert read_rank(environment) == expected
+
+
+@pytest.mark.parametrize("environment", [{**TORCHRUN, "RANK": "8"}, {**TORCHRUN, "WORLD_SIZE": "many"}])
+def test_contradictions(environment: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        read_rank(environment)
+
+
+def test_auto_on_a_cpu() -> None:
+    config = runtime.resolve_auto(make(MIXED, training__precision="auto"))
+    assert (config.training.precision, config.optimizer.implementation, config.model.norm_implementation) == (
+        "fp32",
+        "torch",
+        "torch",
+    )
+    offloaded = runtime.resolve_auto(make(MIXED, parallel__offload_optimizer=True))
+    assert offloaded.optimizer.implementation == "deepspeed_cpu_adam"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"optimizer__implementation": "apex"},
+        {"optimizer__implementation": "transformer_engine"},
+        {"model__norm_implementation": "apex"},
+    ],
+)
+def test_what_is_not_installed_is_refused(overrides: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is not installed"):
+        runtime.resolve_auto(make(MIXED, **overrides))
+
+
+def test_apex_of_pypi_is_not_nvidias(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's `apex` is another project: a package of that name without NVIDIA's modules does not count."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not runtime.importable("apex")
+    (tmp_path / "apex" / "normalization.py").write_text("")
+    sys.modules.pop("apex")
+    assert runtime.importable("apex")
+    sys.modules.pop("apex")

@@ -1,0 +1,256 @@
+"""Whole runs from the command line: metrics, stop and go, SIGTERM, launch lines, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mup_megatron import cli
+from tests.configs import MIXED, make
+from tests.distributed import Ranks
+
+BIN = Path(sys.executable).parent
+
+
+def environment() -> dict[str, str]:
+    """Without what a launcher or another test left behind."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return {**kept, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cores_for_these(ranks: Ranks) -> None:
+    """These tests start processes of their own; the pool's wait no longer beside them."""
+    ranks.stop()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A small run of 12 steps with evaluations and checkpoints."""
+    config = make(
+        MIXED,
+        "gpt3",
+        run__dir=str(tmp_path / "run"),
+        data__split="80,20,0",
+        training__train_steps=12,
+        training__eval_interval=6,
+        training__eval_steps=2,
+        training__checkpoint_interval=4,
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    return path
+
+
+def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [str(argument) for argument in arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=240, check=False, **options
+    )
+
+
+def mup(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "mup_megatron", *arguments)
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory: Path) -> list[float]:
+    return [line["loss"] for line in metrics(directory) if "loss" in line]
+
+
+def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path) -> None:
+    result = mup("train", config_file, "--nproc-per-node", "2")
+    assert result.returncode == 0, result.stderr
+    directory = tmp_path / "run"
+    steps = [line for line in metrics(directory) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert set(steps[0]) == {"step", "tokens", "loss", "grad_norm", "lr", "seconds", "tokens_per_second"}
+    assert steps[-1]["tokens"] == 12 * 8 * 32
+    assert steps[0]["lr"] == 0.0
+    evaluations = [line for line in metrics(directory) if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [6, 12]
+    for name in ("config.yaml", "explain.json", "loss.png", "tensorboard", "checkpoints/step_00000012/mup.json"):
+        assert (directory / name).exists(), name
+    kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    assert kept == ["step_00000008", "step_00000012"]
+    explained = json.loads((directory / "explain.json").read_text())
+    assert explained["layout"]["tensor_model_parallel_size"] == 2
+    resolved = yaml.safe_load((directory / "config.yaml").read_text())
+    assert resolved["optimizer"]["implementation"] == "torch"
+
+    # The same command again: nothing is left to do, and nothing is lost.
+    before = metrics(directory)
+    again = mup("train", config_file, "--nproc-per-node", "2")
+    assert again.returncode == 0, again.stderr
+    assert metrics(directory) == before
+
+    # Another layout or hyperparameter does not silently go on from this checkpoint.
+    other = mup("train", config_file, "hparams.lr=1e-3", "--nproc-per-node", "2")
+    assert other.returncode == 2
+    assert "hparams.lr: 0.008 in the checkpoint, 0.001 now" in other.stderr
+    assert "Traceback" not in other.stderr
+    assert metrics(directory) == before
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(config_file: Path, tmp_path: Path) -> None:
+    settings = ["training.train_steps=40", "training.lr_decay_steps=40", "training.checkpoint_interval=1000"]
+    whole = mup("train", config_file, *settings, f"run.dir={tmp_path / 'whole'}", "--nproc-per-node", "2")
+    assert whole.returncode == 0, whole.stderr
+
+    command = [sys.executable, "-m", "mup_megatron", "train", str(config_file), *settings, "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+    path = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < 5):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert "SIGTERM: saved step" in out
+    done = len(losses(tmp_path / "run"))
+    assert 5 <= done < 40
+
+    resumed = mup("train", config_file, *settings, "--nproc-per-node", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"at step {done}" in resumed.stdout
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_crash_loses_nothing_before_the_last_checkpoint(config_file: Path, tmp_path: Path) -> None:
+    """kill -9 between checkpoints: the curve is the uninterrupted one, every step there once."""
+    whole = mup("train", config_file, f"run.dir={tmp_path / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "mup_megatron", "train", str(config_file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    path = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and (not path.exists() or len(path.read_text().splitlines()) < 6):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    resumed = mup("train", config_file)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "deepspeed",
+        "deepspeed 2",
+        pytest.param("bash", marks=pytest.mark.slow),
+        pytest.param("torchrun", marks=pytest.mark.slow),
+    ],
+)
+def test_the_literal_launch_lines(repository: Path, config_file: Path, tmp_path: Path, launcher: str) -> None:
+    script = repository / "launch" / "pretrain_gpt.sh"
+    lines: dict[str, list[str | Path]] = {
+        "deepspeed": [BIN / "deepspeed", script],
+        "deepspeed 2": [BIN / "deepspeed", "--num_gpus", "2", script],
+        "bash": ["bash", script],
+        "torchrun": [BIN / "torchrun", "--nproc-per-node", "2", script],
+    }
+    result = run(*lines[launcher], config_file, "training.train_steps=3", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(losses(tmp_path / "run")) == 3
+    ranks = 2 if launcher in ("deepspeed 2", "torchrun") else 1
+    assert json.loads((tmp_path / "run" / "explain.json").read_text())["layout"]["world_size"] == ranks
+
+
+def test_the_shell_half_hands_over_to_deepspeed(repository: Path, tmp_path: Path) -> None:
+    result = run("bash", repository / "launch" / "pretrain_gpt.sh", "none.yaml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "none.yaml: cannot read the config: No such file" in result.stderr
+
+
+def test_launched_without_a_config(repository: Path, tmp_path: Path) -> None:
+    """configs/demo.yaml, overridden to a moment's length."""
+    result = run(
+        BIN / "deepspeed",
+        repository / "launch" / "pretrain_gpt.sh",
+        "training.train_steps=2",
+        "training.lr_warmup_steps=0",
+        "training.eval_interval=null",
+        "model.hidden_size=64",
+        "model.ffn_hidden_size=256",
+        "model.num_attention_heads=2",
+        f"data.dir={make(MIXED).data.dir}-demo",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(losses(tmp_path / "runs" / "demo")) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["model.hidden_sise=3"], "model.hidden_sise: unknown key; did you mean model.hidden_size?"),
+        (["parallel.tensor_model_parallel_size=3"], "8 is not divisible by the tensor-parallel size 3"),
+        (["--nproc-per-node", "5"], "8 cannot be shared by 5 processes"),
+        (["data.files=[none.txt]"], "data.files: no such file: none.txt"),
+        (["data.files=[]", "data.data_path=[none]"], "no such file: none.bin"),
+        (["parallel.deepspeed_config=none.json"], "parallel.deepspeed_config: no such file: none.json"),
+        (["training.precision=bf16", "parallel.zero_stage=0"], "expected stage 1"),
+        (["data.tokenizer.vocab_size=9999999"], "data.tokenizer.vocab_size: cannot train 9999999 pieces"),
+        (["optimizer.implementation=apex"], "apex is not installed"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_input(
+    config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides: list[str], sentence: str
+) -> None:
+    keys = [word for word in overrides if "=" in word]
+    options = [word for word in overrides if "=" not in word]
+    status = cli.run(["train", str(config_file), *keys, f"data.dir={tmp_path / 'data'}", *options])
+    error = capfd.readouterr().err
+    assert status == 2, error
+    assert sentence in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_bad_input_under_a_launcher_is_said_once(config_file: Path) -> None:
+    result = run(BIN / "torchrun", "--nproc-per-node", "2", "-m", "mup_megatron", "train", config_file, "hparams.lr=-1")
+    assert result.returncode != 0
+    assert result.stderr.count("hparams.lr: expected a number > 0") == 1
+
+
+def test_two_runs_on_one_folder(config_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mup_megatron", "train", str(config_file), "training.train_steps=500"]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            time.sleep(0.05)
+            assert first.poll() is None
+        second = mup("train", config_file)
+        assert second.returncode == 2
+        assert "run.dir: another run is writing to" in second.stderr
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_folder_that_cannot_be_written(config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.run(["train", str(config_file), f"run.dir={tmp_path / 'file' / 'run'}"]) == 2
+    assert "run.dir: cannot write to" in capfd.readouterr().err
+
+
+def test_divergence_is_said(config_file: Path) -> None:
+    result = mup("train", config_file, "hparams.lr=1e30", "training.lr_warmup_steps=0", "training.clip_grad=0")
+    assert result.returncode == 1
+    assert "loss is" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -83,14 +83,13 @@ def load_tokenizer(config: Config, trained: Path | None = None) -> Any:
     from megatron.core.tokenizers import MegatronTokenizer
 
     section = config.data.tokenizer
+    if section.library == "null" and section.vocab_size is not None:
+        return _null_tokenizer(section.vocab_size)
     arguments: dict[str, Any] = {}
-    if section.library == "null":
-        # The null tokenizer adds its end-of-document token to the size it is given.
-        arguments["vocab_size"] = (section.vocab_size or 0) - 1
-    elif section.library == "tiktoken" and section.vocab_size:
+    if section.library == "tiktoken" and section.vocab_size:
         arguments["vocab_size"] = section.vocab_size
     path = section.path or (str(trained) if trained else None)
-    if section.library not in ("null", "byte-level") and (path is None or not Path(path).exists()):
+    if section.library != "byte-level" and (path is None or not Path(path).exists()):
         raise config.error("data.tokenizer.path", f"no such file: {path}")
     try:
         return MegatronTokenizer.from_pretrained(
@@ -98,3 +97,17 @@ def load_tokenizer(config: Config, trained: Path | None = None) -> Any:
         )
     except Exception as error:  # the libraries raise whatever they like
         raise config.error("data.tokenizer.path", f"{section.library} cannot read {path}: {error}") from None
+
+
+def _null_tokenizer(vocab_size: int) -> Any:
+    """Numbers as text, the last entry ending documents.
+
+    megatron-core 0.16 calls it `null` and adds the end-of-document token to the size; 0.19 calls it `null-text`, counts
+    the token, and asserts a path under the old name.
+    """
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    try:
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=vocab_size - 1)
+    except AssertionError:
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=vocab_size)

@@ -66,52 +66,19 @@ def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:
 def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[str, Any]:
     """Trains megatron-core's own GPTModel, and ours from the same weights, both in DeepSpeed engines."""
     import deepspeed
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine, _Mpu
+    from benchmarks.plain import plain_groups, plain_model
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine, Mpu
     from mup_megatron.engines.deepspeed_config import deepspeed_config
-    from mup_megatron.model import ACTIVATIONS
 
     config, layout, parametrization, model = start(rank, config)
-    sizes, hparams = config.model, config.hparams
-    plain = GPTModel(
-        config=TransformerConfig(
-            num_layers=sizes.num_layers,
-            hidden_size=sizes.hidden_size,
-            ffn_hidden_size=sizes.ffn_size,
-            num_attention_heads=sizes.num_attention_heads,
-            num_query_groups=sizes.query_groups,
-            kv_channels=sizes.head_size,
-            normalization=sizes.normalization,
-            activation_func=ACTIVATIONS[sizes.activation_func],
-            gated_linear_unit=sizes.gated_linear_unit,
-            add_bias_linear=sizes.add_bias_linear,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            use_cpu_initialization=True,
-            bias_dropout_fusion=False,
-            bias_activation_fusion=False,
-            masked_softmax_fusion=False,
-            tensor_model_parallel_size=layout.tensor,
-        ),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=sizes.normalization),
-        vocab_size=sizes.padded_vocab_size(prepare(config).vocab_size),
-        max_sequence_length=config.max_position_embeddings,
-        share_embeddings_and_output_weights=sizes.share_embeddings_and_output_weights,
-        position_embedding_type=sizes.position_embedding_type,
-    )
+    hparams = config.hparams
+    plain = plain_model(config, prepare(config).vocab_size, layout, torch.device("cpu"))
     plain.load_state_dict(model.state_dict())
-    # As Megatron groups: biases and one-dimensional tensors are not decayed; torch's AdamW knows nothing of µP.
-    decayed = [p for n, p in plain.named_parameters() if p.dim() > 1 and not n.endswith(".bias")]
-    others = [p for n, p in plain.named_parameters() if p.dim() == 1 or n.endswith(".bias")]
-    groups = [{"params": decayed, "weight_decay": hparams.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups, lr=hparams.lr, betas=(config.optimizer.betas[0], config.optimizer.betas[1]), eps=config.optimizer.eps
-    )
+    betas = (config.optimizer.betas[0], config.optimizer.betas[1])
+    optimizer = torch.optim.AdamW(plain_groups(plain, config), lr=hparams.lr, betas=betas, eps=config.optimizer.eps)
     settings = deepspeed_config(config, layout)
-    theirs, _, _, _ = deepspeed.initialize(model=plain, optimizer=optimizer, mpu=_Mpu(), config=settings)
+    theirs, _, _, _ = deepspeed.initialize(model=plain, optimizer=optimizer, mpu=Mpu(), config=settings)
     ours = DeepSpeedEngine(config, parametrization, model, layout)
 
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
@@ -219,3 +186,52 @@ def batch_sums(rank: runtime.Rank, *, config: Config, steps: int) -> list[int]:
     sums = torch.tensor([sum(int(batch.tokens.sum()) for batch in batches[step]) for step in range(steps)])
     torch.distributed.all_reduce(sums)
     return sums.tolist()
+
+
+def rescaled(
+    rank: runtime.Rank, *, config: Config, tensor: str, theta: float, powers: dict[str, int], steps: int
+) -> list[float]:
+    """Losses when one tensor takes (A·θ, init/θ) and its lr, eps and weight decay θ to the given powers."""
+    from mup_megatron.engines import deepspeed as engine_module
+
+    config, layout, parametrization, model = start(rank, config)
+    modules = {"word_embeddings": [model.embedding.word_embeddings], "output_layer": [model.output_layer]}
+    layer = model.decoder.layers[0]
+    for name, module in (("linear_qkv", layer.self_attention), ("linear_proj", layer.self_attention)):
+        modules[name] = [getattr(module, name)]
+    for name in ("linear_fc1", "linear_fc2"):
+        modules[name] = [getattr(layer.mlp, name)]
+    if tensor == "word_embeddings" and config.model.share_embeddings_and_output_weights:
+        modules[tensor].append(model.output_layer)  # a tied weight takes θ in both uses
+    for module in modules[tensor]:
+        module.register_forward_hook(
+            lambda _module, _inputs, out: (out[0] * theta, *out[1:]) if isinstance(out, tuple) else out * theta
+        )
+    weight = modules[tensor][0].weight
+    weight.data.div_(theta)
+
+    original = engine_module.parameter_groups
+
+    def parameter_groups(named: Any, of: Parametrization) -> list[dict[str, Any]]:
+        groups = original(named, of)
+        for group in groups:
+            kept = [(n, p) for n, p in zip(group["names"], group["params"], strict=True) if p is not weight]
+            if len(kept) < len(group["params"]):
+                own = {**group, "params": [weight], "names": [tensor]}
+                group["names"], group["params"] = [n for n, _ in kept], [p for _, p in kept]
+                own["lr_multiplier"] *= theta ** powers["lr"]
+                own["weight_decay"] *= theta ** powers["weight_decay"]
+                if "eps" in own:
+                    own["eps"] *= theta ** powers["eps"]
+                return [*(g for g in groups if g["params"]), own]
+        raise AssertionError(tensor)
+
+    engine_module.parameter_groups = parameter_groups
+    try:
+        engine = engine_module.DeepSpeedEngine(config, parametrization, model, layout)
+    finally:
+        engine_module.parameter_groups = original
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    losses = [engine.step(batches[step], config.hparams.lr).loss for step in range(steps)]
+    engine.close()
+    return losses

@@ -1,8 +1,8 @@
 """megatron-core's model inside a DeepSpeed engine, megatron-core's parallel_state as its mpu: TP, SP, ZeRO 0 to 3.
 
-Public name: `DeepSpeedEngine`. What DeepSpeed does silently wrong with this pair is mended here or refused
-(docs/upstream.md): it broadcasts rank 0's weights over tensor-parallel ranks when it has no mpu, and it never sums the
-gradients of sequence-parallel parameters over them.
+Public names: `DeepSpeedEngine`, `Mpu`, `refuse`. What DeepSpeed does silently wrong with this pair is mended here or
+refused (docs/upstream.md): it broadcasts rank 0's weights over tensor-parallel ranks when it has no mpu, and it never
+sums the gradients of sequence-parallel parameters over them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from mup_megatron.parametrization import Parametrization
 _TAG = "deepspeed"
 
 
-class _Mpu:
+class Mpu:
     """parallel_state with the three names that DeepSpeed asks an mpu for and megatron-core calls otherwise."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(parallel_state, name)
 
     def get_model_parallel_rank(self) -> int:
+        """Tensor-parallel rank."""
         return parallel_state.get_tensor_model_parallel_rank()
 
     def get_model_parallel_world_size(self) -> int:
+        """Tensor-parallel size."""
         return parallel_state.get_tensor_model_parallel_world_size()
 
     def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
+        """Tensor-parallel group."""
         return parallel_state.get_tensor_model_parallel_group()
 
 
@@ -73,7 +76,7 @@ class DeepSpeedEngine:
             # At stage 0 DeepSpeed clips without keeping the norm; here it is done before its step (gradient_norm.py).
             settings["gradient_clipping"] = 0.0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=build_optimizer(config, groups), mpu=_Mpu(), config=settings
+            model=model, optimizer=build_optimizer(config, groups), mpu=Mpu(), config=settings
         )
         self.engine.checkpoint_engine = SafeCheckpointEngine(self.engine.checkpoint_engine)
 

@@ -1,0 +1,260 @@
+"""Checks that need a GPU: correctness on CUDA, speed and MFU. One process, one GPU; also runs on a CPU, to be tested.
+
+    python -m benchmarks.gpu --out DIR [--quick]
+
+Writes DIR/gpu.json; exit status 1 if a correctness check failed. Needs torch with CUDA, megatron-core and deepspeed
+importable (on a bare machine: `pip install --no-deps` their wheels), and this repository as the working directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import alternate, machine, ratios, spread
+from mup_megatron import init, runtime
+from mup_megatron.config import parse_config
+from mup_megatron.data.batches import Batch
+from mup_megatron.layout import resolve_layout
+from mup_megatron.shapes import Fused, Init, TensorSpec
+
+# Dense bf16 peak of the tensor cores, FLOP/s, by device name; MFU is left out for others.
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+SIZES = {  # name: layers, hidden, heads, sequence, micro batch
+    "125M": (12, 768, 12, 2048, 8),
+    "350M": (24, 1024, 16, 2048, 8),
+    "1.3B": (24, 2048, 16, 2048, 4),
+}
+
+
+def main() -> int:
+    """Runs every check, writes the result, says what failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="small sizes: whether it works at all")
+    arguments = parser.parse_args()
+    runtime.prepare_process()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "init sees no layout": lambda: check_init(device),
+        "ZeRO stages agree": lambda: check_stages(device),
+        "bf16 follows fp32": lambda: check_bf16(device),
+        "base shape is plain megatron-core": lambda: check_base(device),
+    }
+    result: dict[str, Any] = {"machine": machine(), "device": str(device), "checks": {}, "speed": []}
+    for name, check in checks.items():
+        result["checks"][name] = _guarded(check)
+        print(name, result["checks"][name], flush=True)
+    sizes = {"tiny": (2, 128, 4, 64, 4)} if arguments.quick or device.type == "cpu" else SIZES
+    for name, size in sizes.items():
+        result["speed"].append({"model": name, **_guarded(functools.partial(speed, device, *size))})
+        print(result["speed"][-1], flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    failed = [name for name, check in result["checks"].items() if not check.get("passed")]
+    print("failed: " + ", ".join(failed) if failed else "every check passed")
+    return 1 if failed else 0
+
+
+def _guarded(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return check()
+    except Exception:
+        return {"passed": False, "error": traceback.format_exc().strip().splitlines()[-3:]}
+
+
+def check_init(device: torch.device) -> dict[str, Any]:
+    """Slices of every tensor-parallel size equal the whole, to the last bit, on this device."""
+    fused = Fused(runs=(("gate", 1536), ("up", 1536)))
+    wrong = 0
+    for partition_dim, stride in ((0, 1), (1, 1), (0, 2)):
+        blocks = fused if stride == 2 else None
+        spec = TensorSpec(
+            shape=(3072, 2048),
+            fan_in=1,
+            fan_out=0,
+            init=Init.WEIGHT,
+            partition_dim=partition_dim,
+            partition_stride=stride,
+            fused=blocks,
+        )
+        std: dict[str | None, float] = {"gate": 0.02, "up": 0.03} if blocks else {None: 0.02}
+        whole = torch.empty(spec.shape, device=device)
+        init.fill(whole, seed=1, name="w", spec=spec, std=std)
+        for ranks in (2, 4, 8):
+            for rank in range(ranks):
+                part = torch.empty(init.local_shape(spec, ranks), device=device)
+                init.fill(part, seed=1, name="w", spec=spec, std=std, rank=rank, ranks=ranks)
+                wrong += int((part != _slice(whole, partition_dim, stride, rank, ranks)).sum())
+    return {"passed": wrong == 0, "values_that_differ": wrong}
+
+
+def _slice(whole: torch.Tensor, dim: int, stride: int, rank: int, ranks: int) -> torch.Tensor:
+    return torch.cat([piece.chunk(ranks, dim)[rank] for piece in whole.chunk(stride, dim)], dim)
+
+
+def check_stages(device: torch.device) -> dict[str, Any]:
+    """Losses of 20 fp32 steps under ZeRO 0, 1, 2 and 3 within 2e-5 of each other."""
+    losses = [_train(device, stage, "fp32", 20) for stage in range(4)]
+    worst = max(abs(a / b - 1) for other in losses[1:] for a, b in zip(other, losses[0], strict=True))
+    return {"passed": worst < 2e-5, "largest_deviation": worst, "losses": [losses[0][0], losses[0][-1]]}
+
+
+def check_bf16(device: torch.device) -> dict[str, Any]:
+    """Losses of 20 steps in bf16 with fp32 master weights within 1 % of fp32's."""
+    fp32, bf16 = _train(device, 1, "fp32", 20), _train(device, 1, "bf16", 20)
+    worst = max(abs(a / b - 1) for a, b in zip(bf16, fp32, strict=True))
+    return {"passed": worst < 0.01, "largest_deviation": worst, "losses": [bf16[0], bf16[-1]]}
+
+
+def check_base(device: torch.device) -> dict[str, Any]:
+    """At the base shape, from the same weights, the same losses as plain megatron-core, to the last bit."""
+    ours, theirs = _pair(device, 2, 128, 4, 64, 4, base=128)
+    losses = [(ours(), theirs()) for _ in range(10)]
+    runtime.stop_distributed()
+    return {"passed": all(a == b for a, b in losses), "losses": losses[-1]}
+
+
+def speed(device: torch.device, layers: int, hidden: int, heads: int, sequence: int, batch: int) -> dict[str, Any]:
+    """Tokens per second and MFU of ours, and step time over plain megatron-core's, alternating."""
+    ours, theirs = _pair(device, layers, hidden, heads, sequence, batch, base=hidden // 4)
+    seconds = alternate({"ours": ours, "plain": theirs}, runs=7, warmup=3)
+    runtime.stop_distributed()
+    tokens = batch * sequence
+    parameters = 12 * layers * hidden**2
+    flops = 6 * tokens * parameters + 12 * layers * hidden * sequence * tokens
+    step = spread(seconds["ours"])
+    peak = next((p for name, p in PEAK.items() if device.type == "cuda" and name in torch.cuda.get_device_name()), None)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    return {
+        "passed": True,
+        "seconds_per_step": step,
+        "tokens_per_second": tokens / step["median"],
+        "mfu": flops / step["median"] / peak if peak else None,
+        "ours_over_plain": ratios(seconds, "ours", "plain"),
+        "peak_gibibytes_of_both": memory,
+    }
+
+
+def _config(**changes: Any) -> Any:
+    sizes = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4}
+    base = {"hidden_size": 32, "num_attention_heads": 1}
+    data = {
+        "run": {"dir": tempfile.gettempdir()},
+        "model": {"architecture": "gpt3", **sizes, **changes.pop("model", {})},
+        "base": changes.pop("base", base),
+        "hparams": {"lr": 4e-3, "weight_decay": 0.1, "init_method_std": 0.05},
+        "training": {"global_batch_size": 8, "micro_batch_size": 8, "seq_length": 64, "train_steps": 20},
+        "data": {"corpus": "stdlib", "tokenizer": {"vocab_size": 512}},
+    }
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values}
+    return runtime.resolve_auto(parse_config(data))
+
+
+def _batch(config: Any, vocabulary: int, device: torch.device, seed: int) -> Batch:
+    """Text in which the next token follows from the last one most of the time: losses fall."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.training.micro_batch_size, config.training.seq_length + 1)
+    tokens = torch.randint(0, vocabulary, shape, generator=generator)
+    follows = torch.rand(shape, generator=generator) < 0.7
+    for position in range(1, shape[1]):
+        tokens[:, position] = torch.where(
+            follows[:, position], (tokens[:, position - 1] * 7 + 3) % vocabulary, tokens[:, position]
+        )
+    tokens = tokens.to(device)
+    size = shape[1] - 1
+    return Batch(
+        tokens=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        loss_mask=torch.ones(shape[0], size, device=device),
+        position_ids=torch.arange(size, device=device).expand(shape[0], size).contiguous(),
+        attention_mask=torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None],
+    )
+
+
+def _train(device: torch.device, stage: int, precision: str, steps: int) -> list[float]:
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
+    from mup_megatron.model import build_model, parametrize
+
+    config = _config(parallel={"zero_stage": stage}, training={"precision": precision})
+    layout = resolve_layout(config, 1)
+    runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
+    parametrization = parametrize(config, 512)
+    engine = DeepSpeedEngine(config, parametrization, build_model(config, parametrization, layout, 0, device), layout)
+    losses = [engine.step([_batch(config, 512, device, step)], config.hparams.lr).loss for step in range(steps)]
+    engine.close()
+    runtime.stop_distributed()
+    return losses
+
+
+def _pair(
+    device: torch.device, layers: int, hidden: int, heads: int, sequence: int, batch: int, base: int
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    """A step of ours and one of plain megatron-core, from the same weights, in the same kind of engine."""
+    import deepspeed
+
+    from benchmarks.plain import plain_groups, plain_model
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine, Mpu
+    from mup_megatron.engines.deepspeed_config import deepspeed_config
+    from mup_megatron.model import build_model, parametrize
+    from mup_megatron.optim import build_optimizer
+
+    vocabulary = 50304 if device.type == "cuda" else 512
+    config = _config(
+        model={
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "kv_channels": hidden // heads,
+        },
+        base={"hidden_size": base, "num_attention_heads": max(1, heads * base // hidden)},
+        training={
+            "global_batch_size": batch,
+            "micro_batch_size": batch,
+            "seq_length": sequence,
+            "train_steps": 1,
+            "precision": "auto",
+        },
+    )
+    layout = resolve_layout(config, 1)
+    runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
+    parametrization = parametrize(config, vocabulary)
+    model = build_model(config, parametrization, layout, 0, device)
+    plain = plain_model(config, vocabulary, layout, device)
+    plain.load_state_dict(model.state_dict())
+    ours = DeepSpeedEngine(config, parametrization, model, layout)
+    groups = [{**group, "lr": config.hparams.lr} for group in plain_groups(plain, config)]
+    theirs, _, _, _ = deepspeed.initialize(
+        model=plain, optimizer=build_optimizer(config, groups), mpu=Mpu(), config=deepspeed_config(config, layout)
+    )
+    text = _batch(config, vocabulary, device, seed=0)
+
+    def step_ours() -> float:
+        return ours.step([text], config.hparams.lr).loss
+
+    def step_plain() -> float:
+        losses = theirs(text.tokens, text.position_ids, text.attention_mask, labels=text.labels)
+        loss = losses.float().mean()
+        theirs.backward(loss)
+        theirs.step()
+        return float(loss.detach())
+
+    return step_ours, step_plain
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    status = main()
+    print(f"{time.monotonic() - began:.0f} s")
+    sys.exit(status)

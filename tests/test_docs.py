@@ -1,0 +1,35 @@
+"""Pages say where things are, and things are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.links import PAGES, line_of, links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_code_hit_their_line(page: Path) -> None:
+    wrong = [
+        f"{symbol} is at line {line_of(symbol, path)} of {path.name}, not {number}"
+        for symbol, path, number in links(page)
+        if line_of(symbol, path) != number
+    ]
+    assert not wrong, "run python -m tests.links"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_exist(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_named_tests_exist(repository: Path) -> None:
+    source = "".join(path.read_text() for path in (repository / "tests").glob("*.py"))
+    text = (repository / "docs" / "parametrization.md").read_text()
+    for name in re.findall(r"\b(?:tests/)?(test_\w+)\.py", text):
+        assert (repository / "tests" / f"{name}.py").exists(), name
+    for name in re.findall(r"`((?:test|no)_\w+)`", text):
+        assert f"def {name}(" in source, name

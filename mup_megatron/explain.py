@@ -110,6 +110,12 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
         for rows in _rows(tensors, layout):
             table.add_row(*rows)
         console.print(table)
+    console.print(
+        "sizes in elements, fan-out × fan-in (embeddings the other way round); m_in, m_out: size / base size; init std "
+        "of a normal distribution; lr at the schedule's peak; weight decay decoupled, per step and unit of lr",
+        style="dim",
+        highlight=False,
+    )
 
 
 def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[str, ...]]:

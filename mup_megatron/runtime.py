@@ -125,6 +125,9 @@ def start_distributed(layout: Layout, rank: Rank, seed: int) -> torch.device:
 
     Returns:
         This process's device.
+
+    Raises:
+        UserError: a launcher started several processes and did not say where they meet.
     """
     prepare_process()
     import deepspeed.comm
@@ -133,9 +136,13 @@ def start_distributed(layout: Layout, rank: Rank, seed: int) -> torch.device:
     from megatron.core import parallel_state
 
     device = device_of(rank)
-    if not rank.launched:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
+    if rank.launched and not torch.distributed.is_initialized():
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise UserError(
+                f"{' and '.join(missing)}: not set, so {rank.world_size} processes cannot meet; start them with "
+                "torchrun or deepspeed, or export both"
+            )
     os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK=str(rank.local_rank))
     if layout.tensor > 1:
         # megatron-core overlaps the reduction of input gradients with weight gradients only if kernels queue in order.

@@ -14,7 +14,7 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, named_parameters, parametrize
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.parametrization import Parametrization
-from tests.breakages import break_
+from tests.breakages import break_, replaced
 
 
 def start(rank: runtime.Rank, config: Config) -> tuple[Config, Layout, Parametrization, Any]:
@@ -226,11 +226,8 @@ def rescaled(
                 return [*(g for g in groups if g["params"]), own]
         raise AssertionError(tensor)
 
-    engine_module.parameter_groups = parameter_groups
-    try:
+    with replaced(engine_module, "parameter_groups", parameter_groups):
         engine = engine_module.DeepSpeedEngine(config, parametrization, model, layout)
-    finally:
-        engine_module.parameter_groups = original
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     losses = [engine.step(batches[step], config.hparams.lr).loss for step in range(steps)]
     engine.close()

@@ -13,7 +13,7 @@ import torch
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -30,7 +30,7 @@ def no_sequence_parallel_reduction() -> contextlib.AbstractContextManager[None]:
     """Gradients of sequence-parallel parameters are not summed over tensor-parallel ranks."""
     from mup_megatron.engines import deepspeed
 
-    return _replaced(deepspeed, "_sum_sequence_parallel_gradients", lambda model: None)
+    return replaced(deepspeed, "_sum_sequence_parallel_gradients", lambda model: None)
 
 
 def norms_not_marked_sequence_parallel() -> contextlib.AbstractContextManager[None]:
@@ -38,7 +38,7 @@ def norms_not_marked_sequence_parallel() -> contextlib.AbstractContextManager[No
     from mup_megatron.layers import norm
 
     original = norm._record_gains
-    return _replaced(norm, "_record_gains", lambda module, size, sequence_parallel: original(module, size, False))
+    return replaced(norm, "_record_gains", lambda module, size, sequence_parallel: original(module, size, False))
 
 
 def no_mpu() -> contextlib.AbstractContextManager[None]:
@@ -46,7 +46,7 @@ def no_mpu() -> contextlib.AbstractContextManager[None]:
     import deepspeed
 
     original = deepspeed.initialize
-    return _replaced(deepspeed, "initialize", lambda **arguments: original(**{**arguments, "mpu": None}))
+    return replaced(deepspeed, "initialize", lambda **arguments: original(**{**arguments, "mpu": None}))
 
 
 def init_by_local_shape() -> contextlib.AbstractContextManager[None]:
@@ -61,7 +61,7 @@ def init_by_local_shape() -> contextlib.AbstractContextManager[None]:
         std = {None: next(iter(arguments["std"].values()))}
         original(tensor, **{**arguments, "spec": local, "std": std, "rank": 0, "ranks": 1})
 
-    return _replaced(init, "fill", fill)
+    return replaced(init, "fill", fill)
 
 
 def width_from_local_shape() -> contextlib.AbstractContextManager[None]:
@@ -80,19 +80,19 @@ def width_from_local_shape() -> contextlib.AbstractContextManager[None]:
                 group["lr"] = parametrization.config.hparams.lr * base / local
         return groups
 
-    return _replaced(deepspeed, "parameter_groups", parameter_groups)
+    return replaced(deepspeed, "parameter_groups", parameter_groups)
 
 
 def no_readout_multiplier() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
-    return _replaced(model, "scale_input", lambda module, multiplier: None)
+    return replaced(model, "scale_input", lambda module, multiplier: None)
 
 
 def no_embedding_multiplier() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
-    return _replaced(model, "scale_output", lambda module, multiplier: None)
+    return replaced(model, "scale_output", lambda module, multiplier: None)
 
 
 def no_residual_multiplier() -> contextlib.AbstractContextManager[None]:
@@ -100,7 +100,7 @@ def no_residual_multiplier() -> contextlib.AbstractContextManager[None]:
 
     from mup_megatron.layers import spec
 
-    return _replaced(spec, "scaled_bias_dropout_add", lambda multiplier: get_bias_dropout_add)
+    return replaced(spec, "scaled_bias_dropout_add", lambda multiplier: get_bias_dropout_add)
 
 
 def _without_shim(name: str) -> contextlib.AbstractContextManager[None]:
@@ -113,7 +113,7 @@ def _without_shim(name: str) -> contextlib.AbstractContextManager[None]:
     upstream = next(
         c for c in shim.__mro__ if c.__module__.startswith("megatron") and hasattr(tensor_parallel, c.__name__)
     )
-    return _replaced(spec, name, upstream)
+    return replaced(spec, name, upstream)
 
 
 def no_qkv_shim() -> contextlib.AbstractContextManager[None]:
@@ -132,7 +132,7 @@ def no_qkv_blocks() -> contextlib.AbstractContextManager[None]:
     """QKV recorded as one block."""
     from mup_megatron.layers import linear
 
-    return _replaced(linear.QKVColumnParallelLinear, "fused", linear.ColumnParallelLinear.fused)
+    return replaced(linear.QKVColumnParallelLinear, "fused", linear.ColumnParallelLinear.fused)
 
 
 def no_norm_shim() -> contextlib.AbstractContextManager[None]:
@@ -140,19 +140,19 @@ def no_norm_shim() -> contextlib.AbstractContextManager[None]:
 
     from mup_megatron.layers import spec
 
-    return _replaced(spec, "norm_class", lambda normalization, implementation: WrappedTorchNorm)
+    return replaced(spec, "norm_class", lambda normalization, implementation: WrappedTorchNorm)
 
 
 def no_embedding_record() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
-    return _replaced(model, "record_embedding", lambda embedding: None)
+    return replaced(model, "record_embedding", lambda embedding: None)
 
 
 def no_readout_record() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
-    return _replaced(model, "record_readout", lambda output_layer: None)
+    return replaced(model, "record_readout", lambda output_layer: None)
 
 
 def load_weights_alone() -> contextlib.AbstractContextManager[None]:
@@ -164,7 +164,7 @@ def load_weights_alone() -> contextlib.AbstractContextManager[None]:
     def load_checkpoint(self: Any, *arguments: Any, **keys: Any) -> Any:
         return original(self, *arguments, **{**keys, "load_optimizer_states": False})
 
-    return _replaced(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
+    return replaced(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def _patch_off(name: str) -> Iterator[None]:
     patch = next(patch for patch in ALL_PATCHES if patch.name == name)
     patch.revert()
     try:
-        with _replaced(runtime, "prepare_process", lambda: None):
+        with replaced(runtime, "prepare_process", lambda: None):
             yield
     finally:
         patch.apply()

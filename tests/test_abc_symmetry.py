@@ -1,4 +1,4 @@
-"""Identity 3 (docs/parametrization.md, section 7): for any θ, (A, init, rate, eps, λ) → (Aθ, init/θ, rate/θ, eps·θ, λθ).
+"""Identity 3 (docs/parametrization.md, section 7): (A, init, rate, eps, λ) → (Aθ, init/θ, rate/θ, eps·θ, λθ) for any θ.
 
 On the real model, through the real engine: losses along the trajectory stay the same to the last bit for θ a power of
 two, clipping off. SGD takes rate/θ² and λθ².
@@ -41,7 +41,8 @@ def losses(ranks: Ranks, config: Config, tensor: str, theta: float, powers: dict
 @pytest.fixture(scope="module")
 def untouched(ranks: Ranks) -> dict[str, list[float]]:
     return {
-        architecture: losses(ranks, settings(architecture), "linear_fc1", 1.0, ADAM) for architecture in ("gpt3", "llama")
+        architecture: losses(ranks, settings(architecture), "linear_fc1", 1.0, ADAM)
+        for architecture in ("gpt3", "llama")
     }
 
 

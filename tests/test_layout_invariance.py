@@ -116,6 +116,26 @@ def test_layout_changes_nothing(
         np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize(("architecture", "tied"), [("gpt3", False), ("llama", True)])
+def test_the_other_kind_of_head(ranks: Ranks, architecture: str, tied: bool) -> None:
+    """GPT-3 style with a head of its own, Llama style with a tied one, under TP 2, sequence parallel, DP 2, ZeRO 1."""
+    head = {"model__share_embeddings_and_output_weights": tied}
+    whole = ranks.run(1, bodies.train, config=config_of(architecture, "mixed", **head), steps=STEPS)[0]
+    assert ("output_layer.weight" in whole["initial"]) is not tied
+    config = config_of(
+        architecture,
+        "mixed",
+        parallel__tensor_model_parallel_size=2,
+        parallel__sequence_parallel=True,
+        training__micro_batch_size=2,
+        **head,
+    )
+    for result in ranks.run(4, bodies.train, config=config, steps=STEPS):
+        assert result["groups"] == whole["groups"]
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
+        np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)
+
+
 @pytest.mark.parametrize("growth", list(GROWTHS))
 @pytest.mark.parametrize("architecture", ["gpt3", "llama"])
 def test_the_regime_can_tell(reference: Any, architecture: str, growth: str) -> None:

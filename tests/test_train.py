@@ -23,7 +23,11 @@ BIN = Path(sys.executable).parent
 
 def environment() -> dict[str, str]:
     """Without what a launcher or another test left behind."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     return {**kept, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
@@ -226,6 +230,16 @@ def test_bad_input_under_a_launcher_is_said_once(config_file: Path) -> None:
     result = run(BIN / "torchrun", "--nproc-per-node", "2", "-m", "mup_megatron", "train", config_file, "hparams.lr=-1")
     assert result.returncode != 0
     assert result.stderr.count("hparams.lr: expected a number > 0") == 1
+
+
+def test_ranks_that_cannot_meet(config_file: Path) -> None:
+    """SLURM's variables alone: two tasks, and nobody said where they meet."""
+    variables = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    command = [sys.executable, "-m", "mup_megatron", "train", str(config_file)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**environment(), **variables}, check=False)
+    assert result.returncode == 2
+    assert "MASTER_ADDR and MASTER_PORT: not set" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_two_runs_on_one_folder(config_file: Path, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +28,7 @@ from mup_megatron import init, runtime
 from mup_megatron.config import parse_config
 from mup_megatron.data.batches import Batch
 from mup_megatron.layout import resolve_layout
+from mup_megatron.report.run import read_run
 from mup_megatron.shapes import Fused, Init, TensorSpec
 
 # Dense bf16 peak of the tensor cores, FLOP/s, by device name; MFU is left out for others.
@@ -50,6 +53,7 @@ def main() -> int:
         "ZeRO stages agree": lambda: check_stages(device),
         "bf16 follows fp32": lambda: check_bf16(device),
         "base shape is plain megatron-core": lambda: check_base(device),
+        "tune, transfer, train": lambda: check_pipeline(quick=arguments.quick or device.type == "cpu"),
     }
     result: dict[str, Any] = {"machine": machine(), "device": str(device), "checks": {}, "speed": []}
     for name, check in checks.items():
@@ -123,6 +127,37 @@ def check_base(device: torch.device) -> dict[str, Any]:
     losses = [(ours(), theirs()) for _ in range(10)]
     runtime.stop_distributed()
     return {"passed": all(a == b for a, b in losses), "losses": losses[-1]}
+
+
+def check_pipeline(quick: bool) -> dict[str, Any]:
+    """The demo's pipeline on this device, its control included: how it ends, what it chose, both losses."""
+    short = ("training.train_steps=8", "training.lr_warmup_steps=1", "training.eval_interval=4", "tuning.train_steps=8")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "mup_megatron",
+            "pipeline",
+            "configs/demo.yaml",
+            "--control",
+            f"run.dir={folder}",
+        ]
+        command += [*short, "tuning.trials=3", "tuning.repeat_best=1", "tuning.repeat_seeds=1"] if quick else []
+        began = time.monotonic()
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  (our own words)
+        seconds = time.monotonic() - began
+        if ended.returncode:
+            return {"passed": False, "error": ended.stderr.strip().splitlines()[-3:]}
+        run = read_run(Path(folder))
+        losses = [curve.eval_loss for curve in run.curves]
+        study = run.record["study"] if run.record else {}
+    return {
+        "passed": len(losses) == 2 and losses[0] is not None and math.isfinite(losses[0]),
+        "values": study.get("values"),
+        "noise": study.get("noise"),
+        "eval_loss": dict(zip(("mup", "standard"), losses, strict=False)),
+        "seconds": seconds,
+    }
 
 
 def speed(device: torch.device, layers: int, hidden: int, heads: int, sequence: int, batch: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 """:"
-# Trains a GPT in µP. This file is both shell and Python: the deepspeed launcher runs it with python.
+# Tunes a proxy where no transfer record is there yet, then trains a GPT in µP with the transferred values.
+# This file is both shell and Python: the deepspeed launcher runs it with python.
 #     deepspeed launch/pretrain_gpt.sh [CONFIG] [key.path=value ...]
 #     bash launch/pretrain_gpt.sh ...    torchrun --nproc-per-node 2 launch/pretrain_gpt.sh ...
 # Without CONFIG it takes configs/demo.yaml. On a machine without GPUs deepspeed starts one process unless told
@@ -16,6 +17,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from mup_megatron.cli import pretrain
+    from mup_megatron.cli import launched
 
-    pretrain(sys.argv[1:])
+    launched("pipeline", sys.argv[1:])

@@ -34,6 +34,7 @@ _FREE = (
     "tuning",
     "slurm",
     "data.dir",
+    "data.cache_dir",
     "parallel.deepspeed_config",
     "training.train_steps",
     "training.micro_batch_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -43,6 +44,8 @@ def run(arguments: list[str]) -> int:
     """Runs a command line; returns its exit status."""
     from mup_megatron.runtime import read_rank
 
+    # Ranks whose first one left say so themselves; torch's own account of it is a page long.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         result = app(arguments, standalone_mode=False)
         return int(result or 0)
@@ -125,30 +128,154 @@ def explain(
     print_table(settings, parametrization, layout, Console(width=width))
 
 
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="Processes to start where no launcher did; one per GPU unless given.")
+]
+Control = Annotated[
+    bool, typer.Option(help="Afterwards train the same target in the standard parametrization, with the same values.")
+]
+
+
 @app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start where no launcher did; one per GPU unless given.")
-    ] = None,
+    nproc_per_node: Processes = None,
     allow_change: AllowChange = None,
 ) -> int:
     """Train the target with the config's hyperparameters, from the last checkpoint if there is one."""
+    from mup_megatron import train as training
+
+    def body(settings: Any, rank: Any) -> None:
+        training.train(settings, rank, allow_change or [])
+
+    allowed = _allowed(allow_change)
+    return _on_ranks(["train", config, *(overrides or []), *allowed], config, overrides, nproc_per_node, body)
+
+
+@app.command(epilog="Example: mup-megatron pipeline configs/demo.yaml --nproc-per-node 2 --control")
+def pipeline(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc_per_node: Processes = None,
+    allow_change: AllowChange = None,
+    control: Control = False,
+) -> int:
+    """Tune the proxy if there is no transfer record yet, then train the target with the transferred values."""
+    from mup_megatron.pipeline import run_pipeline
+
+    def body(settings: Any, rank: Any) -> None:
+        run_pipeline(settings, rank, control=control, allowed_changes=tuple(allow_change or ()))
+
+    arguments = ["pipeline", config, *(overrides or []), *_allowed(allow_change), *(["--control"] if control else [])]
+    return _on_ranks(arguments, config, overrides, nproc_per_node, body)
+
+
+@app.command(epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2")
+def tune(config: ConfigPath, overrides: Overrides = None, nproc_per_node: Processes = None) -> int:
+    """Tune the proxy and write the transfer record; every process is a worker on one shared study."""
+    overrides = [*(overrides or []), "tuning.run=only"]
+    return pipeline(config, overrides, nproc_per_node, None, False)
+
+
+@app.command(epilog="Example: mup-megatron transfer configs/demo.yaml --output target.yaml")
+def transfer(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the config with the values in it, for `train`.")
+    ] = None,
+    world_size: WorldSize = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the values of the transfer record, and what each becomes on this config's target."""
+    import yaml
+
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = _config(config, overrides)
+    runtime.prepare_process()
+    settings = runtime.resolve_auto(settings)
+    layout = resolve_layout(settings, world_size or smallest_world(settings))
+    from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.model import parametrize
+    from mup_megatron.pipeline import apply_record
+    from mup_megatron.report.summary import print_transfer
+    from mup_megatron.tuning.record import becomes
+
+    transferred, record = apply_record(settings)
+    on_target = becomes(transferred, parametrize(transferred, known_vocab_size(settings)), layout)
+    if output:
+        never = transferred.model_copy(update={"tuning": transferred.tuning.model_copy(update={"run": "never"})})
+        Path(output).write_text(yaml.safe_dump(never.model_dump(), sort_keys=False), encoding="utf-8")
+    if as_json:
+        print(json.dumps({"values": record["values"], "tuned": record["tuned"], "becomes": on_target}, indent=1))
+        return
+    print_transfer(record, on_target, _console())
+
+
+@app.command(epilog="Example: mup-megatron plan configs/gpt3/6.7b.yaml --world-size 64")
+def plan(
+    config: ConfigPath, overrides: Overrides = None, world_size: WorldSize = None, as_json: AsJson = False
+) -> None:
+    """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, time. Trains nothing."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = _config(config, overrides)
+    runtime.prepare_process()
+    settings = runtime.resolve_auto(settings)
+    ranks = world_size or smallest_world(settings)
+    resolve_layout(settings, ranks)
+    from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.tuning import budget
+
+    planned = budget.plan(settings, known_vocab_size(settings), ranks, measure=True)
+    if as_json:
+        print(json.dumps(planned.as_json(), indent=1))
+        return
+    print("\n".join(budget.lines(settings, planned)))
+    budget.check_share(settings, planned)
+
+
+@app.command(epilog="Example: mup-megatron report runs/demo")
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs (run.dir).")],
+) -> None:
+    """Write report.html into each run's folder: pictures, tables, config, record; opens from disk, needs no network."""
+    from mup_megatron.report.page import write_page
+
+    for run in runs:
+        print(write_page(Path(run)))
+
+
+def _allowed(keys: list[str] | None) -> list[str]:
+    return [word for key in keys or [] for word in ("--allow-change", key)]
+
+
+def _on_ranks(
+    arguments: list[str],
+    config: str,
+    overrides: list[str] | None,
+    processes: int | None,
+    body: Callable[[Any, Any], None],
+) -> int:
+    """Runs `body(config, rank)` here if a launcher started us, or one process is enough; else starts the ranks."""
     from mup_megatron import runtime
     from mup_megatron.layout import resolve_layout, smallest_world
 
     settings = _config(config, overrides)
     rank = runtime.read_rank()
     if not rank.launched:
-        ranks = nproc_per_node or _gpus() or smallest_world(settings)
-        resolve_layout(settings, ranks)
+        ranks = processes or _gpus() or smallest_world(settings)
+        if settings.tuning.run != "only":
+            resolve_layout(settings, ranks)
         if ranks > 1:
             from mup_megatron.launch import start_ranks
 
-            allowed = [word for key in allow_change or [] for word in ("--allow-change", key)]
-            return start_ranks(["train", config, *(overrides or []), *allowed], ranks)
-    return _train(settings, rank, allow_change or [])
+            return start_ranks(arguments, ranks)
+    return _ended(settings, rank, body)
 
 
 def _gpus() -> int:
@@ -157,12 +284,21 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _train(settings: Any, rank: Any, allowed_changes: list[str]) -> int:
+def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None]) -> int:
+    """Runs `body`; how it ended as an exit status, and what the run has to show for it."""
     from mup_megatron import train as training
+    from mup_megatron.run_directory import full_disk
+    from mup_megatron.tuning import Stopped
 
+    directory = Path(settings.run.dir)
     status = 0
     try:
-        training.train(settings, rank, allowed_changes)
+        with full_disk(directory):
+            body(settings, rank)
+    except Stopped:
+        status = 143
+        if rank.is_first:
+            print("SIGTERM: the trials at hand are saved; the same command goes on with the study", flush=True)
     except training.Terminated as message:
         status = 143
         if rank.is_first:
@@ -171,11 +307,18 @@ def _train(settings: Any, rank: Any, allowed_changes: list[str]) -> int:
         status = 1
         if rank.is_first:
             print(f"mup-megatron: {message}; the last checkpoint is untouched", file=sys.stderr, flush=True)
-    if rank.is_first and (Path(settings.run.dir) / "metrics.jsonl").exists():
-        from mup_megatron.report.curves import draw_loss
+    if rank.is_first:
+        from mup_megatron.report.summary import summarize
 
-        print(f"picture: {draw_loss(Path(settings.run.dir))}", flush=True)
+        with full_disk(directory):
+            summarize(directory, _console())
     return status
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 @app.command(epilog="Example: mup-megatron doctor --json")
@@ -192,16 +335,17 @@ def doctor(as_json: AsJson = False) -> None:
     print_examination(examination, Console(width=None if sys.stdout.isatty() else 160))
 
 
-def pretrain(arguments: list[str]) -> NoReturn:
-    """What launch/pretrain_gpt.sh runs: `train`, on configs/demo.yaml unless a config is named.
+def launched(command: str, arguments: list[str]) -> NoReturn:
+    """What launch/*.sh run: a command, on configs/demo.yaml unless a config is named.
 
     Args:
+        command: pipeline or tune.
         arguments: [CONFIG] [KEY.PATH=VALUE]..., and whatever `--local_rank` a launcher adds.
     """
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
-    if not arguments or (not arguments[0].startswith("-") and "=" in arguments[0]):
+    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
         arguments = [str(demo_config()), *arguments]
-    sys.exit(run(["train", *arguments]))
+    sys.exit(run([command, *arguments]))
 
 
 def demo_config() -> Path:

@@ -17,3 +17,15 @@ class ConfigError(UserError):
     def __init__(self, key: str, problem: str, source: str | None = None) -> None:
         self.key, self.problem, self.source = key, problem, source
         super().__init__(": ".join(part for part in (source, key, problem) if part))
+
+
+class DiskFull(UserError):
+    """Nothing more could be written.
+
+    Args:
+        directory: of the run.
+        problem: the operating system's words.
+    """
+
+    def __init__(self, directory: object, problem: str) -> None:
+        super().__init__(f"run.dir: {directory}: {problem}; what was written before is whole, the same command goes on")

@@ -1,6 +1,6 @@
 """What the parametrization does to every tensor, under the config's layout: for people a table, for programs JSON.
 
-Public names: `explain`, `print_table`. No process group is started and no weight is allocated.
+Public names: `explain`, `print_table`, `family`. No process group is started and no weight is allocated.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
         f"base: lr {hparams.lr:.6g}, init std {hparams.init_method_std:.6g}, weight decay {hparams.weight_decay:.6g}, "
         f"{config.optimizer.name}" + (f" eps {config.optimizer.eps:.6g}" if parametrization.rule == "adam" else "")
     )
-    for warning in sorted({_family(line) for line in parametrization.clip_warnings()}):
+    for warning in sorted({family(line) for line in parametrization.clip_warnings()}):
         console.print(f"[yellow]warning[/] {warning}", highlight=False)
     for key, tensors in parametrization.groups.items():
         first = tensors[0]
@@ -131,7 +131,7 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
             _times(tensor.forward_multiplier),
         )
         row = (
-            _family(shape.name),
+            family(shape.name),
             _sizes(shape.spec.shape),
             _sizes(local_shape(shape.spec, layout.tensor)),
             _sizes(shape.base_shape),
@@ -141,7 +141,7 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
     return [(f"{row[0]} ({count}×)" if count > 1 else row[0], *row[1:]) for row, count in families.items()]
 
 
-def _family(name: str) -> str:
+def family(name: str) -> str:
     """A parameter's name with the layer number left out."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 

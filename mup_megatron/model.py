@@ -1,7 +1,7 @@
 """From a config to megatron-core's own GPTModel in µP: its shapes, its parametrization, its weights on this rank.
 
 Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part),
-`unsharded_model`, `named_parameters`.
+`dry_run` (a rank's part on the meta device), `unsharded_model`, `named_parameters`.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
 the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows.
@@ -105,6 +105,34 @@ def build_model(
     return model
 
 
+def dry_run(config: Config, parametrization: Parametrization, layout: Layout, rank: int) -> GPTModel:
+    """Builds this rank's part on the meta device: does the model come about in this layout?
+
+    Needs megatron-core's parallel_state, whose groups may be torch's `fake` ones: nothing is sent.
+
+    Args:
+        config: the run, every `auto` resolved.
+        parametrization: of the same config.
+        layout: how ranks split the model.
+        rank: global rank of this process.
+
+    Raises:
+        UserError: a parameter that no shim recorded, or one whose shape on this rank is not its share of the whole.
+    """
+    meta, vocabulary = torch.device("meta"), _vocabulary(parametrization)
+    with meta:
+        model = _gpt_model(config, config.model, vocabulary, parametrization.forward, layout, meta)
+    for name, parameter in named_parameters(model):
+        tensor = parametrization.tensors.get(name)
+        if tensor is None or recorded(parameter) != tensor.shape.spec:
+            raise UserError(
+                f"{name}: on rank {rank} recorded as {recorded(parameter)}, but the whole model has {tensor}"
+            )
+        if tuple(parameter.shape) != init.local_shape(tensor.shape.spec, layout.tensor):
+            raise UserError(f"{name}: {tuple(parameter.shape)} on rank {rank} is no share of {tensor.shape.spec.shape}")
+    return model
+
+
 def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters by global name: layers counted over the whole model, not over this rank's part.
 
@@ -132,7 +160,7 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
     layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
     with torch.device("meta"):
-        return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"))
+        return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
@@ -147,12 +175,18 @@ def _vocabulary(parametrization: Parametrization) -> int:
 
 
 def _gpt_model(
-    config: Config, model: Model, vocabulary: int, forward: ForwardMultipliers, layout: Layout, device: torch.device
+    config: Config,
+    model: Model,
+    vocabulary: int,
+    forward: ForwardMultipliers,
+    layout: Layout,
+    device: torch.device,
+    unsharded: bool = False,
 ) -> GPTModel:
     transformer_config = _transformer_config(config, model, forward, layout, device)
     norm = "torch" if device.type == "meta" else model.norm_implementation
     arguments: dict[str, Any] = {}
-    if device.type == "meta":
+    if unsharded:
         one = _OneRank()
         names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_ep_pp", "mp")
         arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))

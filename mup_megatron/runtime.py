@@ -1,6 +1,7 @@
 """Process start: which rank this is, which device it has, patches, process groups. The one place that applies patches.
 
-Public names: `Rank`, `read_rank`, `prepare_process`, `start_distributed`, `stop_distributed`, `resolve_auto`.
+Public names: `Rank`, `read_rank`, `Meeting`, `sigterm`, `prepare_process`, `start_distributed`, `stop_distributed`,
+`resolve_auto`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import gc
 import importlib.util
 import logging
 import os
+import signal
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from mup_megatron.config import Config
@@ -35,7 +40,12 @@ UPSTREAM_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "full scope is deprecated",
     "Could not determine rank from torch.distributed",
+    "If you are using transformer_engine as the transformer implementation",
 )
+
+
+_PATIENCE = datetime.timedelta(minutes=30)
+"""How long a rank waits for the others to come, and in a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +125,88 @@ def device_of(rank: Rank) -> torch.device:
     return torch.device("cpu")
 
 
-def start_distributed(layout: Layout, rank: Rank, seed: int) -> torch.device:
+class Meeting:
+    """Where the ranks of a launch have met, before any process group: a store that they share.
+
+    It outlasts what a collective would not: ranks may wait here for days while others tune.
+
+    Args:
+        rank: this process.
+
+    Raises:
+        UserError: a launcher started several processes and did not say where they meet.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        import torch.distributed
+
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if rank.launched and missing:
+            raise UserError(
+                f"{' and '.join(missing)}: not set, so {rank.world_size} processes cannot meet; start them with "
+                "torchrun or deepspeed, or export both"
+            )
+        self._groups = 0
+        self.store = torch.distributed.HashStore()
+        if rank.launched:
+            url = f"env://?rank={rank.rank}&world_size={rank.world_size}"
+            self.store, _, _ = next(torch.distributed.rendezvous(url, timeout=_PATIENCE))
+
+    def tell(self, name: str, value: str) -> None:
+        """Says something to every rank."""
+        self.store.set(name, value)
+
+    def told(self, name: str) -> str | None:
+        """What some rank said; None if none has yet.
+
+        Raises:
+            UserError: the first rank, which keeps the store, is gone; it says why.
+        """
+        import torch.distributed
+
+        try:
+            return self.store.get(name).decode() if self.store.check([name]) else None
+        except torch.distributed.DistError:
+            raise UserError("the first rank ended before the others") from None
+
+    def await_told(self, name: str) -> str:
+        """The same, waiting as long as it takes; signals are handled meanwhile."""
+        while (value := self.told(name)) is None:
+            time.sleep(0.2)
+        return value
+
+    def group_store(self) -> torch.distributed.Store:
+        """A fresh part of the store, for the next process group."""
+        import torch.distributed
+
+        self._groups += 1
+        return torch.distributed.PrefixStore(f"group-{self._groups}", self.store)
+
+
+@contextmanager
+def sigterm() -> Iterator[Callable[[], bool]]:
+    """Yields a function that tells whether SIGTERM came; it may come twice (launchers send it so)."""
+    received = False
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield lambda: received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def start_distributed(layout: Layout, rank: Rank, seed: int, meeting: Meeting | None = None) -> torch.device:
     """Starts the process groups of a layout: NCCL on GPUs, gloo on CPUs; megatron-core's parallel_state over them.
 
     Args:
         layout: how ranks split the model.
         rank: this process.
         seed: of what is drawn in the forward pass (dropout), per tensor-parallel rank as megatron-core does.
+        meeting: where the ranks have met, if they have.
 
     Returns:
         This process's device.
@@ -136,24 +221,19 @@ def start_distributed(layout: Layout, rank: Rank, seed: int) -> torch.device:
     from megatron.core import parallel_state
 
     device = device_of(rank)
-    if rank.launched and not torch.distributed.is_initialized():
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise UserError(
-                f"{' and '.join(missing)}: not set, so {rank.world_size} processes cannot meet; start them with "
-                "torchrun or deepspeed, or export both"
-            )
+    if not torch.distributed.is_initialized():
+        meeting = meeting or Meeting(rank)
     os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK=str(rank.local_rank))
     if layout.tensor > 1:
         # megatron-core overlaps the reduction of input gradients with weight gradients only if kernels queue in order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if not torch.distributed.is_initialized():
+    if meeting is not None and not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             rank=rank.rank,
             world_size=rank.world_size,
-            store=None if rank.launched else torch.distributed.HashStore(),
-            timeout=datetime.timedelta(minutes=30),
+            store=meeting.group_store(),
+            timeout=_PATIENCE,
         )
     deepspeed.comm.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
     parallel_state.initialize_model_parallel(

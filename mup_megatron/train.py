@@ -1,4 +1,4 @@
-"""The training loop. Public names: `train`, `Terminated`.
+"""The training loop. Public names: `train`, `Watcher`, `Terminated`, `Diverged`.
 
 Files of a run (`run.dir`): config.yaml (resolved), explain.json, metrics.jsonl (a line per step, a line per
 evaluation), tensorboard/, checkpoints/, loss.png.
@@ -6,17 +6,12 @@ evaluation), tensorboard/, checkpoints/, loss.png.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -28,11 +23,11 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import Engine
-from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
+from mup_megatron.run_directory import own_run_directory
 
 
 class Terminated(Exception):
@@ -43,13 +38,34 @@ class Diverged(Exception):
     """The loss is not a finite number; the last checkpoint stays as it is."""
 
 
-def train(config: Config, rank: runtime.Rank, allowed_changes: Sequence[str] = ()) -> float | None:
+class Watcher(Protocol):
+    """Who looks on while a run trains, and may stop it. Called on the first rank, which then must be the only one."""
+
+    def step(self, step: int, loss: float) -> None:
+        """A step is done."""
+        ...
+
+    def evaluated(self, step: int, loss: float) -> bool:
+        """An evaluation is done; whether to go on."""
+        ...
+
+
+def train(
+    config: Config,
+    rank: runtime.Rank,
+    allowed_changes: Sequence[str] = (),
+    *,
+    watcher: Watcher | None = None,
+    meeting: runtime.Meeting | None = None,
+) -> float | None:
     """Trains the config's model from its last checkpoint, or from the start. Collective.
 
     Args:
         config: the run.
         rank: this process.
         allowed_changes: keys that may differ from the checkpoint's.
+        watcher: looks on; of a run of one process.
+        meeting: where the ranks have met already.
 
     Returns:
         The last evaluation's loss (nats per token), None if there was none.
@@ -69,10 +85,10 @@ def train(config: Config, rank: runtime.Rank, allowed_changes: Sequence[str] = (
     refuse(config, layout)
     deepspeed_config(config, layout)
     directory = Path(config.run.dir)
-    with _own_run_directory(directory, rank), Progress(rank.is_first) as progress:
+    with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
         if rank.is_first:
             prepare(config, progress.say)  # the others wait for rank 0 where the process groups start
-        device = runtime.start_distributed(layout, rank, config.run.seed)
+        device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
         parametrization = parametrize(config, prepared.vocab_size)
         record = make_record(config, parametrization, layout, prepared.digest, step=0)
@@ -99,8 +115,11 @@ def train(config: Config, rank: runtime.Rank, allowed_changes: Sequence[str] = (
         if latest is not None:
             start = int(engine.load(latest)["step"])
             progress.say(f"resumed from {latest} at step {start}")
-        loop = _Loop(config, engine, batches, evaluation, checkpoints, record, rank, progress)
-        return loop.run(start)
+        loop = _Loop(config, engine, batches, evaluation, checkpoints, record, rank, progress, watcher)
+        try:
+            return loop.run(start)
+        finally:
+            engine.close()
 
 
 class _Loop:
@@ -116,19 +135,20 @@ class _Loop:
         record: dict[str, Any],
         rank: runtime.Rank,
         progress: Progress,
+        watcher: Watcher | None,
     ) -> None:
         self._config, self._training = config, config.training
         self._engine, self._batches, self._evaluation = engine, batches, evaluation
         self._checkpoints, self._record = checkpoints, record
-        self._rank, self._progress = rank, progress
+        self._rank, self._progress, self._watcher = rank, progress, watcher
         self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
 
     def run(self, start: int) -> float | None:
         """Steps `start` to `train_steps`; returns the last evaluation's loss."""
-        training = self._training
-        eval_loss = None
+        training, watcher = self._training, self._watcher
         saved = start
-        with Metrics(Path(self._config.run.dir), start, self._rank) as metrics, _sigterm() as terminated:
+        with Metrics(Path(self._config.run.dir), start, self._rank) as metrics, runtime.sigterm() as terminated:
+            eval_loss = metrics.last_evaluation
             for step in range(start, training.train_steps):
                 began = time.perf_counter()
                 lr = self._schedule(step)
@@ -148,11 +168,15 @@ class _Loop:
                 self._progress.step(done, training.train_steps, result.loss, tokens / seconds, training.log_interval)
                 if not math.isfinite(result.loss):
                     raise Diverged(f"loss is {result.loss} at step {done}")
+                if watcher is not None:
+                    watcher.step(done, result.loss)
                 last = done == training.train_steps
                 if training.eval_interval and (done % training.eval_interval == 0 or last):
                     eval_loss = self._evaluate()
                     metrics.write(step=done, eval_loss=eval_loss)
                     self._progress.say(f"step {done}: evaluation loss {eval_loss:.4f}")
+                    if watcher is not None and not watcher.evaluated(done, eval_loss):
+                        return eval_loss
                 interval = training.checkpoint_interval
                 stop = self._any_rank(terminated())
                 if (interval and (done % interval == 0 or last)) or stop:
@@ -198,10 +222,13 @@ class Metrics:
     def __init__(self, directory: Path, start: int, rank: runtime.Rank) -> None:
         self._file = None
         self._writer: Any = None
+        self.last_evaluation: float | None = None
+        """Loss of the last evaluation that an earlier process made; on rank 0 alone."""
         if not rank.is_first:
             return
         path = directory / "metrics.jsonl"
         kept = [line for line in _lines(path) if line["step"] <= start]
+        self.last_evaluation = next((line["eval_loss"] for line in reversed(kept) if "eval_loss" in line), None)
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         partial.rename(path)
@@ -238,45 +265,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             return
-
-
-@contextmanager
-def _sigterm() -> Iterator[Any]:
-    """Yields a function that tells whether SIGTERM came; it may come twice (launchers send it so)."""
-    received = False
-
-    def handle(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal received
-        received = True
-
-    previous = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield lambda: received
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _own_run_directory(directory: Path, rank: runtime.Rank) -> Iterator[None]:
-    """Makes the run's folder and holds it, so that no second run writes into it. Rank 0 holds it for all."""
-    if not rank.is_first:
-        yield
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(f"run.dir: cannot write to {directory}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"run.dir: another run is writing to {directory}; wait for it, or choose another run.dir"
-            ) from None
-        yield
-    finally:
-        os.close(handle)
 
 
 def _describe(directory: Path, config: Config, explanation: dict[str, Any]) -> None:

@@ -232,3 +232,48 @@ def rescaled(
     losses = [engine.step(batches[step], config.hparams.lr).loss for step in range(steps)]
     engine.close()
     return losses
+
+
+def first_step(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
+    """What flows through an untrained model, in its first block and out of it, and what one step changes (one rank)."""
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
+
+    config, layout, parametrization, model = start(rank, config)
+    weights = values(model)
+    seen: dict[str, Any] = {}
+    layer = model.decoder.layers[0]
+
+    def keep(name: str) -> Any:
+        def hook(_module: Any, inputs: Any, output: Any) -> None:
+            seen.setdefault(f"{name} in", [x.detach().clone() for x in inputs if isinstance(x, torch.Tensor)])
+            outputs = output if isinstance(output, tuple) else (output,)
+            seen.setdefault(f"{name} out", [x.detach().clone() for x in outputs if isinstance(x, torch.Tensor)])
+
+        return hook
+
+    parts = {"core": layer.self_attention.core_attention, "attention": layer.self_attention, "mlp": layer.mlp}
+    handles = [module.register_forward_hook(keep(name)) for name, module in parts.items()]
+    handles.append(model.decoder.final_layernorm.register_forward_hook(keep("trunk")))
+    handles.append(model.embedding.register_forward_hook(keep("embedding")))
+    handles.append(model.decoder.layers[0].register_forward_hook(keep("layer")))
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    batch = batches[0][0]
+    with torch.no_grad():
+        logits = model(batch.tokens, batch.position_ids, batch.attention_mask)
+    for handle in handles:
+        handle.remove()
+    seen = {name: [x.double().numpy() for x in tensors] for name, tensors in seen.items()}
+    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    schedule = LearningRateSchedule(config.training, config.hparams.lr)
+    loss = engine.step(batches[0], schedule(5)).loss
+    updated = values(engine.module)
+    engine.close()
+    labels = torch.cat([part.labels for part in batches[0]])
+    return {
+        "weights": weights,
+        "seen": seen,
+        "logits": logits.double().numpy(),
+        "labels": labels.numpy(),
+        "loss": loss,
+        "update": {name: updated[name].astype(float) - weights[name] for name in weights},
+    }

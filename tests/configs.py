@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mup_megatron.config import Config, parse_config
 from mup_megatron.config.load import override
 
@@ -74,3 +76,29 @@ def make(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -
     for key, value in overrides.items():
         override(data, key.replace("__", "."), value, "test")
     return parse_config(data, "test")
+
+
+SEARCH = {"lr": {"log_uniform": [1e-3, 3e-2]}, "output_multiplier": {"log_uniform": [0.25, 4.0]}}
+SIZES = {"hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 1}
+
+
+def pipeline_file(folder: Path, **overrides: Any) -> Path:
+    """Five trials of 8 steps, halved at 2 and 4, two repetitions of the best, a target of 8 steps at TP 2."""
+    keys = {
+        "run__dir": str(folder / "run"),
+        "data__split": "80,20,0",
+        "training__train_steps": 8,
+        "training__eval_interval": 4,
+        "training__eval_steps": 2,
+        "training__checkpoint_interval": 4,
+        "tuning__trials": 5,
+        "tuning__repeat_best": 1,
+        "tuning__max_compute_share": 10.0,
+        "tuning__search": SEARCH,
+        "proxy": SIZES,
+        **overrides,
+    }
+    config = make(MIXED, "gpt3", **keys)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    return path

@@ -12,6 +12,8 @@ import pytest
 
 from mup_megatron.runtime import UPSTREAM_WARNINGS
 from tests import reports
+from tests.commands import BIN, run
+from tests.configs import pipeline_file
 from tests.distributed import Ranks
 
 BEGAN = pytest.StashKey[float]()
@@ -77,3 +79,18 @@ def _quiet() -> None:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def whole(ranks: Ranks, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline of two ranks from start to end, through the DeepSpeed launcher, the control included.
+
+    The folder holds run.yaml, run/ and out.txt, what the command printed.
+    """
+    ranks.stop()
+    folder = tmp_path_factory.mktemp("whole")
+    script = repository / "launch" / "pretrain_gpt.sh"
+    result = run(BIN / "deepspeed", "--num_gpus", "2", script, pipeline_file(folder), "--control", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    (folder / "out.txt").write_text(result.stdout)
+    return folder

@@ -61,7 +61,7 @@ def test_the_first_update_under_sgd(ranks: Ranks) -> None:
         assert rate * 2 == updates[name][1]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
 def test_stop_and_go_is_bitwise(ranks: Ranks, stage: int, tmp_path: Path) -> None:
     """Saved and loaded at step 5 of 9: the same losses and rates to the last bit; ratios between groups never move."""
     config = prepared(parallel__zero_stage=stage, **TP2)
@@ -146,7 +146,7 @@ def test_clipping_limits_the_update(ranks: Ranks) -> None:
         assert clipped[name][0] * 100 == pytest.approx(change, rel=0.02, abs=2e-4), name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_bf16_with_master_weights(ranks: Ranks, stage: int) -> None:
     """Near fp32's losses over 20 steps, and equal under TP 2 and DP 2 within what bf16 resolves."""
     fp32 = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=0), steps=20)[0]["losses"]

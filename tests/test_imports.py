@@ -13,8 +13,12 @@ import pytest
 LEVELS = [
     {"__main__"},
     {"cli"},
-    {"train", "report", "explain", "launch", "doctor"},
-    {"checkpoint", "progress"},
+    {"pipeline"},
+    {"report"},
+    {"tuning"},
+    {"train", "launch", "doctor"},
+    {"explain"},
+    {"checkpoint", "progress", "run_directory"},
     {"engines"},
     {"model"},
     {"data", "optim", "runtime"},
@@ -25,8 +29,8 @@ LEVELS = [
     {"config"},
     {"errors"},
 ]
-BESIDE = {"data", "engines", "config", "layers", "report", "patches"}  # packages: their own modules
-ALSO = {("train", "explain"), ("explain", "init"), ("runtime", "patches"), ("optim", "parametrization")}
+BESIDE = {"data", "engines", "config", "layers", "report", "patches", "tuning"}  # packages: their own modules
+ALSO = {("runtime", "patches"), ("optim", "parametrization")}
 
 
 def room(module: str) -> str:

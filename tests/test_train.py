@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from mup_megatron import cli
+from tests.commands import BIN, environment, losses, metrics, mup, run
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
-
-BIN = Path(sys.executable).parent
-
-
-def environment() -> dict[str, str]:
-    """Without what a launcher or another test left behind."""
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    return {**kept, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,25 +40,6 @@ def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config.model_dump()))
     return path
-
-
-def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [str(argument) for argument in arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(), timeout=240, check=False, **options
-    )
-
-
-def mup(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "mup_megatron", *arguments)
-
-
-def metrics(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(directory: Path) -> list[float]:
-    return [line["loss"] for line in metrics(directory) if "loss" in line]
 
 
 def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path) -> None:
@@ -134,6 +102,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(config_file: Path, tmp_path:
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow  # test_pipeline.py kills a target too
 def test_a_crash_loses_nothing_before_the_last_checkpoint(config_file: Path, tmp_path: Path) -> None:
     """kill -9 between checkpoints: the curve is the uninterrupted one, every step there once."""
     whole = mup("train", config_file, f"run.dir={tmp_path / 'whole'}")
@@ -153,7 +122,7 @@ def test_a_crash_loses_nothing_before_the_last_checkpoint(config_file: Path, tmp
 @pytest.mark.parametrize(
     "launcher",
     [
-        "deepspeed",
+        pytest.param("deepspeed", marks=pytest.mark.slow),
         "deepspeed 2",
         pytest.param("bash", marks=pytest.mark.slow),
         pytest.param("torchrun", marks=pytest.mark.slow),
@@ -167,7 +136,7 @@ def test_the_literal_launch_lines(repository: Path, config_file: Path, tmp_path:
         "bash": ["bash", script],
         "torchrun": [BIN / "torchrun", "--nproc-per-node", "2", script],
     }
-    result = run(*lines[launcher], config_file, "training.train_steps=3", cwd=tmp_path)
+    result = run(*lines[launcher], config_file, "training.train_steps=3", "tuning.run=never", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert len(losses(tmp_path / "run")) == 3
     ranks = 2 if launcher in ("deepspeed 2", "torchrun") else 1
@@ -188,6 +157,7 @@ def test_launched_without_a_config(repository: Path, tmp_path: Path) -> None:
         "training.train_steps=2",
         "training.lr_warmup_steps=0",
         "training.eval_interval=null",
+        "tuning.run=never",
         "model.hidden_size=64",
         "model.ffn_hidden_size=256",
         "model.num_attention_heads=2",
@@ -242,6 +212,7 @@ def test_ranks_that_cannot_meet(config_file: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow  # test_pipeline.py has two pipelines on one
 def test_two_runs_on_one_folder(config_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mup_megatron", "train", str(config_file), "training.train_steps=500"]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
-from mup_megatron.config.schema import Config, Hparams, Range
+from pydantic import ValidationError
+
+from mup_megatron.config.schema import Config, Hparams, Range, Training
+from mup_megatron.errors import ConfigError
 
 
 def check(config: Config) -> None:
@@ -19,6 +23,7 @@ def check(config: Config) -> None:
         _check_optimizer,
         _check_data,
         _check_search,
+        _check_tuning_batch,
     ):
         must_hold(config)
 
@@ -165,3 +170,34 @@ def _check_search(config: Config) -> None:
             raise config.error(key, f"low {bounds[0]} is not below high {bounds[1]}")
         if dimension.log_uniform and bounds and bounds[0] <= 0:
             raise config.error(key, f"low {bounds[0]} of a log_uniform range must be above 0")
+        _check_values(config, name, dimension.choice or bounds or [])
+        if config.tuning.sampler == "grid" and dimension.choice is None:
+            raise config.error(key, "the grid sampler needs values to go through; expected choice")
+
+
+def _check_values(config: Config, name: str, values: Sequence[float | str]) -> None:
+    """Every value that a search dimension names must be one that the config itself would take."""
+    for value in values:
+        try:
+            if name == "lr_schedule":
+                training = Training.model_validate({**config.training.model_dump(), name: value})
+                _check_schedule(config.model_copy(update={"training": training}))
+            else:
+                hparams = Hparams.model_validate({**config.hparams.model_dump(), name: value})
+                _check_optimizer(config.model_copy(update={"hparams": hparams}))
+        except (ValidationError, ConfigError) as error:
+            why = error.problem if isinstance(error, ConfigError) else error.errors()[0]["msg"]
+            raise config.error(f"tuning.search.{name}", f"{value!r} is no value of {name}: {why}") from None
+
+
+def _check_tuning_batch(config: Config) -> None:
+    """The proxy's batch, on its own single process."""
+    tuning, training = config.tuning, config.training
+    batch = tuning.global_batch_size or training.global_batch_size
+    micro = tuning.micro_batch_size or training.micro_batch_size
+    if batch % micro:
+        raise config.error("tuning.micro_batch_size", f"{micro} does not divide the proxy's global batch size {batch}")
+    if tuning.storage != "journal" and "://" not in tuning.storage:
+        raise config.error(
+            "tuning.storage", f"expected journal, or a database such as sqlite:///study.db, found {tuning.storage!r}"
+        )

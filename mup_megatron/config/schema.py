@@ -237,6 +237,7 @@ class Data(Section):
     data_path: list[str | float | int] = []
     split: str = "98,2,0"
     dir: str | None = None
+    cache_dir: str | None = None
     tokenizer: Tokenizer = Tokenizer()
 
 
@@ -249,14 +250,21 @@ class Range(Section):
 
 
 class Tuning(Section):
-    """How the proxy is tuned."""
+    """How the proxy is tuned: its trials, when they stop early, where the study and its record live."""
 
     run: Literal["auto", "never", "only"] = "auto"
+    record: str | None = None
     trials: Positive = 16
     sampler: Literal["random", "tpe", "grid"] = "random"
-    pruner: Literal["hyperband", "successive_halving", "none"] = "hyperband"
+    pruner: Literal["hyperband", "successive_halving", "none"] = "successive_halving"
+    reduction_factor: Annotated[int, Field(ge=2)] = 2
+    repeat_best: NonNegative = 2
+    repeat_seeds: NonNegative = 2
     train_steps: Positive | None = None
+    global_batch_size: Positive | None = None
+    micro_batch_size: Positive | None = None
     max_compute_share: PositiveFloat = 0.5
+    hang_timeout: Positive = 600
     storage: str = "journal"
     search: dict[str, Range] = {}
 

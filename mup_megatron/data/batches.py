@@ -54,7 +54,7 @@ def build_datasets(config: Config, prepared: Prepared) -> tuple[Any, Any]:
         sequence_length=training.seq_length,
         blend=prepared.blend,
         split=config.data.split,
-        path_to_cache=str(data_directory(config) / "cache"),
+        path_to_cache=config.data.cache_dir or str(data_directory(config) / "cache"),
         tokenizer=load_tokenizer(config, Path(prepared.tokenizer) if prepared.tokenizer else None),
         reset_position_ids=False,
         reset_attention_mask=False,

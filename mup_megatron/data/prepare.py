@@ -122,7 +122,7 @@ def _make_directory(directory: Path) -> None:
 
 def _digest(config: Config) -> str:
     """Hash of what decides the tokens: the data section, and size and time of change of every source file."""
-    data = config.data.model_dump(exclude={"dir", "split"})
+    data = config.data.model_dump(exclude={"dir", "cache_dir", "split"})
     files = [Path(f"{prefix}.bin") for prefix in _blend(config)[0]] if config.data.data_path else source_files(config)
     if config.data.tokenizer.path:
         files.append(Path(config.data.tokenizer.path))

@@ -1,0 +1,231 @@
+"""The main job: tune the proxy, transfer its values, train the target. Public names: `run_pipeline`, `apply_record`.
+
+Every rank of a launch first works on one shared study, then all train the target. The first rank plans, moves the study
+on, chooses, and writes the record; the others hear of it where the ranks have met (runtime.Meeting).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mup_megatron import runtime, train
+from mup_megatron.config import Config
+from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
+from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.progress import Progress
+from mup_megatron.run_directory import CONTROL, own_run_directory
+from mup_megatron.tuning import budget, record
+from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
+
+
+def run_pipeline(
+    config: Config, rank: runtime.Rank, *, control: bool = False, allowed_changes: tuple[str, ...] = ()
+) -> None:
+    """Tunes if there is no record and the config allows it, then trains the target with the transferred values.
+
+    Args:
+        config: the run.
+        rank: this process.
+        control: whether to train the same target in the standard parametrization afterwards, with the same values.
+        allowed_changes: keys that may differ from the target's checkpoint.
+
+    Raises:
+        UserError: bad input.
+        Stopped: SIGTERM while tuning.
+        Terminated: SIGTERM while training.
+        Diverged: the target's loss is no finite number.
+    """
+    runtime.prepare_process()
+    config = runtime.resolve_auto(config)
+    only = config.tuning.run == "only"
+    # A tuning job may have any number of processes; what it says of the target is for the fewest that fit.
+    layout = _smallest_layout(config) if only else resolve_layout(config, rank.world_size)
+    directory = Path(config.run.dir)
+    with own_run_directory(directory, rank, ".pipeline.lock"), Progress(rank.is_first) as progress:
+        meeting = runtime.Meeting(rank)
+        if rank.is_first:
+            meeting.tell("tune", json.dumps(_decide(config, rank, progress)))
+        if json.loads(meeting.await_told("tune")):
+            _tune(config, layout, rank, meeting, progress)
+        if rank.is_first:
+            meeting.tell("values", json.dumps(_values(config, progress)))
+        config = with_values(config, json.loads(meeting.await_told("values")))
+        if only:
+            return
+        train.train(config, rank, allowed_changes, meeting=meeting)
+        if control:
+            runtime.stop_distributed()
+            progress.say("the same target in the standard parametrization, with the same values")
+            try:
+                train.train(control_config(config), rank, meeting=meeting)
+            except train.Diverged as diverged:
+                progress.say(f"standard parametrization: {diverged}")
+
+
+def control_config(config: Config) -> Config:
+    """The target in the standard parametrization, beside the µP run and on its data."""
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(
+                update={"name": f"{config.run.name}, standard", "dir": str(Path(config.run.dir) / CONTROL)}
+            ),
+            "parametrization": config.parametrization.model_copy(update={"name": "standard"}),
+            "data": config.data.model_copy(update={"dir": str(data_directory(config))}),
+        }
+    )
+
+
+def apply_record(config: Config) -> tuple[Config, dict[str, Any]]:
+    """The config with the values of its record.
+
+    Raises:
+        UserError: no record, or one that does not belong to this config.
+    """
+    path = record.record_path(config)
+    found = record.read_record(path, config)
+    if found is None:
+        raise config.error("tuning.record", f"no such file: {path}; expected a transfer record (mup-megatron tune)")
+    return with_values(config, found["values"]), found
+
+
+def _values(config: Config, progress: Progress) -> dict[str, Value]:
+    """The values to train with: the record's, else the config's own."""
+    found = record.read_record(record.record_path(config), config)
+    if found is None:
+        return {}
+    untuned = {name: value for name, value in found["values"].items() if name not in found["tuned"]}
+    for name, value in untuned.items():
+        if (given := values_of(config).get(name)) not in (None, value):
+            progress.say(f"hparams.{name}: {value} as it was while tuning, not {given}")
+    return found["values"]
+
+
+def _smallest_layout(config: Config) -> Layout:
+    from mup_megatron.layout import smallest_world
+
+    return resolve_layout(config, smallest_world(config))
+
+
+def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
+    """Whether to tune; the first rank says the plan, and prepares the data for all."""
+    path = record.record_path(config)
+    found = record.read_record(path, config)
+    tune = found is None and config.tuning.run != "never"
+    if tune and not config.tuning.search:
+        raise config.error(
+            "tuning.search", "missing; expected what to tune, or tuning.run: never to train with the values of hparams:"
+        )
+    if config.tuning.run == "never" and found is None and config.tuning.record is not None:
+        raise config.error("tuning.record", f"no such file: {path}")
+    plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=True)
+    if tune:
+        for line in budget.lines(config, plan):
+            progress.say(line)
+        budget.check_share(config, plan)
+    elif found is not None:
+        progress.say(f"{path}: tuned values of this family, found {found['created']}; nothing to tune")
+    else:
+        progress.say("tuning.run: never, and no record; training with the values of hparams:")
+    prepare(config, progress.say)
+    return tune
+
+
+def _tune(config: Config, layout: Layout, rank: runtime.Rank, meeting: runtime.Meeting, progress: Progress) -> None:
+    from mup_megatron.tuning.study import Study
+    from mup_megatron.tuning.worker import work
+
+    if not rank.is_first:
+        meeting.await_told("study")
+        work(config, Study(config), rank, lambda: meeting.told("tuned") is not None)
+        return
+    study = Study.create(config)
+    meeting.tell("study", "")
+    leader = _Leader(config, study, progress)
+    try:
+        work(config, study, rank, leader.done)
+    finally:
+        leader.announce()
+    _write_record(config, layout, rank, study, progress)
+    meeting.tell("tuned", "")
+
+
+class _Leader:
+    """What the first rank does between and during trials: says what ended, and moves the study on."""
+
+    def __init__(self, config: Config, study: Any, progress: Progress) -> None:
+        self._config, self._study, self._progress = config, study, progress
+        self._said = {
+            (trial.name, trial.state) for trial in study.trials() if trial.state not in ("waiting", "running")
+        }
+        self._repeating = False
+        if self._said:
+            progress.say(f"going on with a study of which {len(self._said)} trials are done")
+
+    def done(self) -> bool:
+        """Whether every trial is done, repetitions included."""
+        trials = self.announce()
+        if any(trial.state in ("waiting", "running") for trial in trials):
+            return False
+        if not self._repeating:
+            self._repeating = True
+            self._study.repeat_best()
+            return self.done()
+        return True
+
+    def announce(self) -> list[Any]:
+        """Says which trials ended since the last time; returns all."""
+        trials = self._study.trials()
+        for trial in trials:
+            if trial.state in ("waiting", "running") or (trial.name, trial.state) in self._said:
+                continue
+            self._said.add((trial.name, trial.state))
+            values = ", ".join(f"{name} {_short(value)}" for name, value in trial.values.items())
+            loss = f"loss {trial.loss:.4f}" if trial.loss is not None else ""
+            steps = max(trial.reports, default=0)
+            how = {"stopped": f"stopped at step {steps}, {loss}", "complete": loss, "diverged": "diverged"}
+            ended = sum(1 for other in trials if other.state not in ("waiting", "running"))
+            self._progress.say(
+                f"{trial.name} ({ended}/{len(trials)}): {how.get(trial.state, trial.reason or 'failed')}  [{values}]  "
+                f"{trial.seconds:.0f} s"
+            )
+        return trials
+
+
+def _short(value: Value) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+def _write_record(config: Config, layout: Layout, rank: runtime.Rank, study: Any, progress: Progress) -> None:
+    from mup_megatron.model import parametrize
+    from mup_megatron.tuning.study import choose
+
+    choice = choose(config, study.trials())
+    values = {**values_of(config), **choice.values}
+    chosen = with_values(config, values)
+    vocab_size = known_vocab_size(config)
+    plan = budget.plan(config, vocab_size, rank.world_size)
+    written = record.make_record(
+        chosen,
+        parametrize(chosen, vocab_size),
+        layout,
+        values,
+        study={"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()},
+        budget={**plan.as_json(), "spent": spent(config, choice.trials, plan)},
+    )
+    record.write_record(record.record_path(config), written)
+    progress.say(f"chosen: {', '.join(f'{name} {_short(value)}' for name, value in choice.values.items())}")
+    for line in record.remarks(written):
+        progress.say(line)
+    progress.say(f"record: {record.record_path(config)}")
+
+
+def spent(config: Config, trials: list[Any], plan: budget.Plan) -> dict[str, Any]:
+    """What tuning took: every trial up to the last step that it reported, or its last one."""
+    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
+    steps = sum(max(trial.reports, default=0) for trial in trials)
+    tokens = steps * proxy.training.global_batch_size * proxy.training.seq_length
+    flops = plan.tuning.flops / plan.tuning.tokens * tokens
+    seconds = sum(trial.seconds for trial in trials)
+    return {"tokens": tokens, "flops": flops, "share": flops / plan.target.flops, "process_seconds": seconds}

@@ -1,0 +1,218 @@
+"""One self-contained HTML page of a run: opens from disk, needs no network. Public name: `write_page`.
+
+Plotly draws the pictures in the browser; its code is inside the page.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mup_megatron.explain import family
+from mup_megatron.report.pictures import COLORS, STATES
+from mup_megatron.report.run import Run, read_run
+from mup_megatron.report.summary import summary
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: 0.2em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
+th, td { text-align: right; padding: 0.18em 0.8em 0.18em 0; border-bottom: 1px solid #eee; white-space: nowrap }
+th:first-child, td:first-child, td.text { text-align: left } th { color: #666; font-weight: 600 }
+pre { background: #f6f6f6; padding: 0.8em; overflow-x: auto; font-size: 13px } .wide { overflow-x: auto }
+summary { cursor: pointer; color: #4878a8; margin: 0.6em 0 } li { margin: 0.15em 0 }
+"""
+
+
+def write_page(directory: Path) -> Path:
+    """Writes report.html into a run's folder.
+
+    Args:
+        directory: of the run.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    import plotly.offline
+
+    run = read_run(directory)
+    name = html.escape(str((run.config.get("run") or {}).get("name", directory.name)))
+    sections = [f"<h1>{name}</h1>"]
+    figures: dict[str, dict[str, Any]] = {}
+    if run.record is not None:
+        data = summary(run)
+        sections.append("<h2>What was done</h2>")
+        sections.append(_table(("hyperparameter", "value", "tried from", "to", "interior"), data["values"]))
+        sections.append(_table((), data["results"], "text"))
+        sections.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in data["remarks"]) + "</ul>")
+    if run.curves:
+        figures["curves"] = _curves(run)
+        sections.append('<h2>The target</h2><div id="curves"></div>')
+    if run.record is not None:
+        sections.append("<h2>The proxy's loss over each hyperparameter</h2>")
+        for parameter in run.record["study"]["values"]:
+            figures[f"search-{parameter}"] = _search(run.record["study"], parameter)
+            sections.append(f'<div id="search-{html.escape(parameter)}"></div>')
+        sections.append("<h2>Trials</h2>" + _trials(run.record["study"]))
+    if run.explanation is not None:
+        sections.append("<h2>What the parametrization does to every tensor</h2>" + _explanation(run.explanation))
+    sections.append("<h2>Config, record, environment</h2>")
+    if run.record is not None:
+        sections.append(_table((), list(run.record["versions"].items()), "text"))
+        sections.append(_details("transfer record", json.dumps(run.record, indent=1)))
+    if run.config:
+        sections.append(_details("config, resolved", yaml.safe_dump(run.config, sort_keys=False)))
+    script = json.dumps(figures).replace("</", "<\\/")
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+        f'<link rel="icon" href="data:,"><script>{plotly.offline.get_plotlyjs()}</script></head>'
+        f"<body>{''.join(sections)}<script>const figures = {script};\n"
+        "for (const [id, figure] of Object.entries(figures))\n"
+        "  Plotly.newPlot(id, figure.data, figure.layout, {displaylogo: false, responsive: true});\n"
+        "</script></body></html>\n"
+    )
+    path = directory / "report.html"
+    partial = path.with_suffix(".partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "number") -> str:
+    first = "<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
+    lines = ("".join(f'<td class="{kind}">{html.escape(str(cell))}</td>' for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table>{first}{body}</table></div>'
+
+
+def _details(title: str, text: str) -> str:
+    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
+
+
+def _layout(x: str, y: str, *, log: bool = False, height: int = 320) -> dict[str, Any]:
+    return {
+        "height": height,
+        "margin": {"l": 60, "r": 20, "t": 30, "b": 45},
+        "template": "none",
+        "hovermode": "closest",
+        "legend": {"orientation": "h", "y": 1.12},
+        "xaxis": {"title": {"text": x}, "type": "log" if log else "-", "gridcolor": "#eee"},
+        "yaxis": {"title": {"text": y}, "gridcolor": "#eee"},
+    }
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    data: list[dict[str, Any]] = []
+    for curve, color in zip(run.curves, COLORS, strict=False):
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"{curve.name}, training",
+                "x": [line["step"] for line in curve.steps],
+                "y": [_number(line["loss"]) for line in curve.steps],
+                "line": {"color": color, "width": 1},
+                "opacity": 0.5,
+                "hovertemplate": "step %{x}<br>training loss %{y:.4f}",
+            }
+        )
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": f"{curve.name}, evaluation",
+                "x": [line["step"] for line in curve.evaluations],
+                "y": [_number(line["eval_loss"]) for line in curve.evaluations],
+                "line": {"color": color, "width": 2},
+                "hovertemplate": "step %{x}<br>evaluation loss %{y:.4f}",
+            }
+        )
+    return {"data": data, "layout": _layout("step", "loss (nats per token)", height=400)}
+
+
+def _search(study: dict[str, Any], name: str) -> dict[str, Any]:
+    data = []
+    trials = [trial for trial in study["trials"] if trial["values"] and trial["loss"] is not None]
+    for state, (label, _, color) in STATES.items():
+        shown = [trial for trial in trials if trial["state"] == state]
+        if not shown:
+            continue
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": label,
+                "x": [trial["values"][name] for trial in shown],
+                "y": [trial["loss"] for trial in shown],
+                "text": [_hover(trial) for trial in shown],
+                "marker": {"color": color, "size": 9},
+                "hovertemplate": "%{text}",
+            }
+        )
+    values = [trial["values"][name] for trial in trials]
+    numbers = [value for value in values if isinstance(value, int | float)]
+    log = len(numbers) > 1 and len(numbers) == len(values) and min(numbers) > 0 and max(numbers) > 4 * min(numbers)
+    layout = _layout(name, "proxy loss (nats per token)", log=log, height=260)
+    chosen = study["values"][name]
+    if numbers:
+        layout["shapes"] = [
+            {"type": "line", "x0": chosen, "x1": chosen, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}
+        ]
+    return {"data": data, "layout": layout}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if value == value and abs(value) != float("inf") else None
+
+
+def _hover(trial: dict[str, Any]) -> str:
+    values = "<br>".join(
+        f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in trial["values"].items()
+    )
+    return f"trial {trial['slot']}, seed {trial['seed']}: {trial['state']}<br>loss {trial['loss']:.4f}<br>{values}"
+
+
+def _trials(study: dict[str, Any]) -> str:
+    names = list(study["values"])
+    rows = []
+    for trial in study["trials"]:
+        loss = f"{trial['loss']:.4f}" if trial["loss"] is not None else ""
+        steps = max((int(step) for step in trial["reports"]), default=0)
+        values = [trial["values"].get(name, "") for name in names]
+        cells = [value if isinstance(value, str) else f"{value:.4g}" for value in values]
+        ended = (
+            f"{trial['state']}: {trial['reason']}" if trial["reason"] and trial["state"] == "failed" else trial["state"]
+        )
+        rows.append([str(trial["slot"]), trial["seed"], ended, steps, loss, *cells, f"{trial['seconds']:.0f} s"])
+    return _table(("trial", "seed", "ended", "step", "loss", *names, "time"), rows)
+
+
+def _explanation(explanation: dict[str, Any]) -> str:
+    rows: dict[tuple[str, ...], None] = {}
+    for parameter in explanation["parameters"]:
+        blocks = parameter["blocks"]
+        std = " ".join(f"{b['name']} {b['init_std']:.4g}" for b in blocks) if blocks else f"{parameter['init_std']:.4g}"
+        eps = f"{parameter['eps']:.4g}" if parameter["eps"] is not None else ""
+        row = (
+            family(parameter["name"]),
+            "×".join(map(str, parameter["global_shape"])),
+            "×".join(map(str, parameter["local_shape"])),
+            "×".join(map(str, parameter["base_shape"])),
+            std,
+            f"{parameter['lr']:.4g}",
+            eps,
+            f"{parameter['weight_decay']:.4g}",
+        )
+        rows[row] = None
+    head = ("tensor", "global", "on rank 0", "base", "init std", "lr", "eps", "weight decay")
+    forward = ", ".join(f"{key} {value:.6g}" for key, value in explanation["forward"].items())
+    return f"<p>Forward multipliers: {html.escape(forward)}</p>" + _table(head, rows)

@@ -1,0 +1,129 @@
+"""Pictures of a run. Public names: `draw_curves`, `draw_search`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.report.run import Run
+
+COLORS = ("#4878a8", "#c44e52")
+"""Of the target, and of the same in the standard parametrization."""
+
+STATES = {
+    "complete": ("trained to the end", "o", "#4878a8"),
+    "stopped": ("stopped early", "v", "#b0b0b0"),
+    "diverged": ("diverged", "x", "#c44e52"),
+}
+"""How a trial that ended so is drawn: label, marker, color."""
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw_curves(run: Run) -> Path:
+    """Training loss per step, evaluations as points, the base learning rate below; the control beside the target.
+
+    Returns:
+        Path of the picture, `loss.png` in the run's folder.
+    """
+    pyplot = _pyplot()
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(7, 4.6), sharex=True, height_ratios=[4, 1], layout="constrained"
+    )
+    for curve, color in zip(run.curves, COLORS, strict=False):
+        steps = [line["step"] for line in curve.steps]
+        top.plot(steps, [line["loss"] for line in curve.steps], color=color, lw=0.8, alpha=0.45)
+        last = f", last {curve.eval_loss:.3f}" if curve.eval_loss is not None else ""
+        top.plot(
+            [line["step"] for line in curve.evaluations],
+            [line["eval_loss"] for line in curve.evaluations],
+            "o-",
+            color=color,
+            ms=4,
+            lw=1.4,
+            label=f"{curve.name}: evaluation{last}",
+        )
+        bottom.plot(steps, [line["lr"] for line in curve.steps], color="0.4", lw=1.2)
+    top.set_ylabel("loss (nats per token)")
+    name = (run.config.get("run") or {}).get("name", run.directory.name)
+    top.set_title(f"{name}: the target, training (thin) and evaluation", loc="left", fontsize=10)
+    top.legend(frameon=False)
+    bottom.set_ylabel("base lr")
+    bottom.set_xlabel("step")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    path = run.directory / "loss.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def draw_search(run: Run) -> Path | None:
+    """The proxy's loss over each hyperparameter that was tuned, the chosen value marked.
+
+    Returns:
+        Path of the picture, `search.png` in the run's folder; None without a record.
+    """
+    if run.record is None:
+        return None
+    pyplot = _pyplot()
+    from matplotlib import ticker
+
+    study = run.record["study"]
+    names = list(study["values"])
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(3.3 * columns, 2.7 * rows), sharey=True, squeeze=False, layout="constrained"
+    )
+    axes = grid.ravel()
+    trials = [trial for trial in study["trials"] if trial["values"]]
+    low, high = _limits(trials)
+    for axis, name in zip(axes, names, strict=False):
+        for state, (label, marker, color) in STATES.items():
+            # A loss above the picture, and one that is no number, stands at its upper edge.
+            shown = [trial for trial in trials if trial["state"] == state]
+            losses = [min(trial["loss"], high) if trial["loss"] is not None else high for trial in shown]
+            axis.plot([trial["values"][name] for trial in shown], losses, marker, color=color, ms=5, label=label)
+        chosen = study["values"][name]
+        axis.axvline(chosen, color="0.2", lw=1, ls=":", label="chosen")
+        shown_value = chosen if isinstance(chosen, str) else f"{chosen:.3g}"
+        axis.set_title(f"{name} = {shown_value}", fontsize=9, loc="left")
+        numbers = [trial["values"][name] for trial in trials if isinstance(trial["values"][name], int | float)]
+        if numbers and min(numbers) > 0 and max(numbers) > 4 * min(numbers):
+            axis.set_xscale("log")
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+            axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_ylim(low, high + 0.04 * (high - low))
+    for axis in axes[len(names) :]:
+        axis.set_visible(False)
+    for row in grid:
+        row[0].set_ylabel("proxy loss (nats per token)", fontsize=8)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    path = run.directory / "search.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _limits(trials: list[dict[str, Any]]) -> tuple[float, float]:
+    """From the best loss to the worst, or, where some are far off, to four times the distance of the median."""
+    losses = sorted(trial["loss"] for trial in trials if trial["loss"] is not None)
+    if not losses:
+        return 0.0, 1.0
+    low, middle = losses[0], losses[len(losses) // 2]
+    high = min(losses[-1], low + 4 * (middle - low)) if middle > low else losses[-1]
+    high = max(high, low + 1e-3)
+    return low - 0.05 * (high - low), high

@@ -1,0 +1,129 @@
+"""What a run did, at its end: tables for the terminal, pictures beside its files.
+
+Public names: `summarize`, `summary`, `print_transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.report.run import Run, read_run
+
+
+def summarize(directory: Path, console: Any) -> None:
+    """Draws the pictures of a run and prints its summary; nothing for a run that did not begin."""
+    from mup_megatron.report.pictures import draw_curves, draw_search
+
+    if not ((directory / "metrics.jsonl").exists() or (directory / "transfer.json").exists()):
+        return
+    run = read_run(directory)
+    if run.record is not None:
+        _print(summary(run), console)
+    for picture in (draw_search(run), draw_curves(run) if run.target and run.target.steps else None):
+        if picture is not None:
+            console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The summary as plain data: a row per tuned value, rows of results, remarks.
+
+    Returns:
+        {"values": [[name, tuned, tried from, tried to, interior]], "results": [[what, value]], "remarks": [text]};
+        every cell is text.
+    """
+    from mup_megatron.tuning.record import remarks
+
+    if (record := run.record) is None:
+        raise ValueError(f"{run.directory}: no transfer record")
+    study, spent = record["study"], record["budget"]["spent"]
+    tried = [trial["values"] for trial in study["trials"] if trial["values"]]
+    values = []
+    for name, value in study["values"].items():
+        if isinstance(value, str):
+            values.append([name, value, ", ".join(sorted({str(v[name]) for v in tried})), "", ""])
+            continue
+        numbers = [v[name] for v in tried]
+        inside = "yes" if study["interior"][name] else "no, at the edge"
+        values.append([name, f"{value:.4g}", f"{min(numbers):.3g}", f"{max(numbers):.3g}", inside])
+    noise = f" ± {study['noise']:.4f} per run" if study["noise"] is not None else ""
+    seeds = len(study["candidates"][0]["losses"])
+    ended = {
+        state: sum(1 for t in study["trials"] if t["state"] == state)
+        for state in ("complete", "stopped", "diverged", "failed")
+    }
+    results = [
+        ["trials", ", ".join(f"{count} {state}" for state, count in ended.items() if count)],
+        ["proxy loss", f"{study['loss']:.4f}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})"],
+    ]
+    for curve, what in ((run.target, "target loss"), (run.control, "the same target, standard parametrization")):
+        if curve is not None and curve.eval_loss is not None:
+            results.append([what, f"{curve.eval_loss:.4f}"])
+    times = [f"tuning {spent['process_seconds']:.0f} s of one process"]
+    times += [f"{curve.name} {curve.seconds:.0f} s" for curve in run.curves]
+    results.append(["time", ", ".join(times)])
+    results.append(
+        ["tuning / target compute", f"{spent['share']:.3g} ({spent['flops']:.2e} FLOPs, {spent['tokens']:,} tokens)"]
+    )
+    return {"values": values, "results": results, "remarks": [*remarks(record), *_verdict(run)]}
+
+
+def _verdict(run: Run) -> list[str]:
+    """Which parametrization ended lower, whichever it is."""
+    if run.target is None or run.control is None:
+        return []
+    if run.control.steps and run.control.steps[-1]["loss"] != run.control.steps[-1]["loss"]:
+        return ["the standard parametrization diverged with the values that µP transferred"]
+    ours, theirs = run.target.eval_loss, run.control.eval_loss
+    if ours is None or theirs is None:
+        return []
+    if ours <= theirs:
+        return [f"µP ends {theirs - ours:.4f} nats lower than the standard parametrization with the same values"]
+    return [f"the standard parametrization ends {ours - theirs:.4f} nats lower than µP here, with the same values"]
+
+
+def _print(data: Mapping[str, Any], console: Any) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, title="tuned on the proxy, at the base", title_justify="left")
+    for column in ("hyperparameter", "value", "tried from", "to", "interior"):
+        table.add_column(column, justify="left" if column in ("hyperparameter", "interior") else "right")
+    for row in data["values"]:
+        table.add_row(*row)
+    console.print(table)
+    results = Table(box=None, show_header=False, title="results", title_justify="left")
+    for row in data["results"]:
+        results.add_row(*row)
+    console.print(results)
+    for line in data["remarks"]:
+        console.print(f"- {line}", highlight=False)
+
+
+def print_transfer(record: Mapping[str, Any], becomes: Mapping[str, Any], console: Any) -> None:
+    """The record's values, and what each becomes on a target (record.becomes)."""
+    from rich.table import Table
+
+    values = Table(box=None, title="at the base", title_justify="left", show_header=False)
+    for name, value in record["values"].items():
+        how = "tuned" if name in record["tuned"] else "as configured"
+        values.add_row(name, value if isinstance(value, str) else f"{value:.6g}", how)
+    console.print(values)
+    forward = becomes["forward"]
+    console.print(
+        f"on the target: logits = {forward['readout']:.6g} · W h, "
+        f"attention logits = {forward['softmax_scale']:.6g} · q·k, "
+        f"embedding × {forward['embedding']:.6g}, residual branches × {forward['residual']:.6g}",
+        highlight=False,
+    )
+    table = Table(box=None)
+    for column in ("tensor", "lr", "init std", "eps", "weight decay"):
+        table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=True)
+    for name, row in becomes["tensors"].items():
+        std = row["init_std"]
+        shown = (
+            " ".join(f"{block} {value:.4g}" for block, value in std.items()) if isinstance(std, dict) else f"{std:.4g}"
+        )
+        eps = "" if row["eps"] is None else f"{row['eps']:.4g}"
+        table.add_row(name, f"{row['lr']:.4g}", shown, eps, f"{row['weight_decay']:.4g}")
+    console.print(table)

@@ -1,0 +1,13 @@
+"""Tuning the proxy: search space, budget, study, trials in processes of their own, the transfer record.
+
+space.py     what may be tuned; a config with values put in; the proxy's config
+budget.py    what tuning and pretraining cost, before they cost anything
+study.py     the shared Optuna study: planned trials, halving in order, repetitions, the choice
+trial.py     one trial, in the process that runs it
+worker.py    starts that process, watches it, tells the study
+record.py    transfer.json: written, checked, applied
+"""
+
+
+class Stopped(Exception):
+    """SIGTERM came while tuning; the trial at hand is saved and waits in the study."""

@@ -1,0 +1,228 @@
+"""What tuning and pretraining cost, before they cost anything: tokens, FLOPs, share, time.
+
+Public names: `plan`, `Plan`, `flops_per_token`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import multiprocessing
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.config import Config
+from mup_megatron.errors import ConfigError
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.shapes import Init
+from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of
+
+# Share of a device's speed in bare matrix products that training reaches at best: attention, norms, optimizer and
+# communication take the rest. Small models, whose steps are mostly overhead, take longer.
+_EFFICIENCY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a part of the run costs.
+
+    Args:
+        parameters: of the model.
+        tokens: seen in training.
+        flops: floating point operations.
+        hours: on the processes at hand; None where their speed is unknown.
+    """
+
+    parameters: int
+    tokens: int
+    flops: float
+    hours: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The whole budget.
+
+    Args:
+        trials: planned.
+        repetitions: of the best trials, with other seeds.
+        steps: of a whole trial.
+        rungs: steps at which trials are halved.
+        workers: processes that tune.
+        tuning: what tuning costs if halving stops the expected share of the trials.
+        most: the same if no trial is stopped.
+        target: what pretraining costs.
+    """
+
+    trials: int
+    repetitions: int
+    steps: int
+    rungs: list[int]
+    workers: int
+    tuning: Cost
+    most: Cost
+    target: Cost
+
+    @property
+    def share(self) -> float:
+        """Compute of tuning over compute of pretraining."""
+        return self.tuning.flops / self.target.flops
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "share": self.share, "most_share": self.most.flops / self.target.flops}
+
+
+def flops_per_token(parametrization: Parametrization) -> float:
+    """Floating point operations of training on one token, forward and backward.
+
+    6 per weight of a matrix product, the readout included whether tied or not, and 12·L·a·d·s for attention, which
+    is not halved for causality (PaLM, arXiv 2204.02311, appendix B). Recomputation is not counted.
+    """
+    model, config = parametrization.config.model, parametrization.config
+    weights = 0
+    for shape in parametrization.shapes.values():
+        if len(shape.spec.shape) < 2 or shape.spec.init is Init.EMBEDDING:
+            continue
+        weights += math.prod(shape.spec.shape)
+    if model.share_embeddings_and_output_weights:
+        weights += math.prod(parametrization.shapes["embedding.word_embeddings.weight"].spec.shape)
+    attention = 12 * model.num_layers * model.num_attention_heads * model.head_size * config.training.seq_length
+    return 6.0 * weights + attention
+
+
+def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False) -> Plan:
+    """The budget of a config.
+
+    Args:
+        config: the run.
+        vocab_size: entries of the tokenizer, before padding.
+        workers: processes that tune, and that then train the target.
+        measure: whether to time a matrix product of each model's size on this machine, for hours.
+    """
+    from mup_megatron.model import parametrize
+
+    tuning, steps = config.tuning, tuning_steps(config)
+    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
+    stops = rungs(config)
+    # A share 1/r of those that reach a rung goes on.
+    expected, going = 0.0, 1.0
+    for before, step in zip([0, *stops], [*stops, steps], strict=True):
+        expected += going * (step - before)
+        going /= tuning.reduction_factor
+    repetitions = tuning.repeat_best * tuning.repeat_seeds
+    proxy_parametrization, target_parametrization = parametrize(proxy, vocab_size), parametrize(config, vocab_size)
+    return Plan(
+        trials=tuning.trials,
+        repetitions=repetitions,
+        steps=steps,
+        rungs=stops,
+        workers=workers,
+        tuning=_cost(proxy, proxy_parametrization, tuning.trials * expected + repetitions * steps, workers, measure),
+        most=_cost(proxy, proxy_parametrization, (tuning.trials + repetitions) * steps, workers, False),
+        target=_cost(config, target_parametrization, config.training.train_steps, workers, measure),
+    )
+
+
+def check_share(config: Config, budget: Plan) -> None:
+    """Raises ConfigError if tuning is planned to take a larger share of compute than the config allows."""
+    allowed = config.tuning.max_compute_share
+    if config.tuning.run == "auto" and budget.share > allowed:
+        raise ConfigError(
+            "tuning.max_compute_share",
+            f"tuning would take {budget.share:.2g} of the target's compute, and {allowed:g} is allowed; expected fewer "
+            "tuning.trials or tuning.train_steps, a larger tuning.max_compute_share, or tuning.run: never to train "
+            "with the values of hparams:",
+            config.source,
+        )
+
+
+def _cost(config: Config, parametrization: Parametrization, steps: float, workers: int, measure: bool) -> Cost:
+    training = config.training
+    tokens = round(steps * training.global_batch_size * training.seq_length)
+    flops = tokens * flops_per_token(parametrization)
+    hours = flops / (_matmul_speed(config, workers) * _EFFICIENCY * workers) / 3600 if measure else None
+    parameters = sum(math.prod(shape.spec.shape) for shape in parametrization.shapes.values())
+    return Cost(parameters=parameters, tokens=tokens, flops=flops, hours=hours)
+
+
+def _matmul_speed(config: Config, workers: int) -> float:
+    """FLOP/s of one process in matrix products as large as the model's own.
+
+    On a GPU it is measured in a process of its own, for this one will start trials there and holds no context.
+    """
+    import torch
+
+    rows = min(config.training.micro_batch_size * config.training.seq_length, 8192)
+    hidden, ffn = min(config.model.hidden_size, 4096), min(config.model.ffn_size, 16384)
+    if not torch.cuda.is_available():
+        return _time_matmul(rows, hidden, ffn, "cpu", max(1, (os.cpu_count() or 1) // workers))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_time_matmul, rows, hidden, ffn, "cuda", 1).result()
+
+
+def _time_matmul(rows: int, hidden: int, ffn: int, device: str, threads: int) -> float:
+    """FLOP/s of [rows, hidden] @ [hidden, ffn], a fraction of a second of trying."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        left = torch.randn(rows, hidden, device=device, dtype=dtype)
+        right = torch.randn(hidden, ffn, device=device, dtype=dtype)
+        rounds, spent = 0, 0.0
+        while spent < 0.2:
+            began = time.perf_counter()
+            for _ in range(4):
+                product = left @ right
+            float(product[0, 0])  # waits for the device
+            if rounds:  # the first round is start-up
+                spent += time.perf_counter() - began
+            rounds += 1
+    finally:
+        torch.set_num_threads(before)
+    return 4 * 2.0 * rows * hidden * ffn * (rounds - 1) / spent
+
+
+def lines(config: Config, budget: Plan) -> list[str]:
+    """The plan for people."""
+    halved = f", halved at {' and '.join(map(str, budget.rungs))}" if budget.rungs else ""
+    again = f"; then {budget.repetitions} repetitions of the best with other seeds" if budget.repetitions else ""
+    rows = [
+        f"plan: {budget.trials} trials of {budget.steps} steps on the proxy{halved}{again}",
+        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'time at least':>15}",
+    ]
+    for name, cost in (("tuning", budget.tuning), ("target", budget.target)):
+        share = f"{cost.flops / budget.target.flops:.3g}"
+        rows.append(
+            f"{name:8}{_si(cost.parameters):>12}{_si(cost.tokens):>12}{cost.flops:>12.2e}{share:>10}"
+            f"{_duration(cost.hours):>15}"
+        )
+    most = budget.most.flops / budget.target.flops
+    rows.append(
+        f"{budget.workers} process{'es' if budget.workers > 1 else ''}; at most {most:.3g} of the target's compute "
+        f"if no trial is stopped early; allowed {config.tuning.max_compute_share:g}"
+    )
+    return rows
+
+
+def _si(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def _duration(hours: float | None) -> str:
+    if hours is None:
+        return "unknown"
+    if hours >= 48:
+        return f"{hours / 24:.3g} days"
+    if hours >= 1:
+        return f"{hours:.3g} h"
+    return f"{hours * 60:.2g} min" if hours * 60 >= 1 else f"{hours * 3600:.2g} s"

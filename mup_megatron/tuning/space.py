@@ -1,0 +1,138 @@
+"""What may be tuned, and a config with values put in. Public names: `with_values`, `proxy_config`, `distributions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mup_megatron.config import Config, Hparams, Training
+from mup_megatron.data.prepare import data_directory
+
+if TYPE_CHECKING:
+    import optuna
+
+Value = float | str
+"""Of a hyperparameter: a number, or the name of a schedule."""
+
+# Step counts of a schedule, which shrink and grow with the length of the run.
+_STEP_COUNTS = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
+
+
+def distributions(config: Config) -> dict[str, optuna.distributions.BaseDistribution]:
+    """The config's search space in Optuna's terms, in the order of the config."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    space: dict[str, optuna.distributions.BaseDistribution] = {}
+    for name, dimension in config.tuning.search.items():
+        bounds = dimension.log_uniform or dimension.uniform
+        if bounds:
+            space[name] = FloatDistribution(bounds[0], bounds[1], log=dimension.log_uniform is not None)
+        else:
+            space[name] = CategoricalDistribution(dimension.choice or [])
+    return space
+
+
+def values_of(config: Config) -> dict[str, Value]:
+    """Every hyperparameter at the base as the config has it, and the schedule where it is tuned."""
+    given = {name: value for name, value in config.hparams.model_dump().items() if value is not None}
+    tuned = {"lr_schedule": config.training.lr_schedule} if "lr_schedule" in config.tuning.search else {}
+    return {**given, **tuned}
+
+
+def with_values(config: Config, values: Mapping[str, Value]) -> Config:
+    """The config with hyperparameters replaced.
+
+    Args:
+        config: the run.
+        values: by name: keys of `hparams:`, and `lr_schedule`.
+    """
+    hparams = {name: value for name, value in values.items() if name in Hparams.model_fields}
+    training = {name: value for name, value in values.items() if name == "lr_schedule"}
+    if unknown := set(values) - set(hparams) - set(training):
+        raise KeyError(f"not hyperparameters: {', '.join(sorted(unknown))}")
+    return config.model_copy(
+        update={
+            "hparams": Hparams.model_validate({**config.hparams.model_dump(), **hparams}),
+            "training": Training.model_validate({**config.training.model_dump(), **training}),
+        }
+    )
+
+
+def tuning_steps(config: Config) -> int:
+    """Optimizer steps of a whole trial: `tuning.train_steps`, else as many as the target's."""
+    return config.tuning.train_steps or config.training.train_steps
+
+
+def rungs(config: Config) -> list[int]:
+    """Steps at which a trial may be stopped: train_steps / r² and / r, r the reduction factor; empty without pruner."""
+    if config.tuning.pruner == "none":
+        return []
+    interval = rung_interval(config)
+    found = [interval, interval * config.tuning.reduction_factor]
+    return [step for step in found if step < tuning_steps(config)]
+
+
+def rung_interval(config: Config) -> int:
+    """Steps between evaluations (and checkpoints) of a trial."""
+    return max(1, tuning_steps(config) // config.tuning.reduction_factor**2)
+
+
+def proxy_config(
+    config: Config, values: Mapping[str, Value], *, seed: int, directory: Path, cache: Path | None = None
+) -> Config:
+    """The run of one trial: the proxy on one process, everything else as the target has it.
+
+    The schedule keeps its shape: where the proxy's run is shorter or longer than the target's, warm-up and decay take
+    the same share of it.
+
+    Args:
+        config: the target's run.
+        values: hyperparameters of the trial.
+        seed: of initial values and of the order of the data.
+        directory: where the trial lives.
+        cache: where megatron-core keeps the index of its samples; one per process that writes it.
+    """
+    config = with_values(config, values)
+    training, tuning, steps = config.training, config.tuning, tuning_steps(config)
+    scaled = {
+        name: max(1, round(count * steps / training.train_steps))
+        for name in _STEP_COUNTS
+        if (count := getattr(training, name))
+    }
+    milestones = sorted({max(1, round(step * steps / training.train_steps)) for step in training.lr_milestones})
+    interval = rung_interval(config)
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(
+                update={"name": f"{config.run.name}, {directory.name}", "dir": str(directory), "seed": seed}
+            ),
+            "model": config.model.resized(config.proxy),
+            "training": training.model_copy(
+                update={
+                    **scaled,
+                    "lr_milestones": milestones,
+                    "train_steps": steps,
+                    "global_batch_size": tuning.global_batch_size or training.global_batch_size,
+                    "micro_batch_size": tuning.micro_batch_size or training.micro_batch_size,
+                    "eval_interval": interval,
+                    "checkpoint_interval": interval,
+                    "checkpoints_kept": 1,
+                }
+            ),
+            "parallel": config.parallel.model_copy(
+                update={
+                    "engine": "deepspeed",
+                    "tensor_model_parallel_size": 1,
+                    "pipeline_model_parallel_size": 1,
+                    "sequence_parallel": False,
+                    "zero_stage": 1,
+                    "offload_optimizer": False,
+                    "deepspeed_config": None,
+                }
+            ),
+            "data": config.data.model_copy(
+                update={"dir": str(data_directory(config)), "cache_dir": str(cache) if cache else None}
+            ),
+        }
+    )

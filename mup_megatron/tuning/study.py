@@ -1,0 +1,477 @@
+"""The shared study: trials planned ahead, halved in order, the best repeated with other seeds, one chosen.
+
+Public names: `Study`, `Trial`, `Choice`, `choose`.
+
+Optuna keeps the study (a journal file or a database, which any number of processes share) and samples the values. Every
+trial is enqueued before the first one starts, so that which values are tried depends on the seed alone. A trial's
+`slot` is its place in that plan. Halving compares a trial with those of lower slots only, and waits for them: whoever
+runs first or fastest, the same trials are stopped and the same values chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from optuna.trial import TrialState
+
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.tuning.record import differences, digest, digested
+from mup_megatron.tuning.space import Value, distributions, rungs, tuning_steps
+
+State = Literal["waiting", "running", "complete", "stopped", "diverged", "failed"]
+
+_POLL_SECONDS = 0.2
+# Brackets of hyperband over slots, 4 : 3 : 3 as Optuna shares them among three brackets at reduction factor 2. Trials
+# of bracket b may be stopped at the last 2 - b rungs only.
+_BRACKETS = (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One trial of the plan.
+
+    Args:
+        id: of the storage.
+        slot: place in the plan, from 0; a repetition has that of the trial that it repeats.
+        values: by hyperparameter; empty while a trial of a sampler that learns (tpe) waits.
+        seed: of initial values and data order.
+        repeats: whether it is a repetition with another seed.
+        state: where it stands; `stopped` by halving, `diverged` when the loss was no finite number.
+        loss: evaluation loss (nats per token) at the last step reached; infinite if it diverged.
+        reports: evaluation loss by step.
+        seconds: spent.
+        reason: why it failed.
+        attempts: processes that died while running it.
+    """
+
+    id: int
+    slot: int
+    values: dict[str, Value]
+    seed: int
+    repeats: bool
+    state: State
+    loss: float | None
+    reports: dict[int, float]
+    seconds: float
+    reason: str | None
+    attempts: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder, and for messages."""
+        return f"trial-{self.slot:03d}" + (f"-seed-{self.seed}" if self.repeats else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A trial with its repetitions.
+
+    Args:
+        slot: of the trial.
+        values: its hyperparameters.
+        losses: final evaluation losses, one per seed, the trial's own first.
+        mean: of `losses`.
+        within_noise: whether it cannot be told from the chosen one.
+    """
+
+    slot: int
+    values: dict[str, Value]
+    losses: list[float]
+    mean: float
+    within_noise: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the study found.
+
+    Args:
+        values: of the chosen trial.
+        slot: the chosen trial.
+        loss: mean over its seeds.
+        noise: standard deviation of a loss over seeds, pooled over candidates; None without repetitions.
+        candidates: the best trials, best first.
+        interior: per number that was searched, whether trials were tried on both sides of the chosen value.
+        trials: every trial of the study.
+    """
+
+    values: dict[str, Value]
+    slot: int
+    loss: float
+    noise: float | None
+    candidates: list[Candidate]
+    interior: dict[str, bool]
+    trials: list[Trial] = field(repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; a loss that is not finite is null."""
+        return _finite(asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _decided(config: Config) -> dict[str, Any]:
+    """What decides the outcome of a study, by dotted key; the number of trials may grow."""
+    tuning = config.tuning.model_dump(
+        include={"sampler", "pruner", "reduction_factor", "global_batch_size", "micro_batch_size"}
+    )
+    training = config.training.model_dump(
+        exclude={"global_batch_size", "micro_batch_size", "train_steps", "log_interval", "checkpoint_interval"}
+        | {"checkpoints_kept", "eval_interval"}
+    )
+    return {
+        **digested(config),
+        **{f"proxy.{key}": value for key, value in config.proxy.model_dump().items()},
+        **{f"hparams.{key}": value for key, value in config.hparams.model_dump().items()},
+        **{f"training.{key}": value for key, value in training.items()},
+        **{f"tuning.{key}": value for key, value in tuning.items()},
+        **{f"tuning.search.{key}": value.model_dump() for key, value in config.tuning.search.items()},
+        "tuning.train_steps": tuning_steps(config),
+        "run.seed": config.run.seed,
+    }
+
+
+class Study:
+    """One study, shared by every worker. Made by `create` in one process, then found by the others.
+
+    Args:
+        config: the target's run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._config = config
+        self.directory = Path(config.run.dir) / "tuning"
+        self._storage = _storage(config, self.directory)
+        self._distributions = distributions(config)
+        self._study: optuna.Study | None = None
+
+    @property
+    def study(self) -> optuna.Study:
+        """Optuna's study."""
+        if self._study is None:
+            sampler = _sampler(self._config, self._distributions)
+            self._study = optuna.load_study(
+                study_name=self._config.run.name,
+                storage=self._storage,
+                sampler=sampler,
+                pruner=optuna.pruners.NopPruner(),
+            )
+        return self._study
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides the outcome."""
+        return digest(_decided(self._config))
+
+    @classmethod
+    def create(cls, config: Config) -> Study:
+        """Makes the study or finds it, plans what is missing, and takes back what nobody runs any more.
+
+        Only where no other worker is at work: a trial that is running then was lost with its worker.
+
+        Raises:
+            UserError: a study of the same name was made with other settings; names the keys.
+        """
+        _mend(journal_path(config))
+        study = cls(config)
+        study._make()
+        return study
+
+    def _make(self) -> None:
+        optuna.create_study(
+            study_name=self._config.run.name, storage=self._storage, direction="minimize", load_if_exists=True
+        )
+        decided = json.loads(json.dumps(_decided(self._config)))
+        found = self.study.user_attrs.get("decided")
+        if found is None:
+            self.study.set_user_attr("decided", decided)
+        elif found != decided:
+            differing = differences(found, decided, "then", "now")
+            raise UserError(
+                f"{self.directory}: this study was started with other settings ({'; '.join(differing[:8])}); change "
+                f"the config back, choose another run.dir, or remove that folder to start again"
+            )
+        for trial in self.trials():
+            if trial.state == "running":
+                self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
+        self._plan()
+
+    def _plan(self) -> None:
+        planned = [trial for trial in self.trials() if not trial.repeats]
+        wanted = self._config.tuning.trials
+        if self._config.tuning.sampler == "tpe":
+            values: list[dict[str, Value]] = [{} for _ in range(wanted)]
+        else:
+            values = _sample(self._config, self._distributions, wanted)
+        for slot in range(len(planned), min(wanted, len(values))):
+            self.study.enqueue_trial(values[slot], user_attrs={"slot": slot, "seed": self._config.run.seed})
+
+    def repeat_best(self) -> None:
+        """Plans the best trials again with other seeds, where that was not done before."""
+        tuning, seed = self._config.tuning, self._config.run.seed
+        trials = self.trials()
+        there = {(trial.slot, trial.seed) for trial in trials}
+        for best in _best(trials)[: tuning.repeat_best]:
+            for number in range(1, tuning.repeat_seeds + 1):
+                if (best.slot, seed + number) not in there:
+                    attrs = {"slot": best.slot, "seed": seed + number, "repeats": True}
+                    self.study.enqueue_trial(best.values, user_attrs=attrs)
+
+    def trials(self) -> list[Trial]:
+        """Every trial, by slot."""
+        found = [self._trial(frozen) for frozen in self.study.get_trials(deepcopy=False)]
+        return sorted(found, key=lambda trial: (trial.slot, trial.seed))
+
+    def _trial(self, frozen: optuna.trial.FrozenTrial) -> Trial:
+        attrs = frozen.user_attrs
+        states: dict[TrialState, State] = {
+            TrialState.WAITING: "waiting",
+            TrialState.RUNNING: "running",
+            TrialState.COMPLETE: "diverged" if attrs.get("diverged") else "complete",
+            TrialState.PRUNED: "stopped",
+            TrialState.FAIL: "failed",
+        }
+        reports = dict(sorted(frozen.intermediate_values.items()))
+        loss = frozen.value if frozen.state is TrialState.COMPLETE else next(reversed(reports.values()), None)
+        return Trial(
+            id=frozen._trial_id,
+            slot=attrs["slot"],
+            values=dict(frozen.params) or dict(frozen.system_attrs.get("fixed_params", {})),
+            seed=attrs["seed"],
+            repeats=attrs.get("repeats", False),
+            state=states[frozen.state],
+            loss=loss,
+            reports=reports,
+            seconds=attrs.get("seconds", 0.0),
+            reason=attrs.get("reason"),
+            attempts=attrs.get("attempts", 0),
+        )
+
+    def claim(self) -> Trial | None:
+        """The next trial that waits, now this process's own; None if none waits."""
+        for waiting in self.trials():
+            if waiting.state != "waiting":
+                continue
+            try:
+                ours = self._storage.set_trial_state_values(waiting.id, TrialState.RUNNING)
+            except optuna.exceptions.UpdateFinishedTrialError:
+                continue
+            if ours:
+                trial = optuna.trial.Trial(self.study, waiting.id)
+                for name, distribution in self._distributions.items():
+                    _suggest(trial, name, distribution)
+                return self._trial(self._storage.get_trial(waiting.id))
+        return None
+
+    def survives(self, trial: Trial, step: int, loss: float, alive: Callable[[], None] = lambda: None) -> bool:
+        """Writes down a loss and tells whether the trial goes on: successive halving in the order of slots.
+
+        At a rung a trial goes on if it is among the best 1/reduction_factor of the trials of lower or equal slot that
+        reached it. Optuna's own pruners compare with whoever happened to be there already, so that two runs of the
+        same study would stop different trials.
+
+        Args:
+            trial: running, this process's own.
+            step: that was reached.
+            loss: evaluation loss there.
+            alive: called while waiting for trials of lower slots; may raise.
+        """
+        self._storage.set_trial_intermediate_value(trial.id, step, loss)
+        tuning = self._config.tuning
+        stops = rungs(self._config)
+        bracket = _BRACKETS[trial.slot % len(_BRACKETS)] if tuning.pruner == "hyperband" else 0
+        if trial.repeats or step not in stops[bracket:]:
+            return True
+        while True:
+            earlier = [
+                other
+                for other in self.trials()
+                if other.slot < trial.slot
+                and not other.repeats
+                and (tuning.pruner != "hyperband" or _BRACKETS[other.slot % len(_BRACKETS)] == bracket)
+            ]
+            if all(step in other.reports or other.state in _FINISHED for other in earlier):
+                break
+            alive()
+            time.sleep(_POLL_SECONDS)
+        reached = [other.reports[step] for other in earlier if step in other.reports]
+        better = sum(other <= loss for other in reached)
+        return better < max(1, (len(reached) + 1) // tuning.reduction_factor)
+
+    def finish(
+        self,
+        trial: Trial,
+        state: State,
+        *,
+        loss: float | None = None,
+        seconds: float = 0.0,
+        reason: str = "",
+        died: bool = False,
+    ) -> None:
+        """Ends a trial; `waiting` gives it back for another process to go on with.
+
+        Args:
+            trial: running, this process's own.
+            state: how it ended.
+            loss: final evaluation loss, of a complete trial.
+            seconds: spent in this process.
+            reason: why it failed, or was given back.
+            died: whether its process died under it.
+        """
+        storage = self._storage
+        storage.set_trial_user_attr(trial.id, "seconds", trial.seconds + seconds)
+        if reason:
+            storage.set_trial_user_attr(trial.id, "reason", reason)
+        if died:
+            storage.set_trial_user_attr(trial.id, "attempts", trial.attempts + 1)
+        if state == "waiting":
+            storage.set_trial_state_values(trial.id, TrialState.WAITING)
+        elif state == "complete":
+            storage.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf if loss is None else loss])
+        elif state == "diverged":
+            storage.set_trial_user_attr(trial.id, "diverged", True)
+            storage.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf])
+        elif state == "stopped":
+            storage.set_trial_state_values(trial.id, TrialState.PRUNED)
+        else:
+            storage.set_trial_state_values(trial.id, TrialState.FAIL)
+
+
+_FINISHED: tuple[State, ...] = ("complete", "stopped", "diverged", "failed")
+
+
+def journal_path(config: Config) -> Path:
+    """Where the study is kept, if it is kept in a journal."""
+    return Path(config.run.dir) / "tuning" / "journal.log"
+
+
+def _mend(journal: Path) -> None:
+    """Cuts off a last line that a full disk or a crash left unfinished; nobody may be writing."""
+    if journal.is_file() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
+        with journal.open("rb+") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _storage(config: Config, directory: Path) -> optuna.storages.BaseStorage:
+    if config.tuning.storage != "journal":
+        # SQLite lets one process write at a time; the others wait for it.
+        waits = {"connect_args": {"timeout": 300}} if config.tuning.storage.startswith("sqlite") else {}
+        return optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
+    directory.mkdir(parents=True, exist_ok=True)
+    from optuna.storages.journal import JournalFileBackend
+
+    return optuna.storages.JournalStorage(JournalFileBackend(str(journal_path(config))))
+
+
+def _sampler(config: Config, space: Mapping[str, optuna.distributions.BaseDistribution]) -> optuna.samplers.BaseSampler:
+    seed = config.run.seed
+    if config.tuning.sampler == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+    return optuna.samplers.RandomSampler(seed=seed)
+
+
+def _sample(
+    config: Config, space: Mapping[str, optuna.distributions.BaseDistribution], count: int
+) -> list[dict[str, Value]]:
+    """The first `count` points that the sampler draws; fewer where a grid has fewer."""
+    if config.tuning.sampler == "grid":
+        choices = [config.tuning.search[name].choice or [] for name in space]
+        points = [dict(zip(space, point, strict=True)) for point in itertools.product(*choices)]
+        random.Random(config.run.seed).shuffle(points)  # noqa: S311  (no secret)
+        return points[:count]
+    study = optuna.create_study(sampler=_sampler(config, space))
+    return [dict(study.ask(dict(space)).params) for _ in range(count)]
+
+
+def _suggest(trial: optuna.trial.Trial, name: str, distribution: optuna.distributions.BaseDistribution) -> None:
+    if isinstance(distribution, optuna.distributions.FloatDistribution):
+        trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
+    elif isinstance(distribution, optuna.distributions.CategoricalDistribution):
+        trial.suggest_categorical(name, distribution.choices)
+
+
+def _best(trials: list[Trial]) -> list[Trial]:
+    """Whole first trials, best first."""
+    whole = [trial for trial in trials if not trial.repeats and trial.state == "complete"]
+    return sorted(whole, key=lambda trial: (trial.loss, trial.slot))
+
+
+def choose(config: Config, trials: list[Trial]) -> Choice:
+    """The best candidate by the mean over its seeds.
+
+    Raises:
+        UserError: no trial ended with a finite loss.
+    """
+    best = _best(trials)
+    if not best:
+        ends = ", ".join(sorted({trial.reason or trial.state for trial in trials}))
+        raise UserError(
+            f"tuning: none of the {len(trials)} trials ended with a finite loss ({ends}); expected lower rates in "
+            "tuning.search, or see tuning/worker-*.log in run.dir"
+        )
+    candidates = []
+    for trial in best[: max(1, config.tuning.repeat_best)]:
+        again = [
+            other
+            for other in trials
+            if other.repeats and other.slot == trial.slot and other.state in ("complete", "diverged")
+        ]
+        losses = [float(other.loss) for other in (trial, *again) if other.loss is not None]
+        candidates.append(Candidate(slot=trial.slot, values=trial.values, losses=losses, mean=statistics.fmean(losses)))
+    candidates.sort(key=lambda candidate: (candidate.mean, candidate.slot))
+    chosen, noise = candidates[0], _noise(candidates)
+    marked = [
+        Candidate(**{**asdict(candidate), "within_noise": _within_noise(candidate, chosen, noise)})
+        for candidate in candidates
+    ]
+    tried = [trial for trial in trials if not trial.repeats and trial.state in _FINISHED and trial.values]
+    interior = {
+        name: any(other.values[name] < value for other in tried) and any(other.values[name] > value for other in tried)  # type: ignore[operator]
+        for name, value in chosen.values.items()
+        if isinstance(value, int | float)
+    }
+    return Choice(
+        values=chosen.values,
+        slot=chosen.slot,
+        loss=chosen.mean,
+        noise=noise,
+        candidates=marked,
+        interior=interior,
+        trials=trials,
+    )
+
+
+def _noise(candidates: list[Candidate]) -> float | None:
+    """Standard deviation over seeds, pooled: sqrt(Σ squared deviations / Σ (seeds - 1))."""
+    groups = [c.losses for c in candidates if len(c.losses) > 1 and all(map(math.isfinite, c.losses))]
+    freedom = sum(len(losses) - 1 for losses in groups)
+    if not freedom:
+        return None
+    squares = sum((loss - statistics.fmean(losses)) ** 2 for losses in groups for loss in losses)
+    return math.sqrt(squares / freedom)
+
+
+def _within_noise(candidate: Candidate, chosen: Candidate, noise: float | None) -> bool:
+    """Whether the means differ by less than two standard errors of their difference."""
+    if candidate is chosen or noise is None:
+        return False
+    error = noise * math.sqrt(1 / len(candidate.losses) + 1 / len(chosen.losses))
+    return candidate.mean - chosen.mean < 2 * error

@@ -1,0 +1,105 @@
+"""One trial, in the process that runs it: `python -m mup_megatron.tuning.trial`, started and watched by worker.py.
+
+The process lives on from trial to trial, so that torch, megatron-core and DeepSpeed are imported once. It speaks JSON
+lines: a job comes in on standard input, `step`, `report` and how the trial ended go out on standard output; a report is
+answered with whether to go on. Whatever libraries print goes to the worker's log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+_TELL_SECONDS = 2.0
+
+
+class _Wire:
+    """The two ends of the conversation. The process ends when the other end is gone."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self._in: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._in.put(line)
+        os._exit(0)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message; waits."""
+        return json.loads(self._in.get())
+
+    def send(self, **message: Any) -> None:
+        """One message."""
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+
+class _Watcher:
+    """What the training loop tells (train.Watcher)."""
+
+    def __init__(self, wire: _Wire) -> None:
+        self._wire = wire
+        self._told = 0.0
+        self.stopped = False
+
+    def step(self, step: int, loss: float) -> None:
+        """Says now and then that the trial is alive."""
+        if time.monotonic() - self._told > _TELL_SECONDS:
+            self._told = time.monotonic()
+            self._wire.send(event="step", step=step, loss=loss)
+
+    def evaluated(self, step: int, loss: float) -> bool:
+        """Reports an evaluation; whether the trial goes on."""
+        self._wire.send(event="report", step=step, loss=loss)
+        self.stopped = not self._wire.receive()["go_on"]
+        return not self.stopped
+
+
+def main() -> None:
+    """Runs trials until the other end is gone."""
+    wire = _Wire()
+    from mup_megatron import runtime, train
+    from mup_megatron.config import parse_config
+    from mup_megatron.errors import DiskFull
+    from mup_megatron.run_directory import full_disk
+
+    runtime.prepare_process()
+    from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
+
+    wire.send(event="ready")
+    while True:
+        job = wire.receive()
+        watcher = _Watcher(wire)
+        try:
+            config = parse_config(job["config"], job["source"])
+            with full_disk(Path(config.run.dir)):
+                loss = train.train(config, runtime.Rank(), watcher=watcher)
+            wire.send(event="stopped" if watcher.stopped else "complete", loss=loss)
+        except train.Diverged as error:
+            wire.send(event="diverged", reason=str(error))
+        except train.Terminated:
+            wire.send(event="terminated")
+            return
+        except DiskFull:
+            wire.send(event="disk_full")
+            return
+        except Exception as error:
+            traceback.print_exc()
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            wire.send(event="failed", reason=f"{type(error).__name__}: {reason}"[:300])
+            return  # whatever it left in this process (memory, groups) goes with it
+        runtime.stop_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Commands as users type them, in processes of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+
+
+def environment() -> dict[str, str]:
+    """Without what a launcher or another test left behind."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return {**kept, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [str(argument) for argument in arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=240, check=False, **options
+    )
+
+
+def mup(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "mup_megatron", *arguments)
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory: Path) -> list[float]:
+    return [line["loss"] for line in metrics(directory) if "loss" in line]
+
+
+class Background:
+    """A command that runs on, and every process that came of it, whatever session a launcher put it into."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        self._mark = f"MUP_TEST={uuid.uuid4()}"
+        name, _, value = self._mark.partition("=")
+        command = [sys.executable, "-m", "mup_megatron", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment(), name: value}
+        )
+
+    def processes(self, word: str = "") -> list[int]:
+        """Of this command, those whose command line has a word."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                ours = self._mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+                if ours and word.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def trials(self) -> list[int]:
+        """Processes that run trials."""
+        return self.processes("mup_megatron.tuning.trial")
+
+    def kill(self) -> None:
+        """All of them at once, as when a node goes."""
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.process.communicate()
+        until(lambda: not self.processes())
+
+
+def until(what: Callable[[], Any], seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("did not happen")

@@ -1,0 +1,100 @@
+"""What tuning and pretraining cost, by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mup_megatron import cli
+from mup_megatron.config import load_config
+from mup_megatron.model import parametrize
+from mup_megatron.tuning.budget import flops_per_token, lines, plan
+from mup_megatron.tuning.space import proxy_config, rungs, values_of
+from tests.configs import MIXED, make
+
+SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}}
+
+
+def test_flops_per_token_by_hand() -> None:
+    """Two layers, hidden 96, FFN 160, 8 heads of 8, 4 groups, padded vocabulary 384, sequence 32."""
+    config = make(MIXED, "gpt3")
+    qkv, proj, fc1, fc2, readout = 96 * (64 + 32 + 32), 64 * 96, 96 * 160, 160 * 96, 384 * 96
+    expected = 6 * (2 * (qkv + proj + fc1 + fc2) + readout) + 12 * 2 * 64 * 32
+    assert flops_per_token(parametrize(config, 375)) == expected
+    # Llama style: gate and up, a head of its own that counts once, no position table.
+    llama = make(MIXED, "llama")
+    expected = 6 * (2 * (qkv + proj + 2 * fc1 + fc2) + readout) + 12 * 2 * 64 * 32
+    assert flops_per_token(parametrize(llama, 375)) == expected
+
+
+def test_the_plan_by_hand() -> None:
+    keys = {"tuning__trials": 8, "tuning__train_steps": 16, "tuning__repeat_best": 2, "tuning__repeat_seeds": 3}
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__search=SEARCH, **keys)
+    assert rungs(config) == [4, 8]
+    found = plan(config, 375, 2)
+    # 4 steps each, the half of them 4 more, a quarter 8 more: 4 + 2 + 2 = 8 steps a trial; 6 repetitions of 16.
+    assert found.tuning.tokens == (8 * 8 + 6 * 16) * 8 * 32
+    assert found.most.tokens == (8 + 6) * 16 * 8 * 32
+    assert found.target.tokens == 20 * 8 * 32
+    proxy = proxy_config(config, values_of(config), seed=7, directory=Path("x"))
+    assert found.tuning.flops == found.tuning.tokens * flops_per_token(parametrize(proxy, 375))
+    assert found.share == found.tuning.flops / found.target.flops
+    assert "halved at 4 and 8; then 6 repetitions" in lines(config, found)[0]
+
+
+def test_no_pruner_no_rungs() -> None:
+    config = make(MIXED, "gpt3", tuning__pruner="none", tuning__search=SEARCH)
+    found = plan(config, 375, 1)
+    assert rungs(config) == []
+    assert found.tuning == found.most
+
+
+def test_the_paper_s_proxy(repository: Path) -> None:
+    """Tensor Programs V, section 7.4: width 256, 32 layers, about 40M parameters; a few percent of the 6.7B run."""
+    for path in (repository / "configs" / "gpt3").glob("*.yaml"):
+        found = plan(load_config(path), 50257, 8)
+        assert 38e6 < found.tuning.parameters < 42e6
+    found = plan(load_config(repository / "configs" / "gpt3" / "6.7b.yaml"), 50257, 8)
+    assert found.target.parameters == pytest.approx(6.7e9, rel=0.01)
+    assert found.share < 0.07
+
+
+def test_the_share_that_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make(MIXED, "gpt3", run__dir=str(tmp_path), tuning__search=SEARCH, tuning__max_compute_share=0.1)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    for command in ("plan", "pipeline"):
+        assert cli.run([command, str(path)]) == 2
+        shown = capsys.readouterr()
+        assert "tuning.max_compute_share: tuning would take" in shown.err
+        assert shown.out.startswith("plan: 16 trials")
+    assert not (tmp_path / "tuning").exists()
+    assert cli.run(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["most_share"] > 0.1
+
+
+def test_the_schedule_keeps_its_shape() -> None:
+    keys = {
+        "training__train_steps": 1000,
+        "training__lr_warmup_steps": 50,
+        "training__lr_decay_steps": 800,
+        "training__lr_milestones": [400, 600],
+        "tuning__train_steps": 100,
+        "tuning__global_batch_size": 4,
+        "tuning__micro_batch_size": 2,
+    }
+    config = make(
+        MIXED, "gpt3", parallel__tensor_model_parallel_size=4, parallel__zero_stage=3, proxy={"hidden_size": 64}, **keys
+    )
+    proxy = proxy_config(config, {"lr": 0.5}, seed=11, directory=Path("runs/trial-003"))
+    training = proxy.training
+    assert (training.train_steps, training.lr_warmup_steps, training.lr_decay_steps) == (100, 5, 80)
+    assert training.lr_milestones == [40, 60]
+    assert (training.global_batch_size, training.micro_batch_size) == (4, 2)
+    assert (proxy.model.hidden_size, proxy.model.ffn_hidden_size) == (64, 160)
+    assert (proxy.parallel.tensor_model_parallel_size, proxy.parallel.zero_stage) == (1, 1)
+    assert (proxy.hparams.lr, proxy.run.seed, proxy.run.dir) == (0.5, 11, "runs/trial-003")
+    assert proxy.base == config.base

@@ -1,0 +1,88 @@
+"""Every shipped config, dry: DeepSpeed reads its JSON, its model is built in its own layout, explain is complete."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron import runtime
+from mup_megatron.config import load_config
+from mup_megatron.data.prepare import known_vocab_size
+from mup_megatron.engines.deepspeed_config import deepspeed_config
+from mup_megatron.errors import UserError
+from mup_megatron.explain import explain
+from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.model import dry_run, parametrize
+
+CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").rglob("*.yaml"))
+
+
+def world_size(config: Any) -> int:
+    """The processes that its SLURM section asks for; two for the demo, which fits itself to any number."""
+    automatic = config.parallel.tensor_model_parallel_size == "auto"
+    return 2 if automatic else config.slurm.nodes * config.slurm.gpus_per_node
+
+
+@contextlib.contextmanager
+def groups(layout: Layout, rank: int) -> Iterator[None]:
+    """Process groups of torch's `fake` backend: the real parallel_state and DeepSpeed over them, nothing sent."""
+    import deepspeed.comm
+    import torch.distributed
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        deepspeed.comm.init_distributed(dist_backend="fake", verbose=False)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor, create_gloo_process_groups=False
+        )
+        yield
+    finally:
+        runtime.stop_distributed()
+
+
+def test_both_families_are_there() -> None:
+    names = {str(path.relative_to(path.parents[1])) for path in CONFIGS if path.parent.name in ("gpt3", "llama")}
+    sizes = ("125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b", "175b")
+    assert names == {f"gpt3/{size}.yaml" for size in sizes} | {f"llama/{size}.yaml" for size in ("1b", "8b", "70b")}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_dry_run(path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from mup_megatron.engines.deepspeed import Mpu
+
+    runtime.prepare_process()
+    config = runtime.resolve_auto(load_config(path))
+    layout = resolve_layout(config, world_size(config))
+    parametrization = parametrize(config, known_vocab_size(config))
+    for rank in (0, layout.world_size - 1):
+        with groups(layout, rank):
+            model = dry_run(config, parametrization, layout, rank)
+            assert all(parameter.device.type == "meta" for parameter in model.parameters())
+            parsed = DeepSpeedConfig(deepspeed_config(config, layout), mpu=Mpu())
+        assert parsed.train_batch_size == config.training.global_batch_size
+        assert parsed.gradient_accumulation_steps == layout.micro_batches
+        assert parsed.zero_optimization_stage == config.parallel.zero_stage
+    explained = explain(config, parametrization, layout, layout.world_size - 1)
+    assert len(explained["parameters"]) == len(parametrization.shapes)
+    for parameter in explained["parameters"]:
+        assert parameter["lr"] > 0
+        assert len(parameter["growing"]) == len(parameter["global_shape"])
+    assert config.tuning.search
+    assert config.proxy.sizes
+
+
+def test_a_dry_run_can_fail() -> None:
+    config = runtime.resolve_auto(load_config(next(path for path in CONFIGS if path.stem == "125m")))
+    layout = resolve_layout(config, 8)
+    parametrization = parametrize(config, known_vocab_size(config))
+    del parametrization.tensors["decoder.final_layernorm.weight"]
+    with groups(layout, 0), pytest.raises(UserError, match=r"final_layernorm.weight: on rank 0 recorded as"):
+        dry_run(config, parametrization, layout, 0)

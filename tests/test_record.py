@@ -1,0 +1,153 @@
+"""transfer.json: whole, checked, refused where it does not belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron import cli
+from mup_megatron.config import Config, load_config
+from mup_megatron.errors import UserError
+from mup_megatron.layout import resolve_layout
+from mup_megatron.model import parametrize
+from mup_megatron.tuning.record import digest, digested, make_record, read_record, write_record
+from mup_megatron.tuning.space import with_values
+from tests.configs import MIXED, make
+
+VALUES = {"lr": 0.004, "init_method_std": 0.03, "output_multiplier": 2.0}
+STUDY: dict[str, Any] = {
+    "candidates": [],
+    "interior": {"lr": False},
+    "noise": None,
+    "seed": 7,
+    "trials": [],
+    "values": VALUES,
+}
+
+
+def config_in(path: Path, **overrides: Any) -> Config:
+    return make(MIXED, "gpt3", run__dir=str(path), tuning__search={"lr": {"log_uniform": [1e-3, 1e-1]}}, **overrides)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    config = with_values(config_in(tmp_path_factory.mktemp("run")), VALUES)
+    parametrization, layout = parametrize(config, 375), resolve_layout(config, 1)
+    return make_record(config, parametrization, layout, VALUES, study=STUDY, budget={"spent": {}})
+
+
+def test_written_and_read(record: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    assert read_record(path, None) is None
+    write_record(path, record)
+    assert read_record(path, config_in(tmp_path)) == record
+    assert [entry.name for entry in tmp_path.iterdir()] == ["transfer.json"]
+
+
+def test_what_it_says(record: dict[str, Any]) -> None:
+    assert record["values"] == VALUES
+    assert record["target"]["sizes"] == {
+        "hidden_size": 96,
+        "ffn_hidden_size": 160,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "num_layers": 2,
+    }
+    on_target = record["target"]["becomes"]
+    # Readout: α_output / (96/64) = 2/1.5. fc2: fan-in 160 over 64, so lr 0.004 · 64/160.
+    assert on_target["forward"]["readout"] == pytest.approx(4 / 3)
+    assert on_target["tensors"]["decoder.layers.*.mlp.linear_fc2.weight"]["lr"] == pytest.approx(0.0016)
+    assert on_target["tensors"]["embedding.word_embeddings.weight"]["init_std"] == 0.03
+    assert set(record["versions"]) >= {"python", "torch", "megatron-core", "deepspeed", "optuna"}
+    assert record["rules"]["weight_decay"] == "independent"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model__num_layers", 3),
+        ("model__activation_func", "silu"),
+        ("parametrization__weight_decay", "coupled"),
+        ("optimizer__eps", 1e-6),
+        ("data__tokenizer__vocab_size", 400),
+    ],
+)
+def test_another_family_is_refused_with_the_keys_that_differ(
+    record: dict[str, Any], tmp_path: Path, key: str, value: Any
+) -> None:
+    write_record(tmp_path / "transfer.json", record)
+    other = {key: value}
+    if key == "model__num_layers":
+        other["base"] = {**MIXED["base"]}
+    named = {"data__tokenizer__vocab_size": "model.vocab_size"}.get(key, key.replace("__", "."))
+    with pytest.raises(
+        UserError, match=f"belongs to another family .*{named}: .* in the record, {value!r} in the config"
+    ):
+        read_record(tmp_path / "transfer.json", config_in(tmp_path, **other))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model__hidden_size", 128),
+        ("parallel__zero_stage", 2),
+        ("optimizer__implementation", "torch"),
+        ("hparams__lr", 1.0),
+    ],
+)
+def test_the_same_family_is_not(record: dict[str, Any], tmp_path: Path, key: str, value: Any) -> None:
+    """Grown sizes, the layout, the implementation and the config's own values are not the family's."""
+    write_record(tmp_path / "transfer.json", record)
+    assert read_record(tmp_path / "transfer.json", config_in(tmp_path, **{key: value})) == record
+
+
+def test_edited_by_hand(record: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    path.write_text(json.dumps({**record, "values": {**VALUES, "lr": 0.04}}))
+    with pytest.raises(UserError, match="checksum: does not match what the record says"):
+        read_record(path, config_in(tmp_path))
+
+
+def test_of_a_newer_format(record: dict[str, Any], tmp_path: Path) -> None:
+    newer = {**record, "format": 2}
+    write_record(tmp_path / "transfer.json", newer)
+    with pytest.raises(UserError, match="format 2; this version of mup-megatron reads format 1"):
+        read_record(tmp_path / "transfer.json", config_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("{", "line 1: not valid JSON"), ("[]", "not a transfer record"), ('{"values": {}}', "not a transfer record")],
+)
+def test_damaged(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "transfer.json").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        read_record(tmp_path / "transfer.json", config_in(tmp_path))
+
+
+def test_one_record_serves_a_family(repository: Path) -> None:
+    for family in ("gpt3", "llama"):
+        configs = [load_config(path) for path in sorted((repository / "configs" / family).glob("*.yaml"))]
+        assert len({digest(digested(config)) for config in configs}) == 1
+        assert len({config.tuning.record for config in configs}) == 1
+
+
+def test_the_command_shows_it(record: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    config = config_in(tmp_path)
+    source = tmp_path / "run.yaml"
+    source.write_text(yaml.safe_dump(config.model_dump()))
+    assert cli.run(["transfer", str(source)]) == 2
+    assert f"no such file: {tmp_path / 'transfer.json'}; expected a transfer record" in capsys.readouterr().err
+    write_record(tmp_path / "transfer.json", record)
+    target = tmp_path / "target.yaml"
+    assert cli.run(["transfer", str(source), "--json", "--output", str(target)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["becomes"] == record["target"]["becomes"]
+    assert load_config(target).hparams.lr == 0.004
+    assert cli.run(["transfer", str(source)]) == 0
+    assert "output_multiplier" in capsys.readouterr().out

@@ -1,0 +1,138 @@
+"""The page of a run, in a real headless browser: no error, as many marks as data, hover shows values, no network."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron import cli
+from mup_megatron.report.page import write_page
+from mup_megatron.report.run import read_run
+from tests.commands import metrics
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+# Appended to a copy of the page: hovers over the first trial, then writes down what the browser sees.
+PROBE = """
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  Plotly.Fx.hover("search-lr", [{curveNumber: 0, pointNumber: 0}]);
+  setTimeout(() => {
+    const marks = {};
+    for (const id of Object.keys(figures))
+      marks[id] = document.querySelectorAll(`[id="${id}"] .scatterlayer .points path.point`).length;
+    const lines = document.querySelectorAll("#curves .scatterlayer path.js-line").length;
+    const hover = [...document.querySelectorAll("#search-lr .hoverlayer text")].map((e) => e.textContent).join(" ");
+    const seen = document.createElement("pre");
+    seen.id = "seen";
+    const fetched = performance.getEntriesByType("resource").length;
+    seen.textContent = JSON.stringify({marks, lines, hover, errors, fetched});
+    document.body.appendChild(seen);
+  }, 800);
+}, 300));
+</script></body>"""
+CATCH = "<head><script>const errors = []; addEventListener('error', (e) => errors.push(e.message));</script>"
+
+
+def browse(page: Path, folder: Path, *options: str) -> str:
+    """The document that Debian's chromium made of a page."""
+    command = [str(CHROMIUM), "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    command += [
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    command += ["--virtual-time-budget=20000", "--window-size=1100,2600"]
+    if os.getuid() == 0:
+        command.append("--no-sandbox")
+    result = subprocess.run(
+        [*command, *options, page.as_uri()], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def look(page: Path, folder: Path, script: str = PROBE) -> dict[str, Any]:
+    """What the browser sees on a page."""
+    probed = folder / "probed.html"
+    probed.write_text(page.read_text().replace("<head>", CATCH, 1).replace("</body>", script))
+    document = browse(probed, folder, "--dump-dom")
+    found = re.search(r'<pre id="seen">(.*?)</pre>', document, re.DOTALL)
+    assert found, document[-2000:]
+    return json.loads(html.unescape(found.group(1)))
+
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
+
+
+@needs_browser
+def test_the_page_in_a_browser(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["report", str(whole / "run")]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == whole / "run" / "report.html"
+    seen = look(page, tmp_path)
+    assert seen["errors"] == []
+    assert seen["fetched"] == 0
+    record = json.loads((whole / "run" / "transfer.json").read_text())
+    trials = [trial for trial in record["study"]["trials"] if trial["loss"] is not None]
+    assert seen["marks"]["search-lr"] == seen["marks"]["search-output_multiplier"] == len(trials)
+    curves = [metrics(whole / "run"), metrics(whole / "run" / "standard")]
+    assert seen["marks"]["curves"] == sum("eval_loss" in line for curve in curves for line in curve)
+    assert seen["lines"] == 4
+    first = next(trial for trial in trials if trial["state"] == "complete")
+    assert f"loss {first['loss']:.4f}" in seen["hover"]
+    assert f"lr {first['values']['lr']:.4g}" in seen["hover"]
+    browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
+    assert (tmp_path / "page.png").stat().st_size > 50_000
+
+
+@needs_browser
+def test_an_error_on_the_page_is_seen(whole: Path, tmp_path: Path) -> None:
+    page = write_page(whole / "run")
+    broken = tmp_path / "broken.html"
+    broken.write_text(page.read_text().replace("Plotly.newPlot(id", "Plotly.newPlots(id"))
+    seen = look(
+        broken, tmp_path, PROBE.replace('Plotly.Fx.hover("search-lr", [{curveNumber: 0, pointNumber: 0}]);', "")
+    )
+    assert any("newPlots" in error for error in seen["errors"])
+    assert seen["marks"]["search-lr"] == 0
+
+
+def test_what_the_page_holds(whole: Path) -> None:
+    text = write_page(whole / "run").read_text()
+    for part in ("tried from", "decoder.layers.*.mlp.linear_fc1.weight", "global_batch_size", "megatron-core", "trial"):
+        assert part in text
+
+
+def test_names_from_a_config_stay_text(whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole / "run", tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    name = read_run(run).config["run"]["name"]
+    (run / "config.yaml").write_text(config.replace(f"name: {name}", "name: <script>alert(1)</script>", 1))
+    text = write_page(run).read_text()
+    assert "<script>alert(1)" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "neither metrics.jsonl nor transfer.json is there" in capsys.readouterr().err
+
+
+def test_a_run_that_only_trained(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("metrics.jsonl", "explain.json"):
+        shutil.copy(whole / "run" / name, run)
+    text = write_page(run).read_text()
+    assert 'id="curves"' in text
+    assert 'id="search' not in text

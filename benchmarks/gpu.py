@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from mup_megatron.data.batches import Batch
 from mup_megatron.layout import resolve_layout
 from mup_megatron.report.run import read_run
 from mup_megatron.shapes import Fused, Init, TensorSpec
+from mup_megatron.tuning.worker import environment
 
 # Dense bf16 peak of the tensor cores, FLOP/s, by device name; MFU is left out for others.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -144,7 +146,8 @@ def check_pipeline(quick: bool) -> dict[str, Any]:
         ]
         command += [*short, "tuning.trials=3", "tuning.repeat_best=1", "tuning.repeat_seeds=1"] if quick else []
         began = time.monotonic()
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  (our own words)
+        alone = environment(runtime.Rank(), dict(os.environ))  # earlier checks left their rank behind
+        ended = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)  # noqa: S603
         seconds = time.monotonic() - began
         if ended.returncode:
             return {"passed": False, "error": ended.stderr.strip().splitlines()[-3:]}

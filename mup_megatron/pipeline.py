@@ -42,6 +42,8 @@ def run_pipeline(
     only = config.tuning.run == "only"
     # A tuning job may have any number of processes; what it says of the target is for the fewest that fit.
     layout = _smallest_layout(config) if only else resolve_layout(config, rank.world_size)
+    if not only:
+        _check_target(config, layout)
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank, ".pipeline.lock"), Progress(rank.is_first) as progress:
         meeting = runtime.Meeting(rank)
@@ -62,6 +64,15 @@ def run_pipeline(
                 train.train(control_config(config), rank, meeting=meeting)
             except train.Diverged as diverged:
                 progress.say(f"standard parametrization: {diverged}")
+
+
+def _check_target(config: Config, layout: Layout) -> None:
+    """What the target's engine will refuse, it refuses before anything is spent on tuning. Raises ConfigError."""
+    from mup_megatron.engines.deepspeed import refuse
+    from mup_megatron.engines.deepspeed_config import deepspeed_config
+
+    refuse(config, layout)
+    deepspeed_config(config, layout)
 
 
 def control_config(config: Config) -> Config:
@@ -117,6 +128,11 @@ def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
         raise config.error(
             "tuning.search", "missing; expected what to tune, or tuning.run: never to train with the values of hparams:"
         )
+    if tune and not float([*config.data.split.split(","), "0"][1]):
+        raise config.error(
+            "data.split",
+            f"{config.data.split} holds nothing to validate on, by which trials are compared; expected 98,2,0",
+        )
     if config.tuning.run == "never" and found is None and config.tuning.record is not None:
         raise config.error("tuning.record", f"no such file: {path}")
     plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=True)
@@ -144,7 +160,7 @@ def _tune(config: Config, layout: Layout, rank: runtime.Rank, meeting: runtime.M
     meeting.tell("study", "")
     leader = _Leader(config, study, progress)
     try:
-        work(config, study, rank, leader.done)
+        work(config, study, rank, leader.done, progress.say)
     finally:
         leader.announce()
     _write_record(config, layout, rank, study, progress)

@@ -249,6 +249,8 @@ def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
         (["tuning.storage=somewhere"], "tuning.storage: expected journal, or a database such as sqlite:///"),
         (["tuning.search={}"], "tuning.search: missing; expected what to tune"),
         (["tuning.run=never", "tuning.record=none.json"], "tuning.record: no such file: none.json"),
+        (["parallel.deepspeed_config=none.json"], "parallel.deepspeed_config: no such file: none.json"),
+        (["data.split='100,0,0'"], "data.split: 100,0,0 holds nothing to validate on"),
         (["tuning.max_compute_share=0.01"], "tuning.max_compute_share: tuning would take"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -29,13 +29,14 @@ from mup_megatron.config import Config
 from mup_megatron.errors import DiskFull
 from mup_megatron.runtime import Rank, sigterm
 from mup_megatron.tuning import Stopped
-from mup_megatron.tuning.space import proxy_config
+from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study, Trial
 
 # What a launcher tells its ranks; a trial is a run of one process and must not take itself for one of them.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK")
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "GROUP_WORLD", "ROLE_", "CROSS_")
 _ATTEMPTS = 2
+_SAY_SECONDS = 60.0
 
 
 def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
@@ -137,7 +138,13 @@ def _python_path() -> str:
     return os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH")) if part)
 
 
-def work(config: Config, study: Study, rank: Rank, done: Callable[[], bool]) -> None:
+def work(
+    config: Config,
+    study: Study,
+    rank: Rank,
+    done: Callable[[], bool],
+    say: Callable[[str], None] = lambda _line: None,
+) -> None:
     """Runs trials until `done` says that no more will come.
 
     Args:
@@ -145,6 +152,7 @@ def work(config: Config, study: Study, rank: Rank, done: Callable[[], bool]) -> 
         study: created.
         rank: this process; its local rank chooses the GPU.
         done: asked between trials and while waiting; the first rank moves the study on in it.
+        say: takes a line of progress.
 
     Raises:
         Stopped: SIGTERM.
@@ -159,7 +167,7 @@ def work(config: Config, study: Study, rank: Rank, done: Callable[[], bool]) -> 
                 if trial is None:
                     time.sleep(0.2)
                     continue
-                _run(config, study, rank, process, trial, done, terminated)
+                _run(config, study, rank, process, trial, done, terminated, say)
         finally:
             process.stop()
 
@@ -172,6 +180,7 @@ def _run(
     trial: Trial,
     done: Callable[[], bool],
     terminated: Callable[[], bool],
+    say: Callable[[str], None],
 ) -> None:
     """One trial from claim to end."""
     began = time.monotonic()
@@ -196,7 +205,7 @@ def _run(
         cache = study.directory / f"cache-{rank.rank}"
         job = proxy_config(config, trial.values, seed=trial.seed, directory=directory, cache=cache)
         process.send(config=_plain(job), source=config.source)
-        _follow(config, study, process, trial, end, alive)
+        _follow(config, study, process, trial, end, alive, say)
     except Stopped:
         process.terminate()
         until = time.monotonic() + 120
@@ -212,9 +221,16 @@ def _run(
 
 
 def _follow(
-    config: Config, study: Study, process: _Process, trial: Trial, end: Callable[..., None], alive: Callable[[], None]
+    config: Config,
+    study: Study,
+    process: _Process,
+    trial: Trial,
+    end: Callable[..., None],
+    alive: Callable[[], None],
+    say: Callable[[str], None],
 ) -> None:
-    heard = time.monotonic()
+    heard = said = time.monotonic()
+    steps = tuning_steps(config)
     while True:
         alive()
         messages = process.messages(0.2)
@@ -223,7 +239,15 @@ def _follow(
             if event == "report":
                 # A loss that is no number has no place in the order; the trial itself says that it diverged.
                 loss = message["loss"] if math.isfinite(message["loss"]) else math.inf
-                process.send(go_on=study.survives(trial, message["step"], loss, alive))
+                try:
+                    go_on = study.survives(trial, message["step"], loss, alive)
+                except Stopped:
+                    process.send(go_on=True)  # so that it hears the signal; what was reported is decided on return
+                    raise
+                process.send(go_on=go_on)
+            elif event == "step" and time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                say(f"{trial.name}, on this process: step {message['step']}/{steps}, loss {message['loss']:.4f}")
             elif event == "complete" and math.isfinite(message["loss"]):
                 return end("complete", loss=message["loss"])
             elif event in ("complete", "diverged"):

@@ -7,17 +7,26 @@ on, chooses, and writes the record; the others hear of it where the ranks have m
 from __future__ import annotations
 
 import json
+import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mup_megatron import runtime, train
-from mup_megatron.config import Config
+from mup_megatron.config import Config, parse_config
 from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
+from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import CONTROL, own_run_directory
+from mup_megatron.run_directory import CONTROL, PLAN, own_run_directory
 from mup_megatron.tuning import budget, record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
+
+_BEAT_SECONDS = 10.0
+_SILENCE_SECONDS = 600.0
 
 
 def run_pipeline(
@@ -55,21 +64,21 @@ def run_pipeline(
             meeting.tell("values", json.dumps(_values(config, progress)))
         config = with_values(config, json.loads(meeting.await_told("values")))
         if only:
+            meeting.part(rank)
             return
         train.train(config, rank, allowed_changes, meeting=meeting)
         if control:
             runtime.stop_distributed()
             progress.say("the same target in the standard parametrization, with the same values")
             try:
-                train.train(control_config(config), rank, meeting=meeting)
+                train.train(control_config(config), rank, allowed_changes, meeting=meeting)
             except train.Diverged as diverged:
                 progress.say(f"standard parametrization: {diverged}")
 
 
 def _check_target(config: Config, layout: Layout) -> None:
     """What the target's engine will refuse, it refuses before anything is spent on tuning. Raises ConfigError."""
-    from mup_megatron.engines.deepspeed import refuse
-    from mup_megatron.engines.deepspeed_config import deepspeed_config
+    from mup_megatron.engines.deepspeed_config import deepspeed_config, refuse
 
     refuse(config, layout)
     deepspeed_config(config, layout)
@@ -135,11 +144,16 @@ def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
         )
     if config.tuning.run == "never" and found is None and config.tuning.record is not None:
         raise config.error("tuning.record", f"no such file: {path}")
-    plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=True)
+    plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=tune)
+    directory = Path(config.run.dir)
+    (directory / PLAN).write_text(json.dumps({**plan.as_json(), "extrapolated": record.extrapolated(config)}, indent=1))
     if tune:
+        _check_proxy(config)
+        _check_writable(path, config)
         for line in budget.lines(config, plan):
             progress.say(line)
         budget.check_share(config, plan)
+        (directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
     elif found is not None:
         progress.say(f"{path}: tuned values of this family, found {found['created']}; nothing to tune")
     else:
@@ -148,17 +162,41 @@ def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
     return tune
 
 
+def _check_proxy(config: Config) -> None:
+    """What each trial would be refused for is said once, before the first. Raises ConfigError."""
+    from mup_megatron.engines.deepspeed_config import refuse
+
+    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
+    refuse(parse_config(proxy.model_dump(), config.source), resolve_layout(proxy, 1))
+
+
+def _check_writable(path: Path, config: Config) -> None:
+    """Whether the record can be written when tuning has been paid for. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config.error("tuning.record", f"cannot write to {path.parent}: {error.strerror}") from None
+    if not os.access(path.parent, os.W_OK):
+        raise config.error("tuning.record", f"cannot write to {path.parent}: permission denied")
+
+
 def _tune(config: Config, layout: Layout, rank: runtime.Rank, meeting: runtime.Meeting, progress: Progress) -> None:
     from mup_megatron.tuning.study import Study
     from mup_megatron.tuning.worker import work
 
     if not rank.is_first:
         meeting.await_told("study")
-        work(config, Study(config), rank, lambda: meeting.told("tuned") is not None)
+        beat = _Heartbeat(meeting, rank)
+
+        def done() -> bool:
+            beat.beat()
+            return meeting.told("tuned") is not None
+
+        work(config, Study(config), rank, done)
         return
     study = Study.create(config)
     meeting.tell("study", "")
-    leader = _Leader(config, study, progress)
+    leader = _Leader(config, study, progress, _Heartbeat(meeting, rank))
     try:
         work(config, study, rank, leader.done, progress.say)
     finally:
@@ -167,11 +205,41 @@ def _tune(config: Config, layout: Layout, rank: runtime.Rank, meeting: runtime.M
     meeting.tell("tuned", "")
 
 
+class _Heartbeat:
+    """Tells the first rank that the others live; a rank lost with its node would be waited for otherwise for ever."""
+
+    def __init__(self, meeting: runtime.Meeting, rank: runtime.Rank) -> None:
+        self._meeting, self._rank = meeting, rank
+        self._count, self._at = 0, -math.inf
+        self._heard = {other: ("", time.monotonic()) for other in range(1, rank.world_size)}
+
+    def beat(self) -> None:
+        """Says that this rank lives."""
+        if time.monotonic() - self._at > _BEAT_SECONDS:
+            self._count, self._at = self._count + 1, time.monotonic()
+            self._meeting.tell(f"beat-{self._rank.rank}", str(self._count))
+
+    def listen(self) -> None:
+        """On the first rank. Raises UserError if one has been silent for too long."""
+        now = time.monotonic()
+        if now - self._at < _BEAT_SECONDS:
+            return
+        self._at = now
+        for other, (last, since) in self._heard.items():
+            if (said := self._meeting.told(f"beat-{other}") or "") != last:
+                self._heard[other] = (said, now)
+            elif now - since > _SILENCE_SECONDS:
+                raise UserError(
+                    f"tuning: rank {other} has been silent for {_SILENCE_SECONDS / 60:.0f} minutes and is taken for "
+                    "lost; start the same command again, it goes on with the study"
+                )
+
+
 class _Leader:
     """What the first rank does between and during trials: says what ended, and moves the study on."""
 
-    def __init__(self, config: Config, study: Any, progress: Progress) -> None:
-        self._config, self._study, self._progress = config, study, progress
+    def __init__(self, config: Config, study: Any, progress: Progress, heartbeat: _Heartbeat) -> None:
+        self._config, self._study, self._progress, self._heartbeat = config, study, progress, heartbeat
         self._said = {
             (trial.name, trial.state) for trial in study.trials() if trial.state not in ("waiting", "running")
         }
@@ -181,6 +249,7 @@ class _Leader:
 
     def done(self) -> bool:
         """Whether every trial is done, repetitions included."""
+        self._heartbeat.listen()
         trials = self.announce()
         if any(trial.state in ("waiting", "running") for trial in trials):
             return False
@@ -232,7 +301,7 @@ def _write_record(config: Config, layout: Layout, rank: runtime.Rank, study: Any
     )
     record.write_record(record.record_path(config), written)
     progress.say(f"chosen: {', '.join(f'{name} {_short(value)}' for name, value in choice.values.items())}")
-    for line in record.remarks(written):
+    for line in record.remarks(written, written["target"]["extrapolated"]):
         progress.say(line)
     progress.say(f"record: {record.record_path(config)}")
 

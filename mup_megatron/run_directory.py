@@ -1,4 +1,4 @@
-"""A run's folder and who may write into it. Public names: `own_run_directory`, `full_disk`, `CONTROL`."""
+"""A run's folder and who may write into it. Public names: `own_run_directory`, `full_disk`, `CONTROL`, `PLAN`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from mup_megatron.runtime import Rank
 
 # torch.save does not say why it failed; where fewer bytes than this are free, the disk is full.
 _LITTLE = 1 << 20
+
+PLAN = "plan.json"
+"""File, in a run's folder, of what tuning and this run's own target cost."""
 
 CONTROL = "standard"
 """Folder, in a run's, of the same target in the standard parametrization."""

@@ -175,6 +175,14 @@ class Meeting:
             time.sleep(0.2)
         return value
 
+    def part(self, rank: Rank) -> None:
+        """Says goodbye; the first rank, which may keep the store, waits a while for the others."""
+        until = time.monotonic() + 60
+        left = self.store.add("left", 1)
+        while rank.is_first and left < rank.world_size and time.monotonic() < until:
+            time.sleep(0.1)
+            left = self.store.add("left", 0)
+
     def group_store(self) -> torch.distributed.Store:
         """A fresh part of the store, for the next process group."""
         import torch.distributed

@@ -78,8 +78,8 @@ def train(
     runtime.prepare_process()
     config = runtime.resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine, refuse
-    from mup_megatron.engines.deepspeed_config import deepspeed_config
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
+    from mup_megatron.engines.deepspeed_config import deepspeed_config, refuse
     from mup_megatron.model import build_model, parametrize
 
     refuse(config, layout)

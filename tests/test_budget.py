@@ -63,7 +63,14 @@ def test_the_paper_s_proxy(repository: Path) -> None:
 
 
 def test_the_share_that_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make(MIXED, "gpt3", run__dir=str(tmp_path), tuning__search=SEARCH, tuning__max_compute_share=0.1)
+    config = make(
+        MIXED,
+        "gpt3",
+        run__dir=str(tmp_path),
+        tuning__search=SEARCH,
+        tuning__max_compute_share=0.1,
+        data__split="80,20,0",
+    )
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config.model_dump()))
     for command in ("plan", "pipeline"):
@@ -94,7 +101,7 @@ def test_the_schedule_keeps_its_shape() -> None:
     assert (training.train_steps, training.lr_warmup_steps, training.lr_decay_steps) == (100, 5, 80)
     assert training.lr_milestones == [40, 60]
     assert (training.global_batch_size, training.micro_batch_size) == (4, 2)
-    assert (proxy.model.hidden_size, proxy.model.ffn_hidden_size) == (64, 160)
+    assert (proxy.model.hidden_size, proxy.model.ffn_hidden_size) == (64, 64)  # unnamed sizes are the base's
     assert (proxy.parallel.tensor_model_parallel_size, proxy.parallel.zero_stage) == (1, 1)
     assert (proxy.hparams.lr, proxy.run.seed, proxy.run.dir) == (0.5, 11, "runs/trial-003")
     assert proxy.base == config.base

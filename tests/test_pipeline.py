@@ -18,7 +18,7 @@ from mup_megatron import cli
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.tuning.study import Study
-from tests.commands import Background, losses, metrics, mup, run, until
+from tests.commands import BIN, Background, losses, metrics, mup, run, until
 from tests.configs import SEARCH, SIZES, pipeline_file
 from tests.distributed import Ranks
 
@@ -130,6 +130,19 @@ def test_killed_again_and_again(whole: Path, tmp_path: Path, start: Callable[...
     assert "nothing to tune" in third.stdout
     assert (tmp_path / "run" / "transfer.json").read_bytes() == tuned
     assert losses(tmp_path / "run") == losses(whole / "run")
+
+
+def test_tuning_alone_under_the_deepspeed_launcher(repository: Path, whole: Path, tmp_path: Path) -> None:
+    """launch/tune_proxy.sh on two ranks: the record of the whole pipeline, exit status 0 although rank 0 ends first."""
+    script, record_file = repository / "launch" / "tune_proxy.sh", tmp_path / "shared" / "transfer.json"
+    launch = BIN / "deepspeed", "--num_gpus", "2", script
+    result = run(*launch, pipeline_file(tmp_path), f"tuning.record={record_file}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(record_file.read_text())["values"] == record(whole)["values"]
+    assert f"record: {record_file}" in result.stdout
+    assert f"picture: {tmp_path / 'run' / 'search.png'}" in result.stdout
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert mup("report", tmp_path / "run").returncode == 0
 
 
 def test_sigterm_while_tuning(tmp_path: Path, start: Callable[..., Background]) -> None:
@@ -251,6 +264,8 @@ def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
         (["tuning.run=never", "tuning.record=none.json"], "tuning.record: no such file: none.json"),
         (["parallel.deepspeed_config=none.json"], "parallel.deepspeed_config: no such file: none.json"),
         (["data.split='100,0,0'"], "data.split: 100,0,0 holds nothing to validate on"),
+        (["training.lr_warmup_steps=6", "tuning.train_steps=1"], "training.lr_warmup_steps: 1 leaves nothing of the 1"),
+        (["tuning.record=/proc/none/transfer.json"], "tuning.record: cannot write to /proc/none: No such file"),
         (["tuning.max_compute_share=0.01"], "tuning.max_compute_share: tuning would take"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

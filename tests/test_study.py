@@ -21,7 +21,7 @@ SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "output_multiplier": {"log_unifor
 
 def study_config(path: Path, **overrides: Any) -> Config:
     keys = {"tuning__search": SEARCH, "tuning__trials": 8, "tuning__train_steps": 16, **overrides}
-    return make(MIXED, "gpt3", run__dir=str(path), proxy={"hidden_size": 64}, **keys)
+    return make(MIXED, "gpt3", run__dir=str(path), **{"proxy": {"hidden_size": 64}, **keys})
 
 
 def loss_of(trial: Trial, step: int) -> float:
@@ -172,6 +172,29 @@ def test_a_study_of_other_settings_is_refused(tmp_path: Path) -> None:
         Study.create(study_config(tmp_path, hparams__weight_decay=0.0))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data__split", "90,10,0"),
+        ("training__lr_schedule", "linear"),
+        ("proxy", {"ffn_hidden_size": 128}),
+        ("run__seed", 9),
+    ],
+)
+def test_whatever_decides_the_outcome_is_compared(tmp_path: Path, key: str, value: Any) -> None:
+    Study.create(study_config(tmp_path))
+    with pytest.raises(UserError, match="this study was started with other settings"):
+        Study.create(study_config(tmp_path, **{key: value}))
+
+
+def test_a_lock_that_a_killed_writer_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a relative folder, where Optuna's link would dangle and never be taken for stale."""
+    monkeypatch.chdir(tmp_path)
+    Study.create(study_config(Path("run")))
+    (tmp_path / "run" / "tuning" / "journal.log.lock").symlink_to("run/tuning/journal.log")
+    assert len(Study.create(study_config(Path("run"))).trials()) == 8
+
+
 def test_a_study_may_grow(tmp_path: Path) -> None:
     run_all(study_config(tmp_path), workers=1, seed=0)
     study = Study.create(study_config(tmp_path, tuning__trials=11))
@@ -272,6 +295,26 @@ def test_at_the_edge(tmp_path: Path) -> None:
 def test_a_candidate_that_diverged_with_another_seed_is_not_chosen(tmp_path: Path) -> None:
     trials = [trial(0, 3.0), trial(0, math.inf, seed=8, state="diverged"), trial(1, 3.5), trial(1, 3.5, seed=8)]
     assert choose(study_config(tmp_path), trials).slot == 1
+
+
+def test_every_candidate_diverged_with_another_seed(tmp_path: Path) -> None:
+    trials = [trial(0, 3.0), trial(0, math.inf, seed=8, state="diverged")]
+    with pytest.raises(UserError, match="each of the best 2 trials diverged with another seed"):
+        choose(study_config(tmp_path), trials)
+
+
+def test_workers_that_learn_do_not_draw_the_same(tmp_path: Path) -> None:
+    config = study_config(tmp_path, tuning__sampler="tpe")
+    Study.create(config)
+    claimed = [Study(config).claim() for _ in range(4)]
+    assert len({trial.values["lr"] for trial in claimed if trial is not None}) == 4
+
+
+def test_a_database_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tuning.storage: cannot open sqlite:////none/study.db"):
+        Study.create(study_config(tmp_path, tuning__storage="sqlite:////none/study.db"))
+    with pytest.raises(UserError, match=r"tuning.storage: cannot open nothing://here"):
+        Study.create(study_config(tmp_path, tuning__storage="nothing://here"))
 
 
 def test_nothing_to_choose_from(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def check(config: Config) -> None:
 
 def _check_heads(config: Config) -> None:
     models = {"model": config.model, "base": config.model.resized(config.base.width)}
-    models["proxy"] = config.model.resized(config.proxy.width)
+    models["proxy"] = config.proxy_model
     for section, model in models.items():
         if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
             raise config.error(
@@ -63,7 +63,7 @@ def _check_head_size_growth(config: Config) -> None:
     """Whether a head size that follows from two declared sizes moves although nobody declared it."""
     base = config.model.resized(config.base.width)
     enlarged = base.resized(config.base.enlarged())
-    for section, model in (("model", config.model), ("proxy", config.model.resized(config.proxy.width))):
+    for section, model in (("model", config.model), ("proxy", config.proxy_model)):
         if config.base.file is None and base.head_size == enlarged.head_size != model.head_size:
             raise config.error(
                 f"{section}.hidden_size",

@@ -302,6 +302,11 @@ class Config(Section):
         return self.base.num_layers or self.model.num_layers
 
     @property
+    def proxy_model(self) -> Model:
+        """The model that is tuned: the base, with the sizes that `proxy:` names."""
+        return self.model.resized(self.base).resized(self.proxy)
+
+    @property
     def max_position_embeddings(self) -> int:
         """Positions of the model: the sequence length unless set."""
         return self.model.max_position_embeddings or self.training.seq_length

@@ -1,6 +1,6 @@
 """megatron-core's model inside a DeepSpeed engine, megatron-core's parallel_state as its mpu: TP, SP, ZeRO 0 to 3.
 
-Public names: `DeepSpeedEngine`, `Mpu`, `refuse`. What DeepSpeed does silently wrong with this pair is mended here or
+Public names: `DeepSpeedEngine`, `Mpu`. What DeepSpeed does silently wrong with this pair is mended here or
 refused (docs/upstream.md): it broadcasts rank 0's weights over tensor-parallel ranks when it has no mpu, and it never
 sums the gradients of sequence-parallel parameters over them.
 """
@@ -21,7 +21,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.engines import StepResult
 from mup_megatron.engines.deepspeed_checkpoint import SafeCheckpointEngine
-from mup_megatron.engines.deepspeed_config import deepspeed_config
+from mup_megatron.engines.deepspeed_config import deepspeed_config, refuse
 from mup_megatron.engines.gradient_norm import clip_gradients
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
@@ -133,27 +133,6 @@ class DeepSpeedEngine:
         value = value.detach().clone().float()
         torch.distributed.all_reduce(value, group=parallel_state.get_data_parallel_group())
         return float(value / self._layout.data)
-
-
-def refuse(config: Config, layout: Layout) -> None:
-    """Refuses what DeepSpeed gets silently wrong, before anything is built.
-
-    Raises:
-        ConfigError: names the key and what works.
-    """
-    if config.training.precision == "bf16" and layout.zero_stage == 0:
-        raise config.error(
-            "parallel.zero_stage",
-            "DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); expected stage 1",
-        )
-    if config.training.clip_norm == "invariant" and layout.zero_stage != 0:
-        raise config.error(
-            "training.clip_norm",
-            f"the invariant norm needs whole gradients, which ZeRO {layout.zero_stage} partitions; expected global, or "
-            "parallel.zero_stage: 0",
-        )
-    if config.parallel.offload_optimizer and layout.zero_stage == 0:
-        raise config.error("parallel.offload_optimizer", "ZeRO 0 partitions nothing to offload; expected stage 1 to 3")
 
 
 def _sum_sequence_parallel_gradients(model: torch.nn.Module) -> None:

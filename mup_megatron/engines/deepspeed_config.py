@@ -1,7 +1,7 @@
 """The config of a DeepSpeed engine: a user's DeepSpeed JSON, with this project's config on top.
 
 Ours rules: a JSON key that says something else than the config is an error that names both, and blocks that would
-undo the parametrization are refused by name. Public name: `deepspeed_config`. No DeepSpeed is imported here.
+undo the parametrization are refused by name. Public names: `deepspeed_config`, `refuse`. No DeepSpeed is imported here.
 """
 
 from __future__ import annotations
@@ -71,6 +71,27 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
     result.setdefault("zero_allow_untested_optimizer", True)
     result.setdefault("zero_force_ds_cpu_optimizer", False)
     return result
+
+
+def refuse(config: Config, layout: Layout) -> None:
+    """Refuses what DeepSpeed gets silently wrong, before anything is built.
+
+    Raises:
+        ConfigError: names the key and what works.
+    """
+    if config.training.precision == "bf16" and layout.zero_stage == 0:
+        raise config.error(
+            "parallel.zero_stage",
+            "DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); expected stage 1",
+        )
+    if config.training.clip_norm == "invariant" and layout.zero_stage != 0:
+        raise config.error(
+            "training.clip_norm",
+            f"the invariant norm needs whole gradients, which ZeRO {layout.zero_stage} partitions; expected global, or "
+            "parallel.zero_stage: 0",
+        )
+    if config.parallel.offload_optimizer and layout.zero_stage == 0:
+        raise config.error("parallel.offload_optimizer", "ZeRO 0 partitions nothing to offload; expected stage 1 to 3")
 
 
 def _read(config: Config) -> tuple[str | None, dict[str, Any]]:

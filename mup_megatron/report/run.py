@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mup_megatron.errors import UserError
-from mup_megatron.run_directory import CONTROL
+from mup_megatron.run_directory import CONTROL, PLAN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class Run:
         config: config.yaml, resolved.
         explanation: explain.json.
         record: the transfer record that the run trained with; None without one.
+        plan: what tuning and this run's target cost (plan.json); None for a run that only trained.
         target: its training; None before it began.
         control: the same target in the standard parametrization; None without one.
     """
@@ -55,6 +56,7 @@ class Run:
     config: dict[str, Any]
     explanation: dict[str, Any] | None
     record: dict[str, Any] | None
+    plan: dict[str, Any] | None
     target: Curve | None
     control: Curve | None
 
@@ -76,9 +78,8 @@ def read_run(directory: Path) -> Run:
     config: dict[str, Any] = {}
     if config_path.is_file():
         config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    own = directory / "transfer.json"
-    named = (config.get("tuning") or {}).get("record")
-    record = read_record(Path(named) if named else own, None)
+    own, named = directory / "transfer.json", (config.get("tuning") or {}).get("record")
+    record = read_record(own, None) or (read_record(Path(named), None) if named else None)
     target = _curve(directory, "µP" if _parametrization(config) == "mup" else "standard parametrization")
     if target is None and record is None:
         raise UserError(f"{directory}: neither metrics.jsonl nor transfer.json is there; expected the folder of a run")
@@ -87,6 +88,7 @@ def read_run(directory: Path) -> Run:
         config=config,
         explanation=_json(directory / "explain.json"),
         record=record,
+        plan=_json(directory / PLAN),
         target=target,
         control=_curve(directory / CONTROL, "standard parametrization"),
     )

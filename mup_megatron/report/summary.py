@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.errors import UserError
 from mup_megatron.report.run import Run, read_run
 
 
@@ -16,9 +17,10 @@ def summarize(directory: Path, console: Any) -> None:
     """Draws the pictures of a run and prints its summary; nothing for a run that did not begin."""
     from mup_megatron.report.pictures import draw_curves, draw_search
 
-    if not ((directory / "metrics.jsonl").exists() or (directory / "transfer.json").exists()):
+    try:
+        run = read_run(directory)
+    except UserError:
         return
-    run = read_run(directory)
     if run.record is not None:
         _print(summary(run), console)
     for picture in (draw_search(run), draw_curves(run) if run.target and run.target.steps else None):
@@ -63,10 +65,12 @@ def summary(run: Run) -> dict[str, Any]:
     times = [f"tuning {spent['process_seconds']:.0f} s of one process"]
     times += [f"{curve.name} {curve.seconds:.0f} s" for curve in run.curves]
     results.append(["time", ", ".join(times)])
-    results.append(
-        ["tuning / target compute", f"{spent['share']:.3g} ({spent['flops']:.2e} FLOPs, {spent['tokens']:,} tokens)"]
-    )
-    return {"values": values, "results": results, "remarks": [*remarks(record), *_verdict(run)]}
+    # The record may be a family's: its share and what it says of the target are those of the run that tuned.
+    share, extrapolated = spent["share"], record["target"]["extrapolated"]
+    if run.plan is not None:
+        share, extrapolated = spent["flops"] / run.plan["target"]["flops"], run.plan["extrapolated"]
+    results.append(["tuning / target compute", f"{share:.3g} ({spent['flops']:.2e} FLOPs, {spent['tokens']:,} tokens)"])
+    return {"values": values, "results": results, "remarks": [*remarks(record, extrapolated), *_verdict(run)]}
 
 
 def _verdict(run: Run) -> list[str]:
@@ -107,7 +111,8 @@ def print_transfer(record: Mapping[str, Any], becomes: Mapping[str, Any], consol
     values = Table(box=None, title="at the base", title_justify="left", show_header=False)
     for name, value in record["values"].items():
         how = "tuned" if name in record["tuned"] else "as configured"
-        values.add_row(name, value if isinstance(value, str) else f"{value:.6g}", how)
+        if value is not None:
+            values.add_row(name, value if isinstance(value, str) else f"{value:.6g}", how)
     console.print(values)
     forward = becomes["forward"]
     console.print(

@@ -15,7 +15,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def make_record(
             "becomes": becomes(config, parametrization, layout),
             "extrapolated": extrapolated(config),
         },
-        "proxy": {"sizes": {**config.base.sizes, **config.proxy.sizes}},
+        "proxy": {"sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")}},
         "rules": {
             **config.parametrization.model_dump(),
             "optimizer": parametrization.rule,
@@ -216,8 +216,13 @@ def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None
     )
 
 
-def remarks(found: Mapping[str, Any]) -> list[str]:
-    """What a reader of the record must know of the choice, in words."""
+def remarks(found: Mapping[str, Any], extrapolated: Sequence[str]) -> list[str]:
+    """What a reader of the record must know of the choice, in words.
+
+    Args:
+        found: the record.
+        extrapolated: where the target at hand leaves what was tuned on.
+    """
     study, said = found["study"], []
     edge = [name for name, interior in study["interior"].items() if not interior]
     if edge:
@@ -229,5 +234,5 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
         said.append(f"within noise of the chosen trial (±{study['noise']:.4f} per run): {', '.join(alike)}")
     else:
         said.append(f"no other candidate is within noise (±{study['noise']:.4f} per run) of the chosen trial")
-    said += [f"extrapolated, {line}" for line in found["target"]["extrapolated"]]
+    said += [f"extrapolated, {line}" for line in extrapolated]
     return said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mup_megatron.config import Config, Hparams, Training
 from mup_megatron.data.prepare import data_directory
@@ -12,8 +12,8 @@ from mup_megatron.data.prepare import data_directory
 if TYPE_CHECKING:
     import optuna
 
-Value = float | str
-"""Of a hyperparameter: a number, or the name of a schedule."""
+Value = Any
+"""Of a hyperparameter: a number, the name of a schedule, None for one that follows another."""
 
 # Step counts of a schedule, which shrink and grow with the length of the run.
 _STEP_COUNTS = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
@@ -35,9 +35,8 @@ def distributions(config: Config) -> dict[str, optuna.distributions.BaseDistribu
 
 def values_of(config: Config) -> dict[str, Value]:
     """Every hyperparameter at the base as the config has it, and the schedule where it is tuned."""
-    given = {name: value for name, value in config.hparams.model_dump().items() if value is not None}
     tuned = {"lr_schedule": config.training.lr_schedule} if "lr_schedule" in config.tuning.search else {}
-    return {**given, **tuned}
+    return {**config.hparams.model_dump(), **tuned}
 
 
 def with_values(config: Config, values: Mapping[str, Value]) -> Config:
@@ -107,7 +106,7 @@ def proxy_config(
             "run": config.run.model_copy(
                 update={"name": f"{config.run.name}, {directory.name}", "dir": str(directory), "seed": seed}
             ),
-            "model": config.model.resized(config.proxy),
+            "model": config.proxy_model,
             "training": training.model_copy(
                 update={
                     **scaled,
@@ -126,10 +125,14 @@ def proxy_config(
                     "tensor_model_parallel_size": 1,
                     "pipeline_model_parallel_size": 1,
                     "sequence_parallel": False,
-                    "zero_stage": 1,
+                    # The invariant norm needs whole gradients, bf16 a partitioned optimizer.
+                    "zero_stage": 0 if training.clip_norm == "invariant" else 1,
                     "offload_optimizer": False,
                     "deepspeed_config": None,
                 }
+            ),
+            "optimizer": config.optimizer.model_copy(
+                update={"implementation": "auto"} if config.parallel.offload_optimizer else {}
             ),
             "data": config.data.model_copy(
                 update={"dir": str(data_directory(config)), "cache_dir": str(cache) if cache else None}

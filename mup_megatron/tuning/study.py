@@ -27,7 +27,7 @@ from optuna.trial import TrialState
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.tuning.record import differences, digest, digested
-from mup_megatron.tuning.space import Value, distributions, rungs, tuning_steps
+from mup_megatron.tuning.space import Value, distributions, proxy_config, rungs, values_of
 
 State = Literal["waiting", "running", "complete", "stopped", "diverged", "failed"]
 
@@ -129,23 +129,24 @@ def _finite(value: Any) -> Any:
 
 def _decided(config: Config) -> dict[str, Any]:
     """What decides the outcome of a study, by dotted key; the number of trials may grow."""
-    tuning = config.tuning.model_dump(
-        include={"sampler", "pruner", "reduction_factor", "global_batch_size", "micro_batch_size"}
+    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path())
+    training = proxy.training.model_dump(
+        exclude={"train_steps", "log_interval", "checkpoint_interval", "checkpoints_kept", "eval_interval"}
     )
-    training = config.training.model_dump(
-        exclude={"global_batch_size", "micro_batch_size", "train_steps", "log_interval", "checkpoint_interval"}
-        | {"checkpoints_kept", "eval_interval"}
-    )
-    return {
-        **digested(config),
-        **{f"proxy.{key}": value for key, value in config.proxy.model_dump().items()},
-        **{f"hparams.{key}": value for key, value in config.hparams.model_dump().items()},
-        **{f"training.{key}": value for key, value in training.items()},
-        **{f"tuning.{key}": value for key, value in tuning.items()},
-        **{f"tuning.search.{key}": value.model_dump() for key, value in config.tuning.search.items()},
-        "tuning.train_steps": tuning_steps(config),
-        "run.seed": config.run.seed,
+    sections = {
+        "proxy": proxy.model.model_dump(exclude={"norm_implementation"}),
+        "hparams": config.hparams.model_dump(),
+        "training": training,
+        "data": config.data.model_dump(exclude={"dir", "cache_dir", "tokenizer"}),
+        "tuning": {
+            **config.tuning.model_dump(include={"sampler", "pruner", "reduction_factor"}),
+            "train_steps": proxy.training.train_steps,
+        },
+        "tuning.search": {name: dimension.model_dump() for name, dimension in config.tuning.search.items()},
+        "run": {"seed": config.run.seed},
     }
+    flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return {**digested(config), **flat}
 
 
 class Study:
@@ -161,17 +162,18 @@ class Study:
         self.directory = Path(config.run.dir) / "tuning"
         self._storage = _storage(config, self.directory)
         self._distributions = distributions(config)
+        # A database may hold the studies of many folders.
+        self._name = f"{config.run.name}-{digest({'dir': str(Path(config.run.dir).resolve())})[:8]}"
         self._study: optuna.Study | None = None
 
     @property
     def study(self) -> optuna.Study:
         """Optuna's study."""
         if self._study is None:
-            sampler = _sampler(self._config, self._distributions)
             self._study = optuna.load_study(
-                study_name=self._config.run.name,
+                study_name=self._name,
                 storage=self._storage,
-                sampler=sampler,
+                sampler=_sampler(self._config),
                 pruner=optuna.pruners.NopPruner(),
             )
         return self._study
@@ -196,9 +198,7 @@ class Study:
         return study
 
     def _make(self) -> None:
-        optuna.create_study(
-            study_name=self._config.run.name, storage=self._storage, direction="minimize", load_if_exists=True
-        )
+        optuna.create_study(study_name=self._name, storage=self._storage, direction="minimize", load_if_exists=True)
         decided = json.loads(json.dumps(_decided(self._config)))
         found = self.study.user_attrs.get("decided")
         if found is None:
@@ -275,6 +275,7 @@ class Study:
             except optuna.exceptions.UpdateFinishedTrialError:
                 continue
             if ours:
+                self.study.sampler = _sampler(self._config, waiting.slot)  # else every process draws the same points
                 trial = optuna.trial.Trial(self.study, waiting.id)
                 for name, distribution in self._distributions.items():
                     _suggest(trial, name, distribution)
@@ -316,6 +317,11 @@ class Study:
         better = sum(other <= loss for other in reached)
         return better < max(1, (len(reached) + 1) // tuning.reduction_factor)
 
+    def died(self, trial: Trial) -> Trial:
+        """Notes that a process died under this process's own trial; returns the trial as it stands then."""
+        self._storage.set_trial_user_attr(trial.id, "attempts", trial.attempts + 1)
+        return self._trial(self._storage.get_trial(trial.id))
+
     def finish(
         self,
         trial: Trial,
@@ -324,7 +330,6 @@ class Study:
         loss: float | None = None,
         seconds: float = 0.0,
         reason: str = "",
-        died: bool = False,
     ) -> None:
         """Ends a trial; `waiting` gives it back for another process to go on with.
 
@@ -334,14 +339,11 @@ class Study:
             loss: final evaluation loss, of a complete trial.
             seconds: spent in this process.
             reason: why it failed, or was given back.
-            died: whether its process died under it.
         """
         storage = self._storage
         storage.set_trial_user_attr(trial.id, "seconds", trial.seconds + seconds)
         if reason:
             storage.set_trial_user_attr(trial.id, "reason", reason)
-        if died:
-            storage.set_trial_user_attr(trial.id, "attempts", trial.attempts + 1)
         if state == "waiting":
             storage.set_trial_state_values(trial.id, TrialState.WAITING)
         elif state == "complete":
@@ -360,11 +362,15 @@ _FINISHED: tuple[State, ...] = ("complete", "stopped", "diverged", "failed")
 
 def journal_path(config: Config) -> Path:
     """Where the study is kept, if it is kept in a journal."""
-    return Path(config.run.dir) / "tuning" / "journal.log"
+    return Path(config.run.dir).resolve() / "tuning" / "journal.log"  # Optuna's lock is a link, which must not dangle
 
 
 def _mend(journal: Path) -> None:
-    """Cuts off a last line that a full disk or a crash left unfinished; nobody may be writing."""
+    """Cuts off a last line that a full disk or a crash left unfinished, and a lock of one killed while writing.
+
+    Nobody may be writing.
+    """
+    Path(f"{journal}.lock").unlink(missing_ok=True)
     if journal.is_file() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
         with journal.open("rb+") as file:
             file.truncate(content.rfind(b"\n") + 1)
@@ -374,15 +380,19 @@ def _storage(config: Config, directory: Path) -> optuna.storages.BaseStorage:
     if config.tuning.storage != "journal":
         # SQLite lets one process write at a time; the others wait for it.
         waits = {"connect_args": {"timeout": 300}} if config.tuning.storage.startswith("sqlite") else {}
-        return optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
+        try:
+            return optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
+        except Exception as error:  # sqlalchemy's, a driver's, or an import's
+            reason = str(error).strip().splitlines()[0]
+            raise config.error("tuning.storage", f"cannot open {config.tuning.storage}: {reason}") from None
     directory.mkdir(parents=True, exist_ok=True)
     from optuna.storages.journal import JournalFileBackend
 
     return optuna.storages.JournalStorage(JournalFileBackend(str(journal_path(config))))
 
 
-def _sampler(config: Config, space: Mapping[str, optuna.distributions.BaseDistribution]) -> optuna.samplers.BaseSampler:
-    seed = config.run.seed
+def _sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:
+    seed = config.run.seed + slot
     if config.tuning.sampler == "tpe":
         return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     return optuna.samplers.RandomSampler(seed=seed)
@@ -397,7 +407,7 @@ def _sample(
         points = [dict(zip(space, point, strict=True)) for point in itertools.product(*choices)]
         random.Random(config.run.seed).shuffle(points)  # noqa: S311  (no secret)
         return points[:count]
-    study = optuna.create_study(sampler=_sampler(config, space))
+    study = optuna.create_study(sampler=_sampler(config))
     return [dict(study.ask(dict(space)).params) for _ in range(count)]
 
 
@@ -436,6 +446,12 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
         ]
         losses = [float(other.loss) for other in (trial, *again) if other.loss is not None]
         candidates.append(Candidate(slot=trial.slot, values=trial.values, losses=losses, mean=statistics.fmean(losses)))
+    candidates = [candidate for candidate in candidates if math.isfinite(candidate.mean)]
+    if not candidates:
+        raise UserError(
+            f"tuning: each of the best {max(1, config.tuning.repeat_best)} trials diverged with another seed; expected "
+            "lower rates in tuning.search, or a larger tuning.repeat_best"
+        )
     candidates.sort(key=lambda candidate: (candidate.mean, candidate.slot))
     chosen, noise = candidates[0], _noise(candidates)
     marked = [
@@ -444,7 +460,7 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
     ]
     tried = [trial for trial in trials if not trial.repeats and trial.state in _FINISHED and trial.values]
     interior = {
-        name: any(other.values[name] < value for other in tried) and any(other.values[name] > value for other in tried)  # type: ignore[operator]
+        name: any(other.values[name] < value for other in tried) and any(other.values[name] > value for other in tried)
         for name, value in chosen.values.items()
         if isinstance(value, int | float)
     }

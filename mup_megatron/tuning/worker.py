@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import DiskFull
+from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.runtime import Rank, sigterm
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.space import proxy_config, tuning_steps
@@ -37,6 +37,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "GROUP_WORLD", "ROLE_", "CROSS_")
 _ATTEMPTS = 2
 _SAY_SECONDS = 60.0
+_SAVE_SECONDS = 120.0
 
 
 def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
@@ -52,13 +53,15 @@ def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
     devices = visible.split(",") if visible else None
     if devices:
         kept["CUDA_VISIBLE_DEVICES"] = devices[rank.local_rank % len(devices)]
-    elif visible is None and _has_gpus():
-        kept["CUDA_VISIBLE_DEVICES"] = str(rank.local_rank)
+    elif visible is None and (gpus := _gpus()):
+        kept["CUDA_VISIBLE_DEVICES"] = str(rank.local_rank % gpus)
     return kept
 
 
-def _has_gpus() -> bool:
-    return Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()  # asks the driver, makes no context
 
 
 class _Process:
@@ -114,10 +117,16 @@ class _Process:
         *lines, self._buffer = self._buffer.split("\n")
         return [json.loads(line) for line in lines]
 
-    def terminate(self) -> None:
-        """Asks it to save and end."""
-        if self._process is not None and self._process.poll() is None:
+    def save_and_stop(self) -> None:
+        """Has it save its trial and end; ends it at once if that takes too long."""
+        if self.alive and self._process is not None:
             self._process.send_signal(signal.SIGTERM)
+            self.send(go_on=True)  # one that waits for an answer would not hear the signal
+        until = time.monotonic() + _SAVE_SECONDS
+        while self.alive and time.monotonic() < until:
+            if any(message["event"] == "report" for message in self.messages(0.2)):
+                self.send(go_on=True)
+        self.stop()
 
     def stop(self) -> None:
         """Ends it at once."""
@@ -187,9 +196,9 @@ def _run(
     directory = study.directory / trial.name
 
     def end(state: Any, **how: Any) -> None:
+        study.finish(trial, state, seconds=time.monotonic() - began, **how)
         if state != "waiting":
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
-        study.finish(trial, state, seconds=time.monotonic() - began, **how)
 
     def alive() -> None:
         done()
@@ -201,20 +210,24 @@ def _run(
         for step, loss in trial.reports.items():
             if not study.survives(trial, step, loss, alive):
                 return end("stopped")
-        process.start()
         cache = study.directory / f"cache-{rank.rank}"
         job = proxy_config(config, trial.values, seed=trial.seed, directory=directory, cache=cache)
-        process.send(config=_plain(job), source=config.source)
-        _follow(config, study, process, trial, end, alive, say)
-    except Stopped:
-        process.terminate()
-        until = time.monotonic() + 120
-        while process.alive and time.monotonic() < until:
-            process.messages(0.2)
+        while True:
+            process.start()
+            process.send(config=_plain(job), source=config.source)
+            died = _follow(config, study, process, trial, end, alive, say)
+            if died is None:
+                return None
+            trial = study.died(trial)
+            if trial.attempts >= _ATTEMPTS:
+                return end("failed", reason=f"{died}, twice")
+            say(f"{trial.name}: {died}; it goes on from its last checkpoint")
+    except (Stopped, UserError):
+        # SIGTERM, or the first rank is gone: the trial is saved, and waits for the next launch.
+        process.save_and_stop()
         end("waiting")
         raise
     except BaseException:
-        # This process breaks off (a full disk, an interrupt): the trial waits for the next one.
         process.stop()
         end("waiting")
         raise
@@ -228,7 +241,8 @@ def _follow(
     end: Callable[..., None],
     alive: Callable[[], None],
     say: Callable[[str], None],
-) -> None:
+) -> str | None:
+    """Hears a trial out; returns how its process died, None if the trial came to an end."""
     heard = said = time.monotonic()
     steps = tuning_steps(config)
     while True:
@@ -239,39 +253,36 @@ def _follow(
             if event == "report":
                 # A loss that is no number has no place in the order; the trial itself says that it diverged.
                 loss = message["loss"] if math.isfinite(message["loss"]) else math.inf
-                try:
-                    go_on = study.survives(trial, message["step"], loss, alive)
-                except Stopped:
-                    process.send(go_on=True)  # so that it hears the signal; what was reported is decided on return
-                    raise
-                process.send(go_on=go_on)
+                process.send(go_on=study.survives(trial, message["step"], loss, alive))
             elif event == "step" and time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
                 say(f"{trial.name}, on this process: step {message['step']}/{steps}, loss {message['loss']:.4f}")
             elif event == "complete" and math.isfinite(message["loss"]):
-                return end("complete", loss=message["loss"])
+                end("complete", loss=message["loss"])
+                return None
             elif event in ("complete", "diverged"):
-                return end("diverged", reason=message.get("reason", "the evaluation loss is no finite number"))
+                end("diverged", reason=message.get("reason", "the evaluation loss is no finite number"))
+                return None
             elif event == "stopped":
-                return end("stopped")
+                end("stopped")
+                return None
             elif event == "disk_full":
                 raise DiskFull(config.run.dir, os.strerror(errno.ENOSPC).lower())
             elif event == "failed":
                 process.stop()
-                return end("failed", reason=message["reason"])
+                end("failed", reason=message["reason"])
+                return None
         if messages:
             heard = time.monotonic()
-            continue
-        if not process.alive:
+        elif not process.alive:
+            alive()  # a launcher's SIGTERM reaches the trial too, and may reach it first
             status = process.exit_status
             process.stop()
-            how = f"its process died ({_exit(status)})"
-            if trial.attempts + 1 < _ATTEMPTS:
-                return end("waiting", reason=how, died=True)
-            return end("failed", reason=f"{how}, twice", died=True)
-        if time.monotonic() - heard > config.tuning.hang_timeout:
+            return f"its process died ({_exit(status)})"
+        elif time.monotonic() - heard > config.tuning.hang_timeout:
             process.stop()
-            return end("failed", reason=f"no step in {config.tuning.hang_timeout} s (tuning.hang_timeout)")
+            end("failed", reason=f"no step in {config.tuning.hang_timeout} s (tuning.hang_timeout)")
+            return None
 
 
 def _exit(status: int | None) -> str:

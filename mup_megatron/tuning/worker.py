@@ -38,6 +38,7 @@ _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "GRO
 _ATTEMPTS = 2
 _SAY_SECONDS = 60.0
 _SAVE_SECONDS = 120.0
+_START_SECONDS = 600
 
 
 def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
@@ -73,13 +74,15 @@ class _Process:
         self._in: IO[str] = io.StringIO()
         self._out: IO[str] = io.StringIO()
         self._buffer = ""
+        self.ready = False
+        """Whether it has imported what it needs."""
 
     def start(self) -> None:
         """Starts it where it is not there. It may die while it starts, as later (`alive`)."""
         if self._process is not None and self._process.poll() is None:
             return
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._buffer = ""
+        self._buffer, self.ready = "", False
         with self._log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mup_megatron.tuning.trial"],
@@ -115,7 +118,9 @@ class _Process:
         if select.select([handle], [], [], seconds)[0]:
             self._buffer += os.read(handle, 1 << 16).decode("utf-8")
         *lines, self._buffer = self._buffer.split("\n")
-        return [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        self.ready = self.ready or any(message["event"] == "ready" for message in messages)
+        return messages
 
     def save_and_stop(self) -> None:
         """Has it save its trial and end; ends it at once if that takes too long."""
@@ -279,10 +284,16 @@ def _follow(
             status = process.exit_status
             process.stop()
             return f"its process died ({_exit(status)})"
-        elif time.monotonic() - heard > config.tuning.hang_timeout:
+        elif time.monotonic() - heard > (limit := _patience(config, process)):
             process.stop()
-            end("failed", reason=f"no step in {config.tuning.hang_timeout} s (tuning.hang_timeout)")
+            end("failed", reason=f"no step in {limit} s (tuning.hang_timeout)")
             return None
+
+
+def _patience(config: Config, process: _Process) -> int:
+    """Seconds of silence after which a process is taken to hang; imports may take long on a cold file system."""
+    timeout = config.tuning.hang_timeout
+    return timeout if process.ready else max(timeout, _START_SECONDS)
 
 
 def _exit(status: int | None) -> str:

@@ -284,7 +284,7 @@ def _short(value: Value) -> str:
 
 def _write_record(config: Config, layout: Layout, rank: runtime.Rank, study: Any, progress: Progress) -> None:
     from mup_megatron.model import parametrize
-    from mup_megatron.tuning.study import choose
+    from mup_megatron.tuning.outcome import choose
 
     choice = choose(config, study.trials())
     values = {**values_of(config), **choice.values}

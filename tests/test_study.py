@@ -13,7 +13,8 @@ import pytest
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.tuning.study import Study, Trial, choose
+from mup_megatron.tuning.outcome import Trial, choose
+from mup_megatron.tuning.study import Study
 from tests.configs import MIXED, make
 
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "output_multiplier": {"log_uniform": [0.25, 4.0]}}

@@ -65,8 +65,8 @@ def write_page(directory: Path) -> Path:
     if run.explanation is not None:
         sections.append("<h2>What the parametrization does to every tensor</h2>" + _explanation(run.explanation))
     sections.append("<h2>Config, record, environment</h2>")
+    sections.append(_table((), list(run.versions.items()), "text"))
     if run.record is not None:
-        sections.append(_table((), list(run.record["versions"].items()), "text"))
         sections.append(_details("transfer record", json.dumps(run.record, indent=1)))
     if run.config:
         sections.append(_details("config, resolved", yaml.safe_dump(run.config, sort_keys=False)))

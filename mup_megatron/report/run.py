@@ -49,6 +49,7 @@ class Run:
         record: the transfer record that the run trained with; None without one.
         plan: what tuning and this run's target cost (plan.json); None for a run that only trained.
         target: its training; None before it began.
+        versions: of what the target ran with, else of what tuned; empty where nothing tells.
         control: the same target in the standard parametrization; None without one.
     """
 
@@ -58,6 +59,7 @@ class Run:
     record: dict[str, Any] | None
     plan: dict[str, Any] | None
     target: Curve | None
+    versions: dict[str, str]
     control: Curve | None
 
     @property
@@ -90,8 +92,15 @@ def read_run(directory: Path) -> Run:
         record=record,
         plan=_json(directory / PLAN),
         target=target,
+        versions=_versions(directory) or (record or {}).get("versions", {}),
         control=_curve(directory / CONTROL, "standard parametrization"),
     )
+
+
+def _versions(directory: Path) -> dict[str, str]:
+    """Of the newest checkpoint's record."""
+    newest = max((directory / "checkpoints").glob("step_*/mup.json"), default=None)
+    return json.loads(newest.read_text(encoding="utf-8"))["versions"] if newest else {}
 
 
 def _parametrization(config: dict[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 space.py     what may be tuned; a config with values put in; the proxy's config
 budget.py    what tuning and pretraining cost, before they cost anything
-study.py     the shared Optuna study: planned trials, halving in order, repetitions, the choice
+study.py     the shared Optuna study: planned trials, halving in order, repetitions
+outcome.py   its trials, and the one that is chosen
 trial.py     one trial, in the process that runs it
 worker.py    starts that process, watches it, tells the study
 record.py    transfer.json: written, checked, applied

@@ -119,7 +119,7 @@ def make_record(
         parametrization: of that config.
         layout: of that config.
         values: every hyperparameter at the base.
-        study: what they were found with (study.Choice.as_json).
+        study: what they were found with (outcome.Choice.as_json).
         budget: the plan, and what was spent.
     """
     settings = digested(config)

@@ -29,8 +29,9 @@ from mup_megatron.config import Config
 from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.runtime import Rank, sigterm
 from mup_megatron.tuning import Stopped
+from mup_megatron.tuning.outcome import Trial
 from mup_megatron.tuning.space import proxy_config, tuning_steps
-from mup_megatron.tuning.study import Study, Trial
+from mup_megatron.tuning.study import Study
 
 # What a launcher tells its ranks; a trial is a run of one process and must not take itself for one of them.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK")

@@ -1,0 +1,183 @@
+"""How a study came out: its trials, the best of them with their repetitions, the one that is chosen.
+
+Public names: `Trial`, `State`, `FINISHED`, `Candidate`, `Choice`, `best`, `choose`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.tuning.space import Value
+
+State = Literal["waiting", "running", "complete", "stopped", "diverged", "failed"]
+FINISHED: tuple[State, ...] = ("complete", "stopped", "diverged", "failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One trial of the plan.
+
+    Args:
+        id: of the storage.
+        slot: place in the plan, from 0; a repetition has that of the trial that it repeats.
+        values: by hyperparameter; empty while a trial of a sampler that learns (tpe) waits.
+        seed: of initial values and data order.
+        repeats: whether it is a repetition with another seed.
+        state: where it stands; `stopped` by halving, `diverged` when the loss was no finite number.
+        loss: evaluation loss (nats per token) at the last step reached; infinite if it diverged.
+        reports: evaluation loss by step.
+        seconds: spent.
+        reason: why it failed.
+        attempts: processes that died while running it.
+    """
+
+    id: int
+    slot: int
+    values: dict[str, Value]
+    seed: int
+    repeats: bool
+    state: State
+    loss: float | None
+    reports: dict[int, float]
+    seconds: float
+    reason: str | None
+    attempts: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder, and for messages."""
+        return f"trial-{self.slot:03d}" + (f"-seed-{self.seed}" if self.repeats else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A trial with its repetitions.
+
+    Args:
+        slot: of the trial.
+        values: its hyperparameters.
+        losses: final evaluation losses, one per seed, the trial's own first.
+        mean: of `losses`.
+        within_noise: whether it cannot be told from the chosen one.
+    """
+
+    slot: int
+    values: dict[str, Value]
+    losses: list[float]
+    mean: float
+    within_noise: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the study found.
+
+    Args:
+        values: of the chosen trial.
+        slot: the chosen trial.
+        loss: mean over its seeds.
+        noise: standard deviation of a loss over seeds, pooled over candidates; None without repetitions.
+        candidates: the best trials, best first.
+        interior: per number that was searched, whether trials were tried on both sides of the chosen value.
+        trials: every trial of the study.
+    """
+
+    values: dict[str, Value]
+    slot: int
+    loss: float
+    noise: float | None
+    candidates: list[Candidate]
+    interior: dict[str, bool]
+    trials: list[Trial] = field(repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; a loss that is not finite is null."""
+        return _finite(asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def best(trials: list[Trial]) -> list[Trial]:
+    """Whole first trials, best first."""
+    whole = [trial for trial in trials if not trial.repeats and trial.state == "complete"]
+    return sorted(whole, key=lambda trial: (trial.loss, trial.slot))
+
+
+def choose(config: Config, trials: list[Trial]) -> Choice:
+    """The best candidate by the mean over its seeds.
+
+    Raises:
+        UserError: no trial ended with a finite loss.
+    """
+    whole = best(trials)
+    if not whole:
+        ends = ", ".join(sorted({trial.reason or trial.state for trial in trials}))
+        raise UserError(
+            f"tuning: none of the {len(trials)} trials ended with a finite loss ({ends}); expected lower rates in "
+            "tuning.search, or see tuning/worker-*.log in run.dir"
+        )
+    candidates = []
+    for trial in whole[: max(1, config.tuning.repeat_best)]:
+        again = [
+            other
+            for other in trials
+            if other.repeats and other.slot == trial.slot and other.state in ("complete", "diverged")
+        ]
+        losses = [float(other.loss) for other in (trial, *again) if other.loss is not None]
+        candidates.append(Candidate(slot=trial.slot, values=trial.values, losses=losses, mean=statistics.fmean(losses)))
+    candidates = [candidate for candidate in candidates if math.isfinite(candidate.mean)]
+    if not candidates:
+        raise UserError(
+            f"tuning: each of the best {max(1, config.tuning.repeat_best)} trials diverged with another seed; expected "
+            "lower rates in tuning.search, or a larger tuning.repeat_best"
+        )
+    candidates.sort(key=lambda candidate: (candidate.mean, candidate.slot))
+    chosen, noise = candidates[0], _noise(candidates)
+    marked = [
+        Candidate(**{**asdict(candidate), "within_noise": _within_noise(candidate, chosen, noise)})
+        for candidate in candidates
+    ]
+    tried = [trial for trial in trials if not trial.repeats and trial.state in FINISHED and trial.values]
+    interior = {
+        name: any(other.values[name] < value for other in tried) and any(other.values[name] > value for other in tried)
+        for name, value in chosen.values.items()
+        if isinstance(value, int | float)
+    }
+    return Choice(
+        values=chosen.values,
+        slot=chosen.slot,
+        loss=chosen.mean,
+        noise=noise,
+        candidates=marked,
+        interior=interior,
+        trials=trials,
+    )
+
+
+def _noise(candidates: list[Candidate]) -> float | None:
+    """Standard deviation over seeds, pooled: sqrt(Σ squared deviations / Σ (seeds - 1))."""
+    groups = [c.losses for c in candidates if len(c.losses) > 1 and all(map(math.isfinite, c.losses))]
+    freedom = sum(len(losses) - 1 for losses in groups)
+    if not freedom:
+        return None
+    squares = sum((loss - statistics.fmean(losses)) ** 2 for losses in groups for loss in losses)
+    return math.sqrt(squares / freedom)
+
+
+def _within_noise(candidate: Candidate, chosen: Candidate, noise: float | None) -> bool:
+    """Whether the means differ by less than two standard errors of their difference."""
+    if candidate is chosen or noise is None:
+        return False
+    error = noise * math.sqrt(1 / len(candidate.losses) + 1 / len(chosen.losses))
+    return candidate.mean - chosen.mean < 2 * error

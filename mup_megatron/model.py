@@ -164,9 +164,15 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
-    """What the shims record in an unsharded build of `model`."""
-    parameters = named_parameters(unsharded_model(config, model, vocabulary))
-    return {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
+    """What the shims record in an unsharded build of `model`; each model is built once in a process."""
+    key = (model, vocabulary, config.max_position_embeddings)
+    if key not in _SPECS:
+        parameters = named_parameters(unsharded_model(config, model, vocabulary))
+        _SPECS[key] = {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
+    return _SPECS[key]
+
+
+_SPECS: dict[tuple[Model, int, int], dict[str, TensorSpec]] = {}
 
 
 def _vocabulary(parametrization: Parametrization) -> int:

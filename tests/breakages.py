@@ -6,7 +6,7 @@ Each is a context manager by name; a test asserts that its comparison then fails
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -181,9 +181,15 @@ def _patch_off(name: str) -> Iterator[None]:
         patch.apply()
 
 
-def break_(name: str) -> contextlib.AbstractContextManager[None]:
-    """The breakage of that name; `patch:NAME` reverts a patch."""
-    if name.startswith("patch:"):
-        return _patch_off(name.removeprefix("patch:"))
-    function: Callable[[], contextlib.AbstractContextManager[None]] = globals()[name]
-    return function()
+@contextlib.contextmanager
+def break_(name: str) -> Iterator[None]:
+    """The breakage of that name; `patch:NAME` reverts a patch. What shims recorded before or meanwhile is forgotten."""
+    from mup_megatron import model
+
+    broken = _patch_off(name.removeprefix("patch:")) if name.startswith("patch:") else globals()[name]()
+    model._SPECS.clear()
+    try:
+        with broken:
+            yield
+    finally:
+        model._SPECS.clear()

@@ -132,6 +132,7 @@ def test_killed_again_and_again(whole: Path, tmp_path: Path, start: Callable[...
     assert losses(tmp_path / "run") == losses(whole / "run")
 
 
+@pytest.mark.slow
 def test_tuning_alone_under_the_deepspeed_launcher(repository: Path, whole: Path, tmp_path: Path) -> None:
     """launch/tune_proxy.sh on two ranks: the record of the whole pipeline, exit status 0 although rank 0 ends first."""
     script, record_file = repository / "launch" / "tune_proxy.sh", tmp_path / "shared" / "transfer.json"
@@ -226,6 +227,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert [trial.state for trial in study.trials()] == ["waiting"] * 40
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
     """A file system of 1.5 MB: the trial's checkpoint does not fit. Nothing is lost: the trial waits for room."""
     small = tmp_path / "small"

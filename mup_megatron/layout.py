@@ -1,7 +1,8 @@
 """How ranks split a model: the config's `parallel:` section fitted to a number of processes, checked, and as numbers.
 
-Public names: `Layout`, `resolve_layout`. Ranks are ordered as megatron-core orders them (tensor parallel fastest, then
-data parallel). No torch here: `explain` resolves layouts of machines that are not there.
+Public names: `Layout`, `resolve_layout`. Ranks are ordered as megatron-core orders them: tensor parallel fastest, then
+context, then data, then pipeline; inside the experts tensor, then expert, then data, then pipeline. No torch here:
+`explain` resolves layouts of machines that are not there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError
 
 _AUTO_TENSOR_PARALLEL_LIMIT = 8
 
@@ -23,8 +23,15 @@ class Layout:
         tensor: tensor-parallel size.
         data: data-parallel size.
         sequence_parallel: whether activations between tensor-parallel regions are split along the sequence.
-        zero_stage: DeepSpeed's ZeRO stage.
+        zero_stage: DeepSpeed's ZeRO stage; 0 under the Megatron engine.
         micro_batches: micro-batches per rank and step (gradient accumulation).
+        pipeline: pipeline-parallel size.
+        virtual_pipeline: model chunks per pipeline stage (interleaved schedule where above 1).
+        stages: layers of the decoder, global numbers from 0: per pipeline stage, per chunk of it.
+        expert: expert-parallel size.
+        expert_tensor: tensor-parallel size inside the experts.
+        context: context-parallel size.
+        distributed_optimizer: whether Megatron's optimizer is split over data-parallel ranks.
     """
 
     world_size: int
@@ -33,6 +40,13 @@ class Layout:
     sequence_parallel: bool
     zero_stage: int
     micro_batches: int
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    stages: tuple[tuple[range, ...], ...] = ()
+    expert: int = 1
+    expert_tensor: int = 1
+    context: int = 1
+    distributed_optimizer: bool = False
 
     def tensor_rank(self, rank: int) -> int:
         """Tensor-parallel rank of a global rank."""
@@ -40,66 +54,222 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Data-parallel rank of a global rank."""
-        return rank // self.tensor
+        return rank // (self.tensor * self.context) % self.data
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Pipeline stage of a global rank."""
+        return rank // (self.tensor * self.context * self.data)
+
+    def expert_tensor_rank(self, rank: int) -> int:
+        """Tensor-parallel rank inside the experts."""
+        return rank % self.expert_tensor
+
+    def expert_rank(self, rank: int) -> int:
+        """Expert-parallel rank: which of the experts a rank holds."""
+        return rank // self.expert_tensor % self.expert
 
     def __str__(self) -> str:
-        """For people: `TP 2, DP 4, SP, ZeRO 1`."""
-        parts = [f"TP {self.tensor}", f"DP {self.data}"]
+        """For people: `TP 2, PP 2, DP 4, SP, ZeRO 1`; what is 1 is left out, but for TP and DP."""
+        parts = [f"TP {self.tensor}"]
+        sizes = {"PP": self.pipeline, "VPP": self.virtual_pipeline, "CP": self.context, "EP": self.expert}
+        parts += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        if self.expert_tensor != self.tensor:
+            parts.append(f"ETP {self.expert_tensor}")
+        parts.append(f"DP {self.data}")
         if self.sequence_parallel:
             parts.append("SP")
-        return ", ".join([*parts, f"ZeRO {self.zero_stage}"])
+        return ", ".join([*parts, "distributed optimizer" if self.distributed_optimizer else f"ZeRO {self.zero_stage}"])
 
 
 def resolve_layout(config: Config, world_size: int) -> Layout:
     """Fits the config's layout to a number of processes.
 
     Raises:
-        ConfigError: a size does not divide, or the processes cannot share the batch.
+        ConfigError: a size does not divide, the processes cannot share the batch, or upstream does not allow the mix.
     """
     parallel = config.parallel
     if parallel.engine == "megatron":
         raise config.error("parallel.engine", "the megatron engine is not built yet; expected deepspeed")
-    if parallel.pipeline_model_parallel_size != 1:
-        raise config.error(
-            "parallel.pipeline_model_parallel_size",
-            f"engine deepspeed has no pipeline parallelism here; expected 1, found "
-            f"{parallel.pipeline_model_parallel_size}",
-        )
+    if config.model.num_moe_experts is not None:
+        raise config.error("model.num_moe_experts", "experts are not built yet")
+    _check_mix(config)
+    pipeline, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     if parallel.tensor_model_parallel_size == "auto":
         tensor = _auto_tensor_parallel(config, world_size)
     else:
         tensor = parallel.tensor_model_parallel_size
         for key, problem in tensor_parallel_problems(config, tensor):
             raise config.error(key, problem)
-    if world_size % tensor:
+    if world_size % (tensor * pipeline * context):
+        key = "tensor" if pipeline * context == 1 else "pipeline"
+        what = f"{tensor}" if pipeline * context == 1 else f"TP {tensor} x PP {pipeline} x CP {context}"
         raise config.error(
-            "parallel.tensor_model_parallel_size",
-            f"{tensor} does not divide the {world_size} processes that were started",
+            f"parallel.{key}_model_parallel_size",
+            f"{what} does not divide the {world_size} processes that were started",
         )
-    data = world_size // tensor
+    data = world_size // (tensor * pipeline * context)
+    expert = parallel.expert_model_parallel_size
+    expert_tensor = parallel.expert_tensor_parallel_size or tensor
+    _check_experts(config, world_size // pipeline, tensor, expert, expert_tensor)
     samples = config.training.micro_batch_size * data
     if config.training.global_batch_size % samples:
         raise config.error(
             "training.global_batch_size",
             f"{config.training.global_batch_size} cannot be shared by {world_size} processes (tensor parallel "
             f"{tensor}, data parallel {data}, micro batch {config.training.micro_batch_size}); expected a multiple of "
-            f"{samples}, "
-            f"or {_process_counts(config)} processes",
+            f"{samples}{_process_counts(config)}",
         )
+    micro_batches = config.training.global_batch_size // samples
+    virtual = parallel.virtual_pipeline_model_parallel_size or 1
+    if virtual > 1 and micro_batches % pipeline:
+        raise config.error(
+            "training.global_batch_size",
+            f"the interleaved schedule needs a multiple of {pipeline} micro-batches per step (pipeline stages); "
+            f"{config.training.global_batch_size} makes {micro_batches}",
+        )
+    megatron = parallel.engine == "megatron"
     return Layout(
         world_size=world_size,
         tensor=tensor,
         data=data,
         sequence_parallel=parallel.sequence_parallel and tensor > 1,
-        zero_stage=parallel.zero_stage,
-        micro_batches=config.training.global_batch_size // samples,
+        zero_stage=0 if megatron else parallel.zero_stage,
+        micro_batches=micro_batches,
+        pipeline=pipeline,
+        virtual_pipeline=virtual,
+        stages=_stages(config),
+        expert=expert,
+        expert_tensor=expert_tensor,
+        context=context,
+        distributed_optimizer=megatron and parallel.use_distributed_optimizer,
     )
 
 
 def smallest_world(config: Config) -> int:
     """Processes that the config's explicit sizes ask for at least."""
-    tensor = config.parallel.tensor_model_parallel_size
-    return 1 if tensor == "auto" else tensor
+    parallel = config.parallel
+    tensor = 1 if parallel.tensor_model_parallel_size == "auto" else parallel.tensor_model_parallel_size
+    dense = tensor * parallel.context_parallel_size
+    experts = (parallel.expert_tensor_parallel_size or tensor) * parallel.expert_model_parallel_size
+    stage = next(dense * n for n in range(1, experts + 1) if dense * n % experts == 0)
+    return stage * parallel.pipeline_model_parallel_size
+
+
+def _check_mix(config: Config) -> None:
+    """Refuses by name what upstream does not allow, before anything is built."""
+    parallel, model = config.parallel, config.model
+    pipeline, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if parallel.engine == "deepspeed":
+        for key, size in (
+            ("pipeline_model_parallel_size", pipeline),
+            ("virtual_pipeline_model_parallel_size", virtual),
+            ("context_parallel_size", parallel.context_parallel_size),
+        ):
+            if size != 1:
+                what = "context" if key.startswith("context") else "pipeline"
+                raise config.error(
+                    f"parallel.{key}",
+                    f"engine deepspeed has no {what} parallelism here; expected 1, found {size}, or parallel.engine: "
+                    "megatron",
+                )
+    elif parallel.offload_optimizer:
+        raise config.error(
+            "parallel.offload_optimizer", "is DeepSpeed's; expected parallel.engine: deepspeed, or false"
+        )
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        raise config.error(
+            "parallel.overlap_param_gather", "needs use_distributed_optimizer and overlap_grad_reduce (megatron-core)"
+        )
+    if virtual > 1 and pipeline == 1:
+        raise config.error(
+            "parallel.virtual_pipeline_model_parallel_size",
+            f"{virtual} chunks per stage need stages; expected parallel.pipeline_model_parallel_size above 1",
+        )
+    _check_stages(config, model.num_layers, pipeline, virtual)
+
+
+def _check_stages(config: Config, layers: int, pipeline: int, virtual: int) -> None:
+    parallel = config.parallel
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if first is None and last is None:
+        if layers % (pipeline * virtual):
+            raise config.error(
+                "parallel.pipeline_model_parallel_size",
+                f"model.num_layers {layers} is not divisible by {pipeline} stages"
+                + (f" of {virtual} chunks" if virtual > 1 else "")
+                + "; expected sizes that divide it, or num_layers_in_first_pipeline_stage / "
+                "num_layers_in_last_pipeline_stage",
+            )
+        return
+    if pipeline == 1 or virtual > 1:
+        raise config.error(
+            f"parallel.num_layers_in_{'last' if first is None else 'first'}_pipeline_stage",
+            "uneven stages need pipeline stages, and no virtual ones",
+        )
+    middle = pipeline - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if rest < middle or (rest % middle if middle else rest):
+        raise config.error(
+            f"parallel.num_layers_in_{'last' if first is None else 'first'}_pipeline_stage",
+            f"leaves {rest} of {layers} layers for {middle} stages; expected a multiple of {middle or 'nothing'}",
+        )
+
+
+def _stages(config: Config) -> tuple[tuple[range, ...], ...]:
+    """Layers per stage and chunk, as megatron-core's get_transformer_layer_offset places them."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pipeline, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if first is None and last is None:
+        size = layers // (pipeline * virtual)
+        return tuple(
+            tuple(
+                range((chunk * pipeline + stage) * size, (chunk * pipeline + stage + 1) * size)
+                for chunk in range(virtual)
+            )
+            for stage in range(pipeline)
+        )
+    middle = pipeline - (first is not None) - (last is not None)
+    size = (layers - (first or 0) - (last or 0)) // middle if middle else 0
+    sizes = [*([first] if first is not None else []), *[size] * middle, *([last] if last is not None else [])]
+    starts = [sum(sizes[:stage]) for stage in range(pipeline)]
+    return tuple((range(start, start + size),) for start, size in zip(starts, sizes, strict=True))
+
+
+def _check_experts(config: Config, stage: int, tensor: int, expert: int, expert_tensor: int) -> None:
+    """Whether the experts can be split so over the ranks of one pipeline stage."""
+    model, parallel = config.model, config.parallel
+    if model.num_moe_experts is None:
+        for key, size in (("expert_model_parallel_size", expert), ("expert_tensor_parallel_size", expert_tensor)):
+            if size != (1 if key == "expert_model_parallel_size" else tensor):
+                raise config.error(f"parallel.{key}", f"{size}, but the model has no experts (model.num_moe_experts)")
+        return
+    if model.num_moe_experts % expert:
+        raise config.error(
+            "parallel.expert_model_parallel_size",
+            f"{expert} does not divide model.num_moe_experts {model.num_moe_experts}",
+        )
+    if stage % (expert * expert_tensor):
+        raise config.error(
+            "parallel.expert_model_parallel_size",
+            f"EP {expert} x ETP {expert_tensor} does not divide the {stage} processes of a pipeline stage",
+        )
+    if model.moe_ffn_size % expert_tensor:
+        raise config.error(
+            "model.moe_ffn_hidden_size", f"{model.moe_ffn_size} is not divisible by the experts' TP {expert_tensor}"
+        )
+    if tensor > 1 and not parallel.sequence_parallel:
+        raise config.error(
+            "parallel.sequence_parallel",
+            "megatron-core trains experts under tensor parallelism only with it; expected true",
+        )
+    if parallel.engine == "deepspeed" and expert > 1 and parallel.zero_stage == 3:
+        raise config.error("parallel.zero_stage", "DeepSpeed has no ZeRO 3 with expert parallelism; expected 0, 1 or 2")
+    if parallel.engine == "deepspeed" and expert_tensor != tensor:
+        raise config.error(
+            "parallel.expert_tensor_parallel_size",
+            f"engine deepspeed reduces over one tensor-parallel size; expected {tensor}, or parallel.engine: megatron",
+        )
 
 
 def tensor_parallel_problems(config: Config, tensor: int) -> list[tuple[str, str]]:
@@ -124,28 +294,28 @@ def tensor_parallel_problems(config: Config, tensor: int) -> list[tuple[str, str
 
 def _auto_tensor_parallel(config: Config, world_size: int) -> int:
     """The largest tensor-parallel size, up to a node's 8, that divides the processes and the model."""
+    others = config.parallel.pipeline_model_parallel_size * config.parallel.context_parallel_size
     sizes = [
         size
         for size in range(1, _AUTO_TENSOR_PARALLEL_LIMIT + 1)
-        if world_size % size == 0 and not tensor_parallel_problems(config, size)
+        if world_size % (size * others) == 0 and not tensor_parallel_problems(config, size)
     ]
     return max(sizes, default=1)
 
 
 def _process_counts(config: Config) -> str:
-    """Numbers of processes, up to 16, that the config can use."""
-    counts = []
-    for world_size in range(1, 17):
-        try:
-            _check_world(config, world_size)
-        except ConfigError:
-            continue
-        counts.append(str(world_size))
-    return ", ".join(counts[:-1]) + f" or {counts[-1]}" if len(counts) > 1 else "".join(counts)
+    """Numbers of processes, up to 16, that the config can use, as the end of a sentence."""
+    counts = [str(world_size) for world_size in range(1, 17) if _fits(config, world_size)]
+    if not counts:
+        return ""
+    listed = ", ".join(counts[:-1]) + f" or {counts[-1]}" if len(counts) > 1 else counts[0]
+    return f", or {listed} processes"
 
 
-def _check_world(config: Config, world_size: int) -> None:
-    tensor = config.parallel.tensor_model_parallel_size
+def _fits(config: Config, world_size: int) -> bool:
+    parallel = config.parallel
+    tensor = parallel.tensor_model_parallel_size
     size = _auto_tensor_parallel(config, world_size) if tensor == "auto" else tensor
-    if world_size % size or config.training.global_batch_size % (config.training.micro_batch_size * world_size // size):
-        raise config.error("", "does not fit")
+    split = size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    samples = config.training.micro_batch_size * world_size // split
+    return world_size % split == 0 and config.training.global_batch_size % samples == 0

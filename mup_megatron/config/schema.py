@@ -65,6 +65,8 @@ class Model(Section):
     num_query_groups: Positive | None = None
     kv_channels: Positive | None = None
     max_position_embeddings: Positive | None = None
+    num_moe_experts: Positive | None = None
+    moe_ffn_hidden_size: Positive | None = None
     vocab_size: Positive | None = None
     make_vocab_size_divisible_by: Positive = 128
     share_embeddings_and_output_weights: bool
@@ -95,6 +97,11 @@ class Model(Section):
     def ffn_size(self) -> int:
         """FFN hidden size; TransformerConfig's 4·hidden_size unless `ffn_hidden_size` is set."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def moe_ffn_size(self) -> int:
+        """FFN hidden size of one expert; the dense one's unless `moe_ffn_hidden_size` is set."""
+        return self.moe_ffn_hidden_size or self.ffn_size
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` rounded up to a multiple that does not depend on the layout: it is part of the global shape."""
@@ -209,12 +216,25 @@ class Optimizer(Section):
 
 
 class Parallel(Section):
-    """How the model and its optimizer are split over ranks."""
+    """How the model and its optimizer are split over ranks.
+
+    `zero_stage`, `offload_optimizer` and `deepspeed_config` are the DeepSpeed engine's; `use_distributed_optimizer` and
+    the overlaps are the Megatron engine's.
+    """
 
     engine: Literal["deepspeed", "megatron"] = "deepspeed"
     tensor_model_parallel_size: Size = "auto"
     pipeline_model_parallel_size: Positive = 1
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    expert_model_parallel_size: Positive = 1
+    expert_tensor_parallel_size: Positive | None = None
+    context_parallel_size: Positive = 1
     sequence_parallel: bool = False
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     offload_optimizer: bool = False
     deepspeed_config: str | None = None

@@ -270,7 +270,7 @@ def _pair(
     parametrization = parametrize(config, vocabulary)
     model = build_model(config, parametrization, layout, 0, device)
     plain = plain_model(config, vocabulary, layout, device)
-    plain.load_state_dict(model.state_dict())
+    plain.load_state_dict(model[0].state_dict())
     ours = DeepSpeedEngine(config, parametrization, model, layout)
     groups = [{**group, "lr": config.hparams.lr} for group in plain_groups(plain, config)]
     theirs, _, _, _ = deepspeed.initialize(

@@ -1,19 +1,22 @@
 """What a checkpoint records beyond weights, how it is written whole or not at all, and the guard on resume.
 
-Public names: `Checkpoints`, `make_record`, `check_resume`.
+Public names: `Checkpoints`, `make_record`, `check_resume`, `hash_files`.
 
-A checkpoint is a folder `step_00000100/` with the engine's files and `mup.json`: format, step, config, layout, base
-shapes, multipliers, data digest, versions. It is written under another name and renamed when every rank is done.
+A checkpoint is a folder `step_00000100/`: weights and optimizer (engines/state.py), random states, `mup.json` (format,
+step, config, layout, base shapes, multipliers, data and its position, tokenizer, versions) and `SHA256SUMS`, which
+`sha256sum -c` reads. It is written under another name and renamed when every rank is done.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,10 @@ from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "mup.json"
+SUMS = "SHA256SUMS"
+_MOST_DIFFERENCES = 20
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "mup-megatron")
 
 # Keys whose change leaves the run the same run.
@@ -35,7 +40,8 @@ _FREE = (
     "slurm",
     "data.dir",
     "data.cache_dir",
-    "parallel.deepspeed_config",
+    "parallel",  # the state knows no layout
+    "optimizer.implementation",
     "training.train_steps",
     "training.micro_batch_size",
     "training.log_interval",
@@ -60,8 +66,10 @@ def make_record(
         "format": FORMAT,
         "step": step,
         "config": settings,
-        "layout": {"tensor": layout.tensor, "data": layout.data, "zero_stage": layout.zero_stage},
+        "layout": {name: value for name, value in dataclasses.asdict(layout).items() if name != "stages"},
         "data_digest": data_digest,
+        "tokenizer": config.data.tokenizer.model_dump(),
+        "samples": step * config.training.global_batch_size,
         "base_head_size": parametrization.base_head_size,
         "base_shapes": {
             name: [dim.base_dim for dim in shape.infshape] for name, shape in parametrization.shapes.items()
@@ -84,28 +92,33 @@ def check_resume(found: dict[str, Any], current: dict[str, Any], where: Path, al
         allowed: keys whose change is deliberate (`--allow-change`).
 
     Raises:
-        UserError: lists every key that differs, with both values.
+        UserError: a table of the keys that differ, with both values.
     """
-    if found.get("format") != FORMAT:
-        raise UserError(f"{where}: written in format {found.get('format')}; this version reads format {FORMAT}")
     allowed = (*_FREE, *allowed)
     before, now = _flatten(_compared(found)), _flatten(_compared(current))
     differences = [
-        f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now"
+        (key, f"{before.get(key)!r}", f"{now.get(key)!r}")
         for key in sorted(set(before) | set(now))
         if before.get(key) != now.get(key) and not any(key == free or key.startswith(free + ".") for free in allowed)
     ]
     if differences:
         raise UserError(
-            f"{where}: the checkpoint does not belong to this config (" + "; ".join(differences[:12]) + "); "
-            "change the config back, choose another run.dir, or name a deliberate change with --allow-change KEY"
+            f"{where}: the checkpoint does not belong to this config; change the config back, choose another run.dir, "
+            "or name a deliberate change with --allow-change KEY\n"
+            + _table([("key", "checkpoint", "config"), *differences[:_MOST_DIFFERENCES]])
+            + (f"\n... and {len(differences) - _MOST_DIFFERENCES} more" * (len(differences) > _MOST_DIFFERENCES))
         )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _compared(record: dict[str, Any]) -> dict[str, Any]:
     return {
         **record["config"],
-        "layout": record["layout"],
         "data_digest": record["data_digest"],
         "base_shapes": record["base_shapes"],
     }
@@ -133,20 +146,50 @@ class Checkpoints:
         self.directory = directory
         self._kept = kept
 
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
-        whole = self._whole()
-        return whole[-1] if whole else None
+    def newest_first(self) -> list[Path]:
+        """Whole checkpoints; one that `problem` finds damaged is followed by the one before it."""
+        return self._whole()[::-1]
 
     def read(self, path: Path) -> dict[str, Any]:
-        """A checkpoint's record. Raises UserError if it is damaged."""
+        """A checkpoint's record.
+
+        Raises:
+            UserError: it is damaged, or of another format.
+        """
         try:
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{path / RECORD}: damaged ({error})") from None
-        if not isinstance(record, dict):
-            raise UserError(f"{path / RECORD}: expected a JSON object")
+        if not isinstance(record, dict) or not {"format", "step"} <= set(record):
+            raise UserError(f"{path / RECORD}: expected a JSON object with format, step and config")
+        if record["format"] != FORMAT:
+            raise UserError(f"{path}: written in format {record['format']}; this version reads format {FORMAT}")
+        parts = {"config": dict, "base_shapes": dict, "data_digest": str, "step": int}
+        for key, kind in parts.items():
+            if not isinstance(record.get(key), kind):
+                raise UserError(f"{path / RECORD}: {key} is missing or no {kind.__name__}")
         return record
+
+    def problem(self, path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+        """What is wrong with a checkpoint's files, by their checksums; None if nothing is.
+
+        Args:
+            path: the checkpoint.
+            share: (i, n): only every n-th file, from the i-th on, so that n ranks check a checkpoint together.
+        """
+        try:
+            lines = (path / SUMS).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        except (OSError, UnicodeDecodeError):
+            return f"{SUMS} cannot be read"
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
+        if len(sums) != len(lines) or RECORD not in sums:
+            return f"{SUMS} is cut short"
+        for name in sorted(sums)[share[0] :: share[1]]:
+            if "/" in name or not (path / name).is_file():
+                return f"{name} is missing"
+            if _sha256(path / name) != sums[name]:
+                return f"{name} does not match its checksum"
+        return None
 
     def begin(self, step: int) -> Path:
         """An empty folder to write into; rank 0 calls it, the others use `partial`."""
@@ -162,13 +205,18 @@ class Checkpoints:
         """Where the checkpoint of a step is written before it is whole."""
         return self.directory / f"step_{step:08d}.partial"
 
-    def commit(self, step: int, record: dict[str, Any]) -> Path:
-        """Makes the checkpoint of a step whole, then removes the oldest beyond those kept. Rank 0 calls it."""
+    def commit(self, step: int, record: dict[str, Any], sums: dict[str, str]) -> Path:
+        """Makes the checkpoint of a step whole, then removes the oldest beyond those kept. Rank 0 calls it.
+
+        Args:
+            step: updates done.
+            record: from `make_record`.
+            sums: of every other file in the folder, from `hash_files`.
+        """
         partial, final = self.partial(step), self.directory / f"step_{step:08d}"
-        with (partial / RECORD).open("w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(partial / RECORD, json.dumps(record, indent=1))
+        sums = {**sums, RECORD: _sha256(partial / RECORD)}
+        _write(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in self._whole()[: -self._kept]:
@@ -182,6 +230,29 @@ class Checkpoints:
         found = {
             int(path.name.removeprefix("step_")): path
             for path in self.directory.iterdir()
-            if re.fullmatch(r"step_\d{8,}", path.name) and (path / RECORD).is_file()
+            if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()
         }
         return [found[step] for step in sorted(found)]
+
+
+def hash_files(directory: Path, share: tuple[int, int] = (0, 1)) -> dict[str, str]:
+    """SHA-256 of the files in a folder, by name.
+
+    Args:
+        directory: the folder.
+        share: (i, n): only every n-th file, from the i-th on.
+    """
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    return {path.name: _sha256(path) for path in files[share[0] :: share[1]]}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

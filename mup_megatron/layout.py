@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mup_megatron.config import Config
+from mup_megatron.shapes import TensorSpec
 
 _AUTO_TENSOR_PARALLEL_LIMIT = 8
 
@@ -52,6 +53,10 @@ class Layout:
         """Tensor-parallel rank of a global rank."""
         return rank % self.tensor
 
+    def context_rank(self, rank: int) -> int:
+        """Context-parallel rank of a global rank."""
+        return rank // self.tensor % self.context
+
     def data_rank(self, rank: int) -> int:
         """Data-parallel rank of a global rank."""
         return rank // (self.tensor * self.context) % self.data
@@ -67,6 +72,17 @@ class Layout:
     def expert_rank(self, rank: int) -> int:
         """Expert-parallel rank: which of the experts a rank holds."""
         return rank // self.expert_tensor % self.expert
+
+    def writes(self, rank: int, spec: TensorSpec, number: int) -> bool:
+        """Whether a rank is the one that writes its slice of a tensor into a checkpoint.
+
+        Args:
+            rank: global rank, of those that hold the slice.
+            spec: of the tensor.
+            number: of the tensor on this rank, so that data-parallel ranks take turns.
+        """
+        first = spec.partition_dim is not None or self.tensor_rank(rank) == 0
+        return first and self.context_rank(rank) == 0 and self.data_rank(rank) == number % self.data
 
     def __str__(self) -> str:
         """For people: `TP 2, PP 2, DP 4, SP, ZeRO 1`; what is 1 is left out, but for TP and DP."""
@@ -88,8 +104,6 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
         ConfigError: a size does not divide, the processes cannot share the batch, or upstream does not allow the mix.
     """
     parallel = config.parallel
-    if parallel.engine == "megatron":
-        raise config.error("parallel.engine", "the megatron engine is not built yet; expected deepspeed")
     if config.model.num_moe_experts is not None:
         raise config.error("model.num_moe_experts", "experts are not built yet")
     _check_mix(config)

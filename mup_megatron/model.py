@@ -1,7 +1,8 @@
 """From a config to megatron-core's own GPTModel in µP: its shapes, its parametrization, its weights on this rank.
 
-Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part),
-`dry_run` (a rank's part on the meta device), `unsharded_model`, `named_parameters`.
+Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part:
+a list of model chunks, one unless the pipeline is interleaved), `dry_run` (a rank's part on the meta device),
+`unsharded_model`, `named_parameters`.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
 the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows.
@@ -9,7 +10,8 @@ the real model is: the target, the base, and the base with every declared key en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ ACTIVATIONS = {
     "relu": torch.nn.functional.relu,
     "squared_relu": lambda x: torch.square(torch.nn.functional.relu(x)),
 }
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class _OneRank:
@@ -70,8 +75,8 @@ def parametrize(config: Config, vocab_size: int) -> Parametrization:
 
 def build_model(
     config: Config, parametrization: Parametrization, layout: Layout, rank: int, device: torch.device
-) -> GPTModel:
-    """This rank's part of the model, initialised, multipliers in place.
+) -> list[GPTModel]:
+    """This rank's part of the model, initialised, multipliers in place: a chunk per virtual pipeline stage.
 
     Needs megatron-core's parallel_state (runtime.start_distributed).
 
@@ -85,27 +90,22 @@ def build_model(
     Raises:
         UserError: a parameter that no shim recorded, or that was recorded differently than in the unsharded build.
     """
-    vocabulary = _vocabulary(parametrization)
-    model = _gpt_model(config, config.model, vocabulary, parametrization.forward, layout, device)
-    tensor_rank = layout.tensor_rank(rank)
-    for name, parameter in named_parameters(model):
-        tensor = parametrization.tensors.get(name)
-        spec = recorded(parameter)
-        if tensor is None or spec != tensor.shape.spec:
-            raise UserError(f"{name}: recorded as {spec} on rank {rank}, but the unsharded model has {tensor}")
+    chunks = _chunks(config, parametrization, layout, rank, device)
+    for name, parameter in named_parameters(chunks):
+        tensor = parametrization.tensors[name]
         init.fill(
             parameter.data,
             seed=config.run.seed,
             name=name,
-            spec=spec,
+            spec=tensor.shape.spec,
             std=tensor.init_std,
-            rank=tensor_rank,
+            rank=layout.tensor_rank(rank),
             ranks=layout.tensor,
         )
-    return model
+    return chunks
 
 
-def dry_run(config: Config, parametrization: Parametrization, layout: Layout, rank: int) -> GPTModel:
+def dry_run(config: Config, parametrization: Parametrization, layout: Layout, rank: int) -> list[GPTModel]:
     """Builds this rank's part on the meta device: does the model come about in this layout?
 
     Needs megatron-core's parallel_state, whose groups may be torch's `fake` ones: nothing is sent.
@@ -119,34 +119,63 @@ def dry_run(config: Config, parametrization: Parametrization, layout: Layout, ra
     Raises:
         UserError: a parameter that no shim recorded, or one whose shape on this rank is not its share of the whole.
     """
-    meta, vocabulary = torch.device("meta"), _vocabulary(parametrization)
-    with meta:
-        model = _gpt_model(config, config.model, vocabulary, parametrization.forward, layout, meta)
-    for name, parameter in named_parameters(model):
+    chunks = _chunks(config, parametrization, layout, rank, torch.device("meta"))
+    for name, parameter in named_parameters(chunks):
+        spec = parametrization.tensors[name].shape.spec
+        if tuple(parameter.shape) != init.local_shape(spec, layout.tensor):
+            raise UserError(f"{name}: {tuple(parameter.shape)} on rank {rank} is no share of {spec.shape}")
+    return chunks
+
+
+def _chunks(
+    config: Config, parametrization: Parametrization, layout: Layout, rank: int, device: torch.device
+) -> list[GPTModel]:
+    """This rank's chunks, not initialised; every parameter recorded as in the unsharded model."""
+    vocabulary, forward = _vocabulary(parametrization), parametrization.forward
+    stage = layout.pipeline_rank(rank)
+    with device if device.type == "meta" else contextlib.nullcontext():
+        chunks = [
+            _gpt_model(config, config.model, vocabulary, forward, layout, device, stage=stage, chunk=chunk)
+            for chunk in range(layout.virtual_pipeline)
+        ]
+    for chunk, model in enumerate(chunks):
+        built = [layer.layer_number - 1 for layer in model.decoder.layers]
+        if built != list(layout.stages[stage][chunk]):
+            raise UserError(
+                f"rank {rank}: megatron-core numbers the layers of chunk {chunk} of stage {stage} {built}, the layout "
+                f"{list(layout.stages[stage][chunk])}"
+            )
+    for name, parameter in named_parameters(chunks):
         tensor = parametrization.tensors.get(name)
         if tensor is None or recorded(parameter) != tensor.shape.spec:
             raise UserError(
-                f"{name}: on rank {rank} recorded as {recorded(parameter)}, but the whole model has {tensor}"
+                f"{name}: on rank {rank} recorded as {recorded(parameter)}, but the unsharded model has {tensor}"
             )
-        if tuple(parameter.shape) != init.local_shape(tensor.shape.spec, layout.tensor):
-            raise UserError(f"{name}: {tuple(parameter.shape)} on rank {rank} is no share of {tensor.shape.spec.shape}")
-    return model
+    return chunks
 
 
-def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters by global name: layers counted over the whole model, not over this rank's part.
+
+    The copy of a tied embedding that the last pipeline stage holds as its head bears the embedding's name.
+
+    Args:
+        model: this rank's part, or its chunks.
 
     Raises:
         UserError: a parameter that no shim recorded; names it.
     """
-    for local_name, parameter in model.named_parameters():
-        name = local_name
-        if local_name.startswith("decoder.layers."):
-            _, _, index, rest = local_name.split(".", 3)
-            name = f"decoder.layers.{model.decoder.layers[int(index)].layer_number - 1}.{rest}"
-        if recorded(parameter) is None:
-            raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
-        yield name, parameter
+    for chunk in [model] if isinstance(model, GPTModel) else model:
+        for local_name, parameter in chunk.named_parameters():
+            name = local_name
+            if local_name.startswith("decoder.layers."):
+                _, _, index, rest = local_name.split(".", 3)
+                name = f"decoder.layers.{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
+            elif local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = EMBEDDING
+            if recorded(parameter) is None:
+                raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
+            yield name, parameter
 
 
 def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
@@ -157,7 +186,15 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
         model: sizes, which need not be the config's own.
         vocabulary: padded.
     """
-    layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
+    layout = Layout(
+        world_size=1,
+        tensor=1,
+        data=1,
+        sequence_parallel=False,
+        zero_stage=0,
+        micro_batches=1,
+        stages=((range(model.num_layers),),),
+    )
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
     with torch.device("meta"):
         return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
@@ -177,7 +214,7 @@ _SPECS: dict[tuple[Model, int, int], dict[str, TensorSpec]] = {}
 
 def _vocabulary(parametrization: Parametrization) -> int:
     shapes: list[TensorShape] = list(parametrization.shapes.values())
-    return next(shape.spec.shape[0] for shape in shapes if shape.name == "embedding.word_embeddings.weight")
+    return next(shape.spec.shape[0] for shape in shapes if shape.name == EMBEDDING)
 
 
 def _gpt_model(
@@ -187,6 +224,9 @@ def _gpt_model(
     forward: ForwardMultipliers,
     layout: Layout,
     device: torch.device,
+    *,
+    stage: int = 0,
+    chunk: int = 0,
     unsharded: bool = False,
 ) -> GPTModel:
     transformer_config = _transformer_config(config, model, forward, layout, device)
@@ -196,11 +236,18 @@ def _gpt_model(
         one = _OneRank()
         names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_ep_pp", "mp")
         arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
+    last = (layout.pipeline - 1, layout.virtual_pipeline - 1)
     built = GPTModel(
         config=transformer_config,
         transformer_layer_spec=local_block_spec(
-            transformer_config, norm_implementation=norm, residual_multiplier=forward.residual
+            transformer_config,
+            layers=layout.stages[stage][chunk],
+            norm_implementation=norm,
+            residual_multiplier=forward.residual,
         ),
+        pre_process=(stage, chunk) == (0, 0),
+        post_process=(stage, chunk) == last,
+        vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         vocab_size=vocabulary,
         max_sequence_length=config.max_position_embeddings,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
@@ -209,10 +256,12 @@ def _gpt_model(
         rotary_base=model.rotary_base,
         **arguments,
     )
-    record_embedding(built.embedding)
-    record_readout(built.output_layer)
-    scale_output(built.embedding, forward.embedding)
-    scale_input(built.output_layer, forward.readout)
+    if hasattr(built, "embedding"):
+        record_embedding(built.embedding)
+        scale_output(built.embedding, forward.embedding)
+    if built.post_process:
+        record_readout(built.output_layer, tied=model.share_embeddings_and_output_weights)
+        scale_input(built.output_layer, forward.readout)
     return built.to(device) if device.type == "cuda" else built
 
 
@@ -223,6 +272,7 @@ def _transformer_config(
     bf16 = training.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
     fused = device.type == "cuda"
+    split, interleaved = layout.pipeline > 1, layout.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -250,6 +300,20 @@ def _transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
+        num_layers_in_first_pipeline_stage=config.parallel.num_layers_in_first_pipeline_stage if split else None,
+        num_layers_in_last_pipeline_stage=config.parallel.num_layers_in_last_pipeline_stage if split else None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        context_parallel_size=layout.context,
+        # Interleaved stages of two ranks are each other's next and previous at once; without overlap, gloo mixes the
+        # two messages up and the result is silently wrong.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        batch_p2p_sync=fused,
+        # gloo may still be sending an output when its memory is let go of; CUDA's streams wait.
+        deallocate_pipeline_outputs=fused and split,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=fused,
         bias_activation_fusion=fused

@@ -1,6 +1,7 @@
 """Rules to parameter groups, groups to an optimizer, and the schedule that moves all groups together.
 
-Public names: `parameter_groups`, `build_optimizer`, `LearningRateSchedule`, `set_learning_rates`.
+Public names: `parameter_groups` and `build_optimizer` (torch, DeepSpeed), `megatron_overrides` (megatron-core),
+`allocate`, `LearningRateSchedule`, `set_learning_rates`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from mup_megatron.config import Config, Training
 from mup_megatron.parametrization import Parametrization
@@ -39,7 +41,7 @@ def parameter_groups(
                 "lr": tensor.lr,
                 "weight_decay": tensor.weight_decay,
                 "lr_multiplier": tensor.lr_multiplier,
-                "rule": f"lr {tensor.group.lr}, eps {tensor.group.eps}, decay {tensor.group.weight_decay}",
+                "rule": str(tensor.group),
                 "names": [],
             }
             if tensor.eps is not None:
@@ -48,6 +50,44 @@ def parameter_groups(
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())
+
+
+def megatron_overrides(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], parametrization: Parametrization
+) -> dict[ParamKey, Any]:
+    """The same groups as `config_overrides` for megatron-core's `get_megatron_optimizer`: an override per rule.
+
+    Every parameter is matched by exactly one, so that megatron-core's own rule for what is decayed, which giving
+    overrides replaces, is not needed: `wd_mult` says it. `max_lr` and `min_lr` are what megatron-core's
+    OptimizerParamScheduler moves a group between; `lr_multiplier` and `rule` are ours, as in `parameter_groups`.
+
+    Args:
+        named_parameters: (global name, parameter) pairs of this rank.
+        parametrization: of the same model.
+    """
+    rules = {}
+    for name, parameter in named_parameters:
+        tensor = parametrization.tensors[name]
+        parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
+        rules[str(tensor.group)] = tensor
+    min_lr_ratio = parametrization.config.training.min_lr_ratio
+    overrides: dict[ParamKey, Any] = {}
+    for rule, tensor in rules.items():
+
+        def has_rule(parameter: torch.nn.Parameter, rule: str = rule) -> bool:
+            return getattr(parameter, "mup_rule", None) == rule
+
+        override = {
+            "max_lr": tensor.lr,
+            "min_lr": min_lr_ratio * tensor.lr,
+            "wd_mult": tensor.weight_decay_multiplier,
+            "lr_multiplier": tensor.lr_multiplier,
+            "rule": rule,
+        }
+        if tensor.eps is not None:
+            override["eps"] = tensor.eps
+        overrides[ParamKey(predicate=ParamPredicate(name=rule, fn=has_rule))] = override
+    return overrides
 
 
 def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -77,6 +117,33 @@ def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim
     else:
         from transformer_engine.pytorch.optimizers import FusedAdam
     return FusedAdam(groups, lr=lr, betas=betas, eps=optimizer.eps, **decoupled)
+
+
+@torch.no_grad()
+def allocate(optimizer: Any, parameters: Iterable[torch.Tensor], kinds: Iterable[str], step: int) -> None:
+    """Gives an optimizer that has not stepped yet its state, moments of zero, in its own format.
+
+    Args:
+        optimizer: torch's, Apex's, Transformer Engine's or DeepSpeed's.
+        parameters: what it steps.
+        kinds: names of the moments; others than those of an optimizer state (the weight) are left out.
+        step: updates done.
+    """
+    moments = [kind for kind in kinds if kind in ("exp_avg", "exp_avg_sq", "momentum_buffer")]
+    adam = "exp_avg" in moments
+    ours = type(optimizer).__module__.startswith("torch.")
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        for kind in moments:
+            state[kind] = torch.zeros_like(parameter)
+        if adam and ours:
+            on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+            state["step"] = torch.tensor(float(step), device=parameter.device if on_device else "cpu")
+        elif adam:
+            state["step"] = step
+    if adam and not ours:
+        for group in optimizer.param_groups:
+            group["step"] = step  # where the fused Adams of Apex and Transformer Engine count
 
 
 class LearningRateSchedule:

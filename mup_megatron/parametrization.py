@@ -45,6 +45,10 @@ class GroupKey:
     eps: Fraction | float
     weight_decay: Fraction | float
 
+    def __str__(self) -> str:
+        """What identifies the group in an optimizer and in checkpoints, whatever its rates are."""
+        return f"lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHyperparameters:

@@ -18,6 +18,7 @@ import yaml
 from mup_megatron import runtime, train
 from mup_megatron.config import Config, parse_config
 from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
+from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
@@ -78,10 +79,7 @@ def run_pipeline(
 
 def _check_target(config: Config, layout: Layout) -> None:
     """What the target's engine will refuse, it refuses before anything is spent on tuning. Raises ConfigError."""
-    from mup_megatron.engines.deepspeed_config import deepspeed_config, refuse
-
     refuse(config, layout)
-    deepspeed_config(config, layout)
 
 
 def control_config(config: Config) -> Config:
@@ -164,8 +162,6 @@ def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
 
 def _check_proxy(config: Config) -> None:
     """What each trial would be refused for is said once, before the first. Raises ConfigError."""
-    from mup_megatron.engines.deepspeed_config import refuse
-
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
     refuse(parse_config(proxy.model_dump(), config.source), resolve_layout(proxy, 1))
 

@@ -1,7 +1,7 @@
 """Process start: which rank this is, which device it has, patches, process groups. The one place that applies patches.
 
 Public names: `Rank`, `read_rank`, `Meeting`, `sigterm`, `prepare_process`, `start_distributed`, `stop_distributed`,
-`resolve_auto`.
+`save_random_state`, `load_random_state`, `resolve_auto`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -246,18 +247,23 @@ def start_distributed(layout: Layout, rank: Rank, seed: int, meeting: Meeting | 
     deepspeed.comm.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,  # a second set beside NCCL's, for the Megatron engine's checkpoints
     )
-    _seed_forward(seed, layout.tensor_rank(rank.rank), layout.data_rank(rank.rank))
+    _seed_forward(seed, layout, rank.rank)
     return device
 
 
-def _seed_forward(seed: int, tensor_rank: int, data_rank: int) -> None:
+def _seed_forward(seed: int, layout: Layout, rank: int) -> None:
     """Seeds the generators that dropout draws from, with megatron-core's own offsets (tensor_parallel/random.py)."""
     import torch
     from megatron.core.tensor_parallel import random as megatron_random
 
-    seed += 100 * data_rank
+    seed += 100 * (layout.data_rank(rank) + layout.data * layout.pipeline_rank(rank))
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         megatron_random.model_parallel_cuda_manual_seed(seed)
@@ -265,11 +271,77 @@ def _seed_forward(seed: int, tensor_rank: int, data_rank: int) -> None:
     # The same states, through the tracker's public set_states: its add() asks CUDA for a generator.
     names = {
         megatron_random.get_data_parallel_rng_tracker_name(): seed,
-        megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME: seed + 2718 + tensor_rank,
-        megatron_random.get_expert_parallel_rng_tracker_name(): seed + 1024 + tensor_rank,
+        megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME: seed + 2718 + layout.tensor_rank(rank),
+        megatron_random.get_expert_parallel_rng_tracker_name(): seed
+        + 1024
+        + 100 * layout.expert_rank(rank)
+        + layout.expert_tensor_rank(rank),
     }
     states = {name: torch.Generator().manual_seed(value).get_state() for name, value in names.items()}
     megatron_random.get_cuda_rng_tracker().set_states(states)
+
+
+def save_random_state(directory: Path, rank: int) -> None:
+    """Writes the states of the generators that dropout draws from, of this rank, as safetensors."""
+    from safetensors.torch import save_file
+
+    save_file(_random_states(), str(directory / _random_file(rank)))
+
+
+def load_random_state(directory: Path, layout: Layout, rank: int, seed: int, step: int, *, same: bool) -> bool:
+    """Restores the generators' states, or, where the checkpoint was written in another layout, seeds them anew.
+
+    Args:
+        directory: the checkpoint.
+        layout: of this run.
+        rank: of this process.
+        seed: the run's.
+        step: updates done, so that what was drawn before is not drawn again.
+        same: whether it was written in this layout.
+
+    Returns:
+        Whether the states are those of the run that wrote the checkpoint.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    import torch
+    from megatron.core.tensor_parallel import random as megatron_random
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not same:
+        _seed_forward(seed + step, layout, rank)
+        return False
+    try:
+        states = load_file(str(directory / _random_file(rank)))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory / _random_file(rank)}: damaged ({error})") from None
+    if set(states) != set(_random_states()):
+        _seed_forward(seed + step, layout, rank)  # written on another kind of device
+        return False
+    torch.set_rng_state(states.pop("torch"))
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states.pop("cuda"))
+    megatron_random.get_cuda_rng_tracker().set_states(states)
+    return True
+
+
+def _random_file(rank: int) -> str:
+    return f"random_{rank}.safetensors"
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    import torch
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {
+        **states,
+        **{name: state.clone() for name, state in megatron_random.get_cuda_rng_tracker().get_states().items()},
+    }
 
 
 def stop_distributed() -> None:
@@ -298,8 +370,10 @@ def resolve_auto(config: Config) -> Config:
     precision = training.precision
     if precision == "auto":
         precision = "bf16" if cuda else "fp32"
-    implementation = optimizer.implementation
-    if implementation == "auto":
+    implementation: str = optimizer.implementation
+    if config.parallel.engine == "megatron":
+        implementation = _megatron_optimizer(config)
+    elif implementation == "auto":
         offload = config.parallel.offload_optimizer
         implementation = "deepspeed_cpu_adam" if offload and optimizer.name != "sgd" else "torch"
         if cuda and implementation == "torch":
@@ -325,6 +399,24 @@ def resolve_auto(config: Config) -> Config:
             "model": model.model_copy(update={"norm_implementation": norm}),
         }
     )
+
+
+def _megatron_optimizer(config: Config) -> str:
+    """Whose optimizer megatron-core has taken at its import: Transformer Engine's, else Apex's, else torch's.
+
+    Raises:
+        ConfigError: the config asks for another.
+    """
+    from megatron.core.optimizer import Adam
+
+    module = Adam.__module__.partition(".")[0]
+    asked = config.optimizer.implementation
+    if asked not in ("auto", module):
+        raise config.error(
+            "optimizer.implementation",
+            f"{asked} under parallel.engine: megatron, where megatron-core takes {module}'s; expected auto or {module}",
+        )
+    return module
 
 
 def importable(package: str) -> bool:

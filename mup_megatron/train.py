@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +18,12 @@ import torch.distributed
 import yaml
 
 from mup_megatron import runtime
-from mup_megatron.checkpoint import Checkpoints, check_resume, make_record
+from mup_megatron.checkpoint import Checkpoints, check_resume, hash_files, make_record
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
-from mup_megatron.engines import Engine
+from mup_megatron.engines import Engine, build_engine, refuse
+from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout
 from mup_megatron.optim import LearningRateSchedule
@@ -78,12 +79,10 @@ def train(
     runtime.prepare_process()
     config = runtime.resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine
-    from mup_megatron.engines.deepspeed_config import deepspeed_config, refuse
+    from mup_megatron.engines.state import load_state, load_weights, save_state
     from mup_megatron.model import build_model, parametrize
 
     refuse(config, layout)
-    deepspeed_config(config, layout)
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
         if rank.is_first:
@@ -94,9 +93,10 @@ def train(
         record = make_record(config, parametrization, layout, prepared.digest, step=0)
 
         checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
-        latest = checkpoints.latest()
-        if latest is not None:
-            check_resume(checkpoints.read(latest), record, latest, allowed_changes)
+        latest = _newest_sound(checkpoints, rank, progress)
+        found = checkpoints.read(latest) if latest else None
+        if latest is not None and found is not None:
+            check_resume(found, record, latest, allowed_changes)
         if rank.is_first:
             _describe(directory, config, explain(config, parametrization, layout))
             progress.say(
@@ -107,19 +107,51 @@ def train(
             for warning in parametrization.clip_warnings()[:1]:
                 progress.say(f"warning: {warning}")
 
-        model = build_model(config, parametrization, layout, rank.rank, device)
-        engine = DeepSpeedEngine(config, parametrization, model, layout)
+        chunks = build_model(config, parametrization, layout, rank.rank, device)
+        if latest is not None:
+            load_weights(chunks, parametrization, layout, rank.rank, latest)
+        engine = build_engine(config, parametrization, chunks, layout)
         datasets = build_datasets(config, prepared)
         batches, evaluation = (Batches(dataset, config, layout, rank.rank, device) for dataset in datasets)
         start = 0
-        if latest is not None:
-            start = int(engine.load(latest)["step"])
-            progress.say(f"resumed from {latest} at step {start}")
-        loop = _Loop(config, engine, batches, evaluation, checkpoints, record, rank, progress, watcher)
+        if latest is not None and found is not None:
+            start = found["step"]
+            load_state(engine, parametrization, layout, rank.rank, latest, start)
+            same = found.get("layout") == record["layout"]
+            same = runtime.load_random_state(latest, layout, rank.rank, config.run.seed, start, same=same)
+            progress.say(
+                f"resumed from {latest} at step {start}"
+                + ("" if same or not config.model.drops else "; dropout draws anew, since the layout is another")
+            )
+
+        def save(directory: Path) -> None:
+            save_state(engine, parametrization, layout, rank.rank, directory)
+            runtime.save_random_state(directory, rank.rank)
+
+        loop = _Loop(config, engine, batches, evaluation, checkpoints, save, record, rank, progress, watcher)
         try:
             return loop.run(start)
         finally:
             engine.close()
+
+
+def _newest_sound(checkpoints: Checkpoints, rank: runtime.Rank, progress: Progress) -> Path | None:
+    """The newest checkpoint whose files match their checksums, which the ranks check together; None if there is none.
+
+    Raises:
+        UserError: there are checkpoints, and every one is damaged.
+    """
+    whole = checkpoints.newest_first()
+    for path in whole:
+        problems: list[str | None] = [None] * rank.world_size
+        torch.distributed.all_gather_object(problems, checkpoints.problem(path, (rank.rank, rank.world_size)))
+        damage = next((problem for problem in problems if problem), None)
+        if damage is None:
+            return path
+        progress.say(f"warning: {path} is damaged ({damage}); trying the one before it")
+    if whole:
+        raise UserError(f"{checkpoints.directory}: every checkpoint is damaged; remove the folder to start over")
+    return None
 
 
 class _Loop:
@@ -132,6 +164,7 @@ class _Loop:
         batches: Batches,
         evaluation: Batches,
         checkpoints: Checkpoints,
+        save: Callable[[Path], None],
         record: dict[str, Any],
         rank: runtime.Rank,
         progress: Progress,
@@ -139,7 +172,7 @@ class _Loop:
     ) -> None:
         self._config, self._training = config, config.training
         self._engine, self._batches, self._evaluation = engine, batches, evaluation
-        self._checkpoints, self._record = checkpoints, record
+        self._checkpoints, self._write, self._record = checkpoints, save, record
         self._rank, self._progress, self._watcher = rank, progress, watcher
         self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
 
@@ -191,15 +224,19 @@ class _Loop:
         return sum(losses) / len(losses)
 
     def _save(self, step: int) -> Path:
-        checkpoints = self._checkpoints
-        if self._rank.is_first:
+        checkpoints, rank = self._checkpoints, self._rank
+        if rank.is_first:
             checkpoints.begin(step)
         torch.distributed.barrier()
-        self._engine.save(checkpoints.partial(step), {"step": step})
+        partial = checkpoints.partial(step)
+        self._write(partial)
         torch.distributed.barrier()
-        path = checkpoints.partial(step).with_suffix("")
-        if self._rank.is_first:
-            path = checkpoints.commit(step, {**self._record, "step": step})
+        sums: list[dict[str, str]] = [{}] * rank.world_size
+        torch.distributed.all_gather_object(sums, hash_files(partial, (rank.rank, rank.world_size)))
+        path = partial.with_suffix("")
+        if rank.is_first:
+            record = {**self._record, "step": step, "samples": step * self._training.global_batch_size}
+            path = checkpoints.commit(step, record, {name: value for part in sums for name, value in part.items()})
             self._progress.say(f"saved {path}")
         torch.distributed.barrier()
         return path

@@ -1,13 +1,18 @@
-"""What megatron-core needs to train on a machine without CUDA: three symbols that assume a current CUDA device."""
+"""What megatron-core needs to train on a machine without CUDA: symbols that assume a current CUDA device.
+
+Where a function names CUDA in its body (`device="cuda"`, `torch.cuda.synchronize()`, `"torch.cuda.FloatTensor"`), the
+patch is the same function with these names said for the CPU: no line of it is rewritten here, so none can go stale.
+"""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mup_megatron.patches.record import Patch
+from mup_megatron.patches.record import Patch, PatchError
 
 
 def _cpu_device(_original: Callable[[], int]) -> Callable[[], torch.device]:
@@ -29,6 +34,61 @@ def _set_cpu_rng_state(_original: Callable[..., None]) -> Callable[..., None]:
         torch.set_rng_state(new_state)
 
     return set_cuda_rng_state
+
+
+def for_cpu(original: Any) -> Any:
+    """The same function, class or static method, with CUDA's names in its code replaced by the CPU's.
+
+    `torch.cuda` becomes `torch.cpu`, whose streams and events do nothing; `x.cuda()` becomes `x.cpu()`; "cuda" becomes
+    "cpu" and "torch.cuda.FloatTensor" becomes "torch.FloatTensor".
+
+    Raises:
+        PatchError: the code names CUDA nowhere.
+    """
+    if isinstance(original, classmethod | staticmethod):
+        return type(original)(for_cpu(original.__func__))
+    code = _code_for_cpu(original.__code__)
+    if code == original.__code__:
+        raise PatchError(f"{original.__qualname__} does not name CUDA any more; its patch can go")
+    arguments = (original.__globals__, original.__name__, original.__defaults__, original.__closure__)
+    function = types.FunctionType(code, *arguments)
+    function.__kwdefaults__ = original.__kwdefaults__
+    function.__dict__.update(vars(original))
+    return function
+
+
+def _code_for_cpu(code: types.CodeType) -> types.CodeType:
+    return code.replace(
+        co_names=tuple("cpu" if name == "cuda" else name for name in code.co_names),
+        co_consts=tuple(_constant_for_cpu(constant) for constant in code.co_consts),
+    )
+
+
+def _constant_for_cpu(constant: Any) -> Any:
+    if isinstance(constant, types.CodeType):
+        return _code_for_cpu(constant)
+    if isinstance(constant, tuple):
+        return tuple(_constant_for_cpu(part) for part in constant)
+    if constant == "cuda":
+        return "cpu"
+    return constant.replace("torch.cuda.", "torch.") if isinstance(constant, str) else constant
+
+
+def _named_for_cpu(name: str, symbol: str, why: str, needed: str = "") -> Patch:
+    """The record of a function that names CUDA in its body."""
+    return Patch(
+        name=f"cpu-{name}",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.20",
+        symbol=f"megatron.core.{symbol}",
+        parameters=None,
+        why=why,
+        lower_rung="the device is a literal in the function's body: no argument, field or spec reaches it",
+        until="megatron-core allocates on the device of its tensors",
+        when="cpu",
+        wrap=for_cpu,
+        needed=needed,
+    )
 
 
 CPU_PATCHES: tuple[Patch, ...] = (
@@ -69,5 +129,55 @@ CPU_PATCHES: tuple[Patch, ...] = (
         until="as there",
         when="cpu",
         wrap=_set_cpu_rng_state,
+    ),
+    *(
+        _named_for_cpu(name, f"pipeline_parallel.schedules:{symbol}", "counts tokens on device='cuda'")
+        for name, symbol in (
+            ("schedule", "forward_backward_no_pipelining"),
+            ("schedule-1f1b", "forward_backward_pipelining_without_interleaving"),
+            ("schedule-interleaved", "forward_backward_pipelining_with_interleaving"),
+        )
+    ),
+    _named_for_cpu("grad-norm", "optimizer.optimizer:get_grad_norm_fp32", "sums the gradient norm on device='cuda'"),
+    _named_for_cpu(
+        "grad-norm-group",
+        "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group",
+        "gathers a flag on device='cuda'",
+        needed=">=0.19",
+    ),
+    _named_for_cpu("l2-norm", "optimizer.clip_grads:l2_norm_impl", "returns the norm on device='cuda'"),
+    _named_for_cpu(
+        "clip-grad",
+        "optimizer.optimizer:clip_grad_by_total_norm_fp32",
+        "asserts that gradients are 'torch.cuda.FloatTensor'",
+    ),
+    _named_for_cpu(
+        "fp32-optimizer", "optimizer.optimizer:FP32Optimizer.__init__", "keeps its loss scale on device='cuda'"
+    ),
+    _named_for_cpu(
+        "mixed-precision-optimizer",
+        "optimizer.optimizer:MixedPrecisionOptimizer.__init__",
+        "keeps its loss scale on device='cuda'",
+    ),
+    _named_for_cpu(
+        "float16-optimizer",
+        "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+        "knows parameters by 'torch.cuda.BFloat16Tensor'",
+    ),
+    _named_for_cpu(
+        "distributed-optimizer",
+        "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+        "knows parameters by 'torch.cuda.FloatTensor'",
+    ),
+    _named_for_cpu(
+        "tied-embedding",
+        "models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
+        "moves the tied weight of the last pipeline stage with .cuda()",
+    ),
+    _named_for_cpu(
+        "gradient-buckets",
+        "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        "asks for the current CUDA stream",
+        needed=">=0.19",
     ),
 )

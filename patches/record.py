@@ -32,10 +32,11 @@ class Patch:
         distribution: package whose version decides.
         versions: PEP 440 specifiers; outside them the patch is an error, not a guess.
         symbol: where it is used, as `module:attribute.path` (a name re-exported by `from x import y` is patched there).
-        parameters: parameter names that the symbol must have; None if it is not a function.
+        parameters: parameter names that the symbol must have; None where the wrapper takes whatever the original does.
         why: what goes wrong without it.
         lower_rung: why no config field, public argument, subclass or hook does.
         until: when it can go.
+        needed: PEP 440 specifiers of those versions that need it; the others have nothing to patch.
         when: `cpu` where no CUDA device is there, `always` otherwise.
         wrap: the original to what replaces it.
     """
@@ -50,6 +51,12 @@ class Patch:
     until: str
     when: Literal["cpu", "always"]
     wrap: Callable[[Any], Any]
+    needed: str = ""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the installed version is one that needs it."""
+        return SpecifierSet(self.needed).contains(importlib.metadata.version(self.distribution), prereleases=True)
 
     def _target(self) -> tuple[Any, str, Any]:
         """The object that holds the symbol, the attribute's name and its value."""
@@ -65,8 +72,9 @@ class Patch:
         try:
             for name in outer:
                 owner = getattr(owner, name)
-            value = getattr(owner, attribute)
-        except AttributeError:
+            # A class's own entry, so that a static or class method is wrapped as what it is.
+            value = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
+        except (AttributeError, KeyError):
             raise PatchError(
                 f"patch {self.name}: {self.symbol} is not in {self.distribution} {version}; it has moved, and the "
                 "record in patches/ must follow it"
@@ -74,9 +82,11 @@ class Patch:
         return owner, attribute, value
 
     def apply(self) -> None:
-        """Wraps the symbol; does nothing if it is wrapped already. Raises PatchError."""
+        """Wraps the symbol; does nothing if it is wrapped already, or not needed. Raises PatchError."""
+        if not self.is_needed:
+            return
         owner, attribute, original = self._target()
-        if getattr(original, _MARK, None) == self.name:
+        if getattr(_inner(original), _MARK, None) == self.name or self.name in _applied:
             return
         if self.parameters is not None:
             found = tuple(inspect.signature(original).parameters)
@@ -85,9 +95,8 @@ class Patch:
                     f"patch {self.name}: {self.symbol} takes {found}, but the patch was written for {self.parameters}"
                 )
         replacement = self.wrap(original)
-        if callable(replacement):
-            setattr(replacement, _MARK, self.name)
-            replacement.__wrapped__ = original
+        if callable(_inner(replacement)):
+            setattr(_inner(replacement), _MARK, self.name)
         setattr(owner, attribute, replacement)
         _applied[self.name] = (owner, attribute, original)
 
@@ -96,6 +105,11 @@ class Patch:
         if self.name in _applied:
             owner, attribute, original = _applied.pop(self.name)
             setattr(owner, attribute, original)
+
+
+def _inner(value: Any) -> Any:
+    """The function inside a class or static method; anything else is itself."""
+    return value.__func__ if isinstance(value, classmethod | staticmethod) else value
 
 
 def apply_patches(patches: Iterable[Patch], *, cuda: bool) -> None:

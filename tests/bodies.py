@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from mup_megatron import runtime
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
+from mup_megatron.engines import build_engine
+from mup_megatron.engines.state import load_state, load_weights, save_state
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, named_parameters, parametrize
 from mup_megatron.optim import LearningRateSchedule
@@ -18,7 +21,7 @@ from tests.breakages import break_, replaced
 
 
 def start(rank: runtime.Rank, config: Config) -> tuple[Config, Layout, Parametrization, Any]:
-    """Process groups, parametrization and this rank's model."""
+    """Process groups, parametrization and this rank's model chunks."""
     config = runtime.resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
     device = runtime.start_distributed(layout, rank, config.run.seed)
@@ -41,16 +44,14 @@ def train(rank: runtime.Rank, *, config: Config, steps: int, broken: str = "noth
 
 
 def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine
-
     config, layout, parametrization, model = start(rank, config)
     initial = values(model)
-    engine = DeepSpeedEngine(config, parametrization, model, layout)
-    groups = {
-        name: (group["lr"], group.get("eps"), group["weight_decay"])
+    engine = build_engine(config, parametrization, model, layout)
+    rules = {
+        group["rule"]: (group["lr_multiplier"], group.get("eps"), group["weight_decay"])
         for group in engine.optimizer.param_groups
-        for name in group["names"]
     }
+    groups = {name: rules[str(parametrization.tensors[name].group)] for name in initial}
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     schedule = LearningRateSchedule(config.training, config.hparams.lr)
     results = [engine.step(batches[step], schedule(step)) for step in range(steps)]
@@ -68,18 +69,18 @@ def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[st
     import deepspeed
 
     from benchmarks.plain import plain_groups, plain_model
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine, Mpu
+    from mup_megatron.engines.deepspeed import Mpu
     from mup_megatron.engines.deepspeed_config import deepspeed_config
 
     config, layout, parametrization, model = start(rank, config)
     hparams = config.hparams
     plain = plain_model(config, prepare(config).vocab_size, layout, torch.device("cpu"))
-    plain.load_state_dict(model.state_dict())
+    plain.load_state_dict(model[0].state_dict())
     betas = (config.optimizer.betas[0], config.optimizer.betas[1])
     optimizer = torch.optim.AdamW(plain_groups(plain, config), lr=hparams.lr, betas=betas, eps=config.optimizer.eps)
     settings = deepspeed_config(config, layout)
     theirs, _, _, _ = deepspeed.initialize(model=plain, optimizer=optimizer, mpu=Mpu(), config=settings)
-    ours = DeepSpeedEngine(config, parametrization, model, layout)
+    ours = build_engine(config, parametrization, model, layout)
 
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     schedule = LearningRateSchedule(config.training, hparams.lr)
@@ -106,15 +107,13 @@ def first_update(rank: runtime.Rank, *, config: Config) -> dict[str, tuple[float
     """One step; per parameter of this rank the largest change of a coordinate and the rate that the rule says."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine
-
     config, layout, parametrization, model = start(rank, config)
     before = {name: parameter.detach().float().clone() for name, parameter in named_parameters(model)}
-    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    engine = build_engine(config, parametrization, model, layout)
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     engine.step(batches[0], config.hparams.lr)
     result = {}
-    for name, parameter in named_parameters(engine.module):
+    for name, parameter in named_parameters(engine.chunks):
         after = safe_get_full_fp32_param(parameter) if layout.zero_stage else parameter.detach()
         change = (after.float().reshape(-1) - before[name].reshape(-1)).abs().max()
         result[name] = (float(change), parametrization.tensors[name].lr)
@@ -122,49 +121,45 @@ def first_update(rank: runtime.Rank, *, config: Config) -> dict[str, tuple[float
     return result
 
 
-def stop_and_go(
-    rank: runtime.Rank, *, config: Config, steps: int, directory: str, stop_at: int | None
+def leg(
+    rank: runtime.Rank,
+    *,
+    config: Config,
+    start_at: int,
+    stop_at: int,
+    load: str | None = None,
+    save: str | None = None,
+    broken: str = "nothing",
 ) -> dict[str, Any]:
-    """Trains `steps` steps; with `stop_at`, saves there, throws everything away, loads and goes on."""
-    from pathlib import Path
-
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine
-
-    config, layout, parametrization, model = start(rank, config)
-    engine = DeepSpeedEngine(config, parametrization, model, layout)
-    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
-    schedule = LearningRateSchedule(config.training, config.hparams.lr)
-    losses, rates = [], []
-    for step in range(steps):
-        if step == stop_at:
-            engine.save(Path(directory), {"step": step, "word": "kept"})
-            engine.close()
-            fresh = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
-            engine = DeepSpeedEngine(config, parametrization, fresh, layout)
-            state = engine.load(Path(directory))
-            assert state == {"step": step, "word": "kept"}
-        losses.append(engine.step(batches[step], schedule(step)).loss)
-        rates.append([group["lr"] for group in engine.optimizer.param_groups])
-    engine.close()
+    """Trains from step `start_at`, on what `load` holds, to `stop_at`, and saves there; losses and rates."""
+    with break_(broken):
+        config, layout, parametrization, chunks = start(rank, config)
+        if load:
+            load_weights(chunks, parametrization, layout, rank.rank, Path(load))
+        engine = build_engine(config, parametrization, chunks, layout)
+        if load:
+            load_state(engine, parametrization, layout, rank.rank, Path(load), start_at)
+        batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+        schedule = LearningRateSchedule(config.training, config.hparams.lr)
+        losses, rates = [], []
+        for step in range(start_at, stop_at):
+            losses.append(engine.step(batches[step], schedule(step)).loss)
+            rates.append([group["lr"] for group in engine.optimizer.param_groups])
+        if save:
+            Path(save).mkdir(exist_ok=True)
+            save_state(engine, parametrization, layout, rank.rank, Path(save))
+        engine.close()
     return {"losses": losses, "rates": rates}
-
-
-def stop_and_go_broken(rank: runtime.Rank, **arguments: Any) -> dict[str, Any]:
-    """The same, but the optimizer's state is not loaded."""
-    with break_("load_weights_alone"):
-        return stop_and_go(rank, **arguments)
 
 
 def norms(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
     """The gradient norm that a step reports, and both norms worked out here from whole gradients (one rank)."""
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine
-
     config, layout, parametrization, model = start(rank, config)
-    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    engine = build_engine(config, parametrization, model, layout)
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     reported = engine.step(batches[0], 0.0).grad_norm
     engine.close()
-    fresh = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+    (fresh,) = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
     loss = torch.zeros(())
     for batch in batches[0]:
         losses = fresh(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
@@ -194,7 +189,8 @@ def rescaled(
     """Losses when one tensor takes (A·θ, init/θ) and its lr, eps and weight decay θ to the given powers."""
     from mup_megatron.engines import deepspeed as engine_module
 
-    config, layout, parametrization, model = start(rank, config)
+    config, layout, parametrization, chunks = start(rank, config)
+    (model,) = chunks
     modules = {"word_embeddings": [model.embedding.word_embeddings], "output_layer": [model.output_layer]}
     layer = model.decoder.layers[0]
     for name, module in (("linear_qkv", layer.self_attention), ("linear_proj", layer.self_attention)):
@@ -227,7 +223,7 @@ def rescaled(
         raise AssertionError(tensor)
 
     with replaced(engine_module, "parameter_groups", parameter_groups):
-        engine = engine_module.DeepSpeedEngine(config, parametrization, model, layout)
+        engine = build_engine(config, parametrization, chunks, layout)
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     losses = [engine.step(batches[step], config.hparams.lr).loss for step in range(steps)]
     engine.close()
@@ -236,9 +232,8 @@ def rescaled(
 
 def first_step(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
     """What flows through an untrained model, in its first block and out of it, and what one step changes (one rank)."""
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine
-
-    config, layout, parametrization, model = start(rank, config)
+    config, layout, parametrization, chunks = start(rank, config)
+    (model,) = chunks
     weights = values(model)
     seen: dict[str, Any] = {}
     layer = model.decoder.layers[0]
@@ -263,10 +258,10 @@ def first_step(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
     for handle in handles:
         handle.remove()
     seen = {name: [x.double().numpy() for x in tensors] for name, tensors in seen.items()}
-    engine = DeepSpeedEngine(config, parametrization, model, layout)
+    engine = build_engine(config, parametrization, chunks, layout)
     schedule = LearningRateSchedule(config.training, config.hparams.lr)
     loss = engine.step(batches[0], schedule(5)).loss
-    updated = values(engine.module)
+    updated = values(engine.chunks)
     engine.close()
     labels = torch.cat([part.labels for part in batches[0]])
     return {

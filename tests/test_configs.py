@@ -16,7 +16,7 @@ from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.model import dry_run, parametrize
+from mup_megatron.model import dry_run, named_parameters, parametrize
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").rglob("*.yaml"))
 
@@ -64,8 +64,8 @@ def test_dry_run(path: Path) -> None:
     parametrization = parametrize(config, known_vocab_size(config))
     for rank in (0, layout.world_size - 1):
         with groups(layout, rank):
-            model = dry_run(config, parametrization, layout, rank)
-            assert all(parameter.device.type == "meta" for parameter in model.parameters())
+            chunks = dry_run(config, parametrization, layout, rank)
+            assert all(parameter.device.type == "meta" for _, parameter in named_parameters(chunks))
             parsed = DeepSpeedConfig(deepspeed_config(config, layout), mpu=Mpu())
         assert parsed.train_batch_size == config.training.global_batch_size
         assert parsed.gradient_accumulation_steps == layout.micro_batches

@@ -10,7 +10,7 @@ import pytest
 
 from mup_megatron import runtime
 from mup_megatron.data.prepare import prepare
-from mup_megatron.engines.deepspeed import refuse
+from mup_megatron.engines import refuse
 from mup_megatron.errors import ConfigError
 from mup_megatron.layout import resolve_layout
 from tests import bodies
@@ -61,13 +61,38 @@ def test_the_first_update_under_sgd(ranks: Ranks) -> None:
         assert rate * 2 == updates[name][1]
 
 
-@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
-def test_stop_and_go_is_bitwise(ranks: Ranks, stage: int, tmp_path: Path) -> None:
+def go(ranks: Ranks, folder: Path, count: int, config: Any, **settings: Any) -> list[dict[str, Any]]:
+    """Steps 0 to 5, saved; then everything is thrown away; then steps 5 to 9 from what was saved."""
+    first = ranks.run(count, bodies.leg, config=config, start_at=0, stop_at=5, save=str(folder))
+    second = ranks.run(count, bodies.leg, config=config, start_at=5, stop_at=9, load=str(folder), **settings)
+    return [{key: one[key] + two[key] for key in ("losses", "rates")} for one, two in zip(first, second, strict=True)]
+
+
+MEGATRON = {"parallel__engine": "megatron"}
+STOPS = {
+    "zero0": {"parallel__zero_stage": 0},
+    "zero1": {"parallel__zero_stage": 1},
+    "zero2": {"parallel__zero_stage": 2},
+    "zero3": {"parallel__zero_stage": 3},
+    "zero1-bf16": {"parallel__zero_stage": 1, "training__precision": "bf16"},
+    "zero3-bf16": {"parallel__zero_stage": 3, "training__precision": "bf16"},
+    "megatron": {**MEGATRON, "parallel__use_distributed_optimizer": False},
+    "megatron-distributed": MEGATRON,
+    "megatron-bf16": {**MEGATRON, "training__precision": "bf16", "parallel__use_distributed_optimizer": False},
+    "megatron-distributed-bf16": {**MEGATRON, "training__precision": "bf16"},
+}
+QUICK_STOPS = ("zero1", "zero3", "megatron-distributed")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(s, id=n, marks=() if n in QUICK_STOPS else pytest.mark.slow) for n, s in STOPS.items()],
+)
+def test_stop_and_go_is_bitwise(ranks: Ranks, settings: dict[str, Any], tmp_path: Path) -> None:
     """Saved and loaded at step 5 of 9: the same losses and rates to the last bit; ratios between groups never move."""
-    config = prepared(parallel__zero_stage=stage, **TP2)
-    whole = ranks.run(4, bodies.stop_and_go, config=config, steps=9, directory="", stop_at=None)
-    halves = ranks.run(4, bodies.stop_and_go, config=config, steps=9, directory=str(tmp_path), stop_at=5)
-    assert halves == whole
+    config = prepared(**settings, **TP2)
+    whole = ranks.run(4, bodies.leg, config=config, start_at=0, stop_at=9)
+    assert go(ranks, tmp_path, 4, config) == whole
     rates = np.array(whole[0]["rates"])[1:]  # the first is 0, warm-up
     np.testing.assert_allclose(rates / rates[:, :1], np.tile(rates[0] / rates[0, 0], (8, 1)), rtol=1e-12)
     assert len(set(rates[0])) == 4
@@ -76,10 +101,10 @@ def test_stop_and_go_is_bitwise(ranks: Ranks, stage: int, tmp_path: Path) -> Non
 def test_a_loaded_run_without_optimizer_state_differs(ranks: Ranks, tmp_path: Path) -> None:
     """Negative control: weights alone are not enough."""
     config = prepared(parallel__zero_stage=1)
-    whole = ranks.run(2, bodies.stop_and_go, config=config, steps=7, directory="", stop_at=None)
-    halves = ranks.run(2, bodies.stop_and_go_broken, config=config, steps=7, directory=str(tmp_path), stop_at=4)
-    assert halves[0]["losses"][:5] == whole[0]["losses"][:5]
-    assert halves[0]["losses"][6] != whole[0]["losses"][6]
+    whole = ranks.run(2, bodies.leg, config=config, start_at=0, stop_at=9)
+    halves = go(ranks, tmp_path, 2, config, broken="load_weights_alone")
+    assert halves[0]["losses"][:6] == whole[0]["losses"][:6]
+    assert halves[0]["losses"][8] != whole[0]["losses"][8]
 
 
 def test_reported_norm(ranks: Ranks) -> None:

@@ -43,6 +43,31 @@ def test_sequence_parallel_needs_tensor_parallel() -> None:
     assert resolve_layout(config(parallel__sequence_parallel=True), 2).sequence_parallel
 
 
+PP = {"model__num_layers": 4, "parallel__engine": "megatron", "parallel__pipeline_model_parallel_size": 2}
+VPP = {**PP, "parallel__virtual_pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "placed"),
+    [
+        (PP, (((0, 1),), ((2, 3),))),
+        (VPP, (((0,), (2,)), ((1,), (3,)))),
+        ({**PP, "parallel__num_layers_in_last_pipeline_stage": 1}, (((0, 1, 2),), ((3,),))),
+    ],
+)
+def test_layers_of_stages_and_chunks(overrides: dict[str, Any], placed: Any) -> None:
+    """Whether megatron-core agrees is checked whenever a model is built (model.py)."""
+    stages = resolve_layout(config(**overrides), 2).stages
+    assert tuple(tuple(tuple(chunk) for chunk in stage) for stage in stages) == placed
+
+
+def test_ranks_are_ordered_as_megatron_core_orders_them() -> None:
+    layout = resolve_layout(config(**PP, parallel__tensor_model_parallel_size=2), 8)
+    assert [layout.tensor_rank(rank) for rank in range(8)] == [0, 1] * 4
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [layout.pipeline_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+
+
 @pytest.mark.parametrize(
     ("overrides", "processes", "sentence"),
     [
@@ -70,7 +95,20 @@ def test_sequence_parallel_needs_tensor_parallel() -> None:
         ({"parallel__tensor_model_parallel_size": 2}, 3, "2 does not divide the 3 processes that were started"),
         ({}, 5, "8 cannot be shared by 5 processes"),
         ({"parallel__pipeline_model_parallel_size": 2}, 2, "engine deepspeed has no pipeline parallelism"),
-        ({"parallel__engine": "megatron"}, 1, "the megatron engine is not built yet"),
+        ({"parallel__context_parallel_size": 2}, 2, "engine deepspeed has no context parallelism"),
+        ({**PP, "parallel__pipeline_model_parallel_size": 3}, 3, "model.num_layers 4 is not divisible by 3 stages"),
+        ({**PP, "parallel__pipeline_model_parallel_size": 4}, 6, "TP 1 x PP 4 x CP 1 does not divide the 6 processes"),
+        ({**PP, "parallel__offload_optimizer": True}, 2, "parallel.offload_optimizer: is DeepSpeed's"),
+        ({**PP, "parallel__overlap_param_gather": True}, 2, "needs use_distributed_optimizer and overlap_grad_reduce"),
+        ({**VPP, "parallel__pipeline_model_parallel_size": 1}, 1, "2 chunks per stage need stages"),
+        ({**VPP, "training__global_batch_size": 3}, 2, "needs a multiple of 2 micro-batches per step"),
+        (
+            {**VPP, "parallel__num_layers_in_first_pipeline_stage": 1},
+            2,
+            "uneven stages need pipeline stages, and no virtual ones",
+        ),
+        ({**PP, "parallel__num_layers_in_last_pipeline_stage": 4}, 2, "leaves 0 of 4 layers for 1 stages"),
+        ({"parallel__expert_model_parallel_size": 2}, 2, "2, but the model has no experts"),
     ],
     ids=lambda value: str(value)[:40],
 )

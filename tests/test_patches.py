@@ -13,10 +13,12 @@ import torch
 
 from mup_megatron import patches, runtime
 from mup_megatron.patches import ALL_PATCHES, Patch, PatchError, active_patches, apply_patches, revert_patches
+from mup_megatron.patches.cpu import for_cpu
 from tests.breakages import break_
 from tests.distributed import Ranks
 
 BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
+NEEDED = {name: patch for name, patch in BY_NAME.items() if patch.is_needed}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def test_no_shm_build_at_the_consumer() -> None:
 
 
 def originals() -> dict[str, Any]:
-    return {name: getattr(*patch._target()[:2]) for name, patch in BY_NAME.items()}
+    return {name: patch._target()[2] for name, patch in NEEDED.items()}
 
 
 def test_twice_is_once_and_undo_restores() -> None:
@@ -86,7 +88,6 @@ def test_twice_is_once_and_undo_restores() -> None:
     apply_patches(ALL_PATCHES, cuda=False)
     assert originals() == once
     assert all(once[name] is not before[name] for name in before)
-    assert all(once[name].__wrapped__ is before[name] for name in before)
     assert sorted(active_patches()) == sorted(before)
     revert_patches(ALL_PATCHES)
     assert all(original is before[name] for name, original in originals().items())
@@ -95,7 +96,33 @@ def test_twice_is_once_and_undo_restores() -> None:
 
 def test_none_of_these_is_applied_where_cuda_is() -> None:
     apply_patches(ALL_PATCHES, cuda=True)
-    assert active_patches() == [patch.name for patch in ALL_PATCHES if patch.when == "always"]
+    assert active_patches() == [name for name, patch in NEEDED.items() if patch.when == "always"]
+
+
+def test_a_function_said_for_the_cpu() -> None:
+    """Literals, nested functions, names and class methods; one that names no CUDA is an error."""
+
+    class Holder:
+        @classmethod
+        def kind(cls) -> str:
+            return "torch.cuda.FloatTensor"
+
+    def body(x: Any, *, size: int = 2) -> Any:
+        def inner() -> Any:
+            return torch.zeros(size, device="cuda")
+
+        torch.cuda.synchronize()
+        return x.cuda() + inner()
+
+    assert for_cpu(body)(torch.ones(3), size=3).tolist() == [1, 1, 1]
+    assert for_cpu(vars(Holder)["kind"]).__get__(None, Holder)() == "torch.FloatTensor"
+    with pytest.raises(PatchError, match="does not name CUDA any more"):
+        for_cpu(altered)
+
+
+def test_what_a_version_does_not_need_is_left_alone() -> None:
+    altered(needed="<0.1", symbol="megatron.core:no_such_name").apply()
+    assert active_patches() == []
 
 
 def altered(**changes: Any) -> Patch:

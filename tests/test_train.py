@@ -68,10 +68,10 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert metrics(directory) == before
 
-    # Another layout or hyperparameter does not silently go on from this checkpoint.
+    # Another hyperparameter does not silently go on from this checkpoint.
     other = mup("train", config_file, "hparams.lr=1e-3", "--nproc-per-node", "2")
     assert other.returncode == 2
-    assert "hparams.lr: 0.008 in the checkpoint, 0.001 now" in other.stderr
+    assert "hparams.lr 0.008 0.001" in " ".join(other.stderr.split())
     assert "Traceback" not in other.stderr
     assert metrics(directory) == before
 

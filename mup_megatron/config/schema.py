@@ -103,6 +103,11 @@ class Model(Section):
         """FFN hidden size of one expert; the dense one's unless `moe_ffn_hidden_size` is set."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
+    @property
+    def drops(self) -> bool:
+        """Whether there is any dropout."""
+        return bool(self.hidden_dropout or self.attention_dropout)
+
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` rounded up to a multiple that does not depend on the layout: it is part of the global shape."""
         multiple = self.make_vocab_size_divisible_by

@@ -8,27 +8,29 @@ sums the gradients of sequence-parallel parameters over them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
-from mup_megatron.engines import StepResult
-from mup_megatron.engines.deepspeed_checkpoint import SafeCheckpointEngine
-from mup_megatron.engines.deepspeed_config import deepspeed_config, refuse
+from mup_megatron.engines import WEIGHT, StepResult
+from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.engines.gradient_norm import clip_gradients
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
-from mup_megatron.optim import build_optimizer, parameter_groups, set_learning_rates
+from mup_megatron.optim import allocate, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.parametrization import Parametrization
-
-_TAG = "deepspeed"
 
 
 class Mpu:
@@ -56,15 +58,14 @@ class DeepSpeedEngine:
     Args:
         config: the run, every `auto` resolved.
         parametrization: of the same config.
-        model: this rank's part, from `model.build_model`.
+        chunks: this rank's part, from `model.build_model`: one chunk.
         layout: how ranks split the model.
-
-    Raises:
-        ConfigError: a combination that DeepSpeed gets wrong.
     """
 
-    def __init__(self, config: Config, parametrization: Parametrization, model: GPTModel, layout: Layout) -> None:
-        refuse(config, layout)
+    def __init__(
+        self, config: Config, parametrization: Parametrization, chunks: list[GPTModel], layout: Layout
+    ) -> None:
+        (model,) = chunks
         self._config, self._layout = config, layout
         self._parametrization = parametrization
         if layout.sequence_parallel:
@@ -78,12 +79,16 @@ class DeepSpeedEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(config, groups), mpu=Mpu(), config=settings
         )
-        self.engine.checkpoint_engine = SafeCheckpointEngine(self.engine.checkpoint_engine)
 
     @property
     def module(self) -> GPTModel:
         """megatron-core's model."""
         return self.engine.module
+
+    @property
+    def chunks(self) -> list[GPTModel]:
+        """The same as the one chunk that it is; see engines.Engine."""
+        return [self.module]
 
     def step(self, micro_batches: Sequence[Batch], base_lr: float) -> StepResult:
         """One optimizer step; see engines.Engine."""
@@ -112,14 +117,66 @@ class DeepSpeedEngine:
         self.engine.train()
         return self._data_parallel_mean(losses.mean())
 
-    def save(self, directory: Path, state: dict[str, Any]) -> None:
-        """DeepSpeed's own checkpoint, `state` as its client state; see engines.Engine."""
-        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state={"state": state})
+    @torch.no_grad()
+    def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """DeepSpeed's partitions of a parameter are put together; see engines.Engine."""
+        if self._layout.zero_stage == 0:
+            return {WEIGHT: parameter, **self._moments(self.optimizer.state[parameter])}
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None and not mapping.optim_fragment:
+            self._link_moments()
+        whole = {WEIGHT: safe_get_full_fp32_param(parameter)}
+        states = self._inner.state.values()
+        kinds = self._moments(next(iter(states))) if states else {}
+        for kind in kinds:
+            whole[kind] = safe_get_full_optimizer_state(parameter, kind)
+        return whole
 
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Reads what `save` wrote; see engines.Engine."""
-        _, client_state = self.engine.load_checkpoint(str(directory), tag=_TAG)
-        return client_state["state"]
+    @torch.no_grad()
+    def prepare_state(self, kinds: Sequence[str], step: int) -> None:
+        """Allocates moments of zero for the flat partitions that DeepSpeed steps; see engines.Engine."""
+        if self._layout.zero_stage == 3:
+            flats = self.optimizer.fp32_partitioned_groups_flat
+        else:
+            flats = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        allocate(self._inner, flats, kinds, step)
+        self._link_moments()
+
+    @torch.no_grad()
+    def scatter(self, parameter: torch.nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Fills this rank's partitions of the master weight and the moments; see engines.Engine.
+
+        The weights themselves were loaded before the engine was built, which alone serves ZeRO 3.
+        """
+        values = {kind: value.to(self.engine.device) for kind, value in values.items()}
+        weight = values.pop(WEIGHT)
+        if self._layout.zero_stage == 0:
+            parameter.copy_(weight)
+            for kind, value in values.items():
+                self.optimizer.state[parameter][kind].copy_(value)
+            return
+        safe_set_full_fp32_param(parameter, weight)
+        for kind, value in values.items():
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+    def _link_moments(self) -> None:
+        """Lets DeepSpeed's stages 1 and 2 find the moments of every group.
+
+        DeepSpeed 0.19 links them once, when the first group has stepped and the others have no moments yet
+        (stage_1_and_2.py, _optimizer_step), so that with several groups its own accessors find none of theirs.
+        """
+        if hasattr(self.optimizer, "_hp_optimizer_states_linked"):
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        """The optimizer that DeepSpeed has wrapped."""
+        return self.optimizer if self._layout.zero_stage == 0 else self.optimizer.optimizer
+
+    @staticmethod
+    def _moments(state: Any) -> dict[str, torch.Tensor]:
+        return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind != "step"}
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks; see engines.Engine."""

@@ -19,36 +19,35 @@ from mup_megatron.shapes import Init, TensorSpec
 def record_embedding(embedding: LanguageModelEmbedding) -> None:
     """Records word and position embeddings, [fan-in, fan-out]; the vocabulary is split, positions are whole."""
     words = embedding.word_embeddings
-    record(
-        words.weight,
-        TensorSpec(
-            shape=(words.num_embeddings, words.embedding_dim),
-            fan_in=0,
-            fan_out=1,
-            init=Init.EMBEDDING,
-            partition_dim=0,
-        ),
-    )
+    record(words.weight, _words((words.num_embeddings, words.embedding_dim)))
     if embedding.add_position_embedding:
         positions = embedding.position_embeddings.weight
         record(positions, TensorSpec(shape=tuple(positions.shape), fan_in=0, fan_out=1, init=Init.EMBEDDING))
 
 
-def record_readout(output_layer: tensor_parallel.ColumnParallelLinear) -> None:
-    """Records the language-model head, [vocabulary, hidden]; a tied head has no tensor of its own."""
-    if output_layer.weight is not None:
-        record(
-            output_layer.weight,
-            TensorSpec(
-                shape=(output_layer.output_size, output_layer.input_size),
-                fan_in=1,
-                fan_out=0,
-                init=Init.WEIGHT,
-                partition_dim=0,
-                readout=True,
-                fixed_fan_out="output_like",
-            ),
-        )
+def _words(shape: tuple[int, int]) -> TensorSpec:
+    return TensorSpec(shape=shape, fan_in=0, fan_out=1, init=Init.EMBEDDING, partition_dim=0)
+
+
+def record_readout(output_layer: tensor_parallel.ColumnParallelLinear, *, tied: bool) -> None:
+    """Records the language-model head, [vocabulary, hidden].
+
+    A tied head has no tensor of its own, but on the last of several pipeline stages, where it is a copy of the
+    embedding and recorded as that.
+    """
+    if output_layer.weight is None:
+        return
+    shape = (output_layer.output_size, output_layer.input_size)
+    head = TensorSpec(
+        shape=shape,
+        fan_in=1,
+        fan_out=0,
+        init=Init.WEIGHT,
+        partition_dim=0,
+        readout=True,
+        fixed_fan_out="output_like",
+    )
+    record(output_layer.weight, _words(shape) if tied else head)
 
 
 def scale_output(module: torch.nn.Module, multiplier: float) -> None:

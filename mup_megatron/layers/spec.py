@@ -15,12 +15,13 @@ from mup_megatron.layers.residual import scaled_bias_dropout_add
 
 
 def local_block_spec(
-    config: TransformerConfig, *, norm_implementation: str, residual_multiplier: float
+    config: TransformerConfig, *, layers: range, norm_implementation: str, residual_multiplier: float
 ) -> TransformerBlockSubmodules:
     """The spec of a decoder built of megatron-core's own modules (its "local" spec), shims in place.
 
     Args:
         config: of the model.
+        layers: global numbers of the layers to build, from 0.
         norm_implementation: `torch` or `apex`.
         residual_multiplier: on the output of each residual branch.
     """
@@ -37,7 +38,7 @@ def local_block_spec(
     mlp = _mlp_submodules(parts.mlp)
     _replace(mlp, "linear_fc1", tensor_parallel.ColumnParallelLinear, FC1ColumnParallelLinear)
     _replace(mlp, "linear_fc2", tensor_parallel.RowParallelLinear, RowParallelLinear)
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=norm)
 
 
 def _mlp_submodules(mlp: Any) -> Any:

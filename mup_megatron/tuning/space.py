@@ -124,6 +124,13 @@ def proxy_config(
                     "engine": "deepspeed",
                     "tensor_model_parallel_size": 1,
                     "pipeline_model_parallel_size": 1,
+                    "virtual_pipeline_model_parallel_size": None,
+                    "num_layers_in_first_pipeline_stage": None,
+                    "num_layers_in_last_pipeline_stage": None,
+                    "expert_model_parallel_size": 1,
+                    "expert_tensor_parallel_size": None,
+                    "context_parallel_size": 1,
+                    "overlap_param_gather": False,
                     "sequence_parallel": False,
                     # The invariant norm needs whole gradients, bf16 a partitioned optimizer.
                     "zero_stage": 0 if training.clip_norm == "invariant" else 1,

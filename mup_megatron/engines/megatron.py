@@ -1,0 +1,198 @@
+"""megatron-core's own training stack: DistributedDataParallel, optimizer, pipeline schedules, finalize_model_grads.
+
+Public name: `MegatronEngine`. TP, SP, PP, virtual stages, EP, ETP, CP, with the plain or the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from mup_megatron.config import Config
+from mup_megatron.data.batches import Batch
+from mup_megatron.engines import WEIGHT, StepResult
+from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
+from mup_megatron.layout import Layout
+from mup_megatron.model import named_parameters
+from mup_megatron.optim import allocate, megatron_overrides, set_learning_rates
+from mup_megatron.parametrization import Parametrization
+
+
+class MegatronEngine:
+    """The engine of pipelines.
+
+    Args:
+        config: the run, every `auto` resolved.
+        parametrization: of the same config.
+        chunks: this rank's part, from `model.build_model`.
+        layout: how ranks split the model.
+    """
+
+    def __init__(
+        self, config: Config, parametrization: Parametrization, chunks: list[GPTModel], layout: Layout
+    ) -> None:
+        self._config, self._layout = config, layout
+        self.chunks = chunks
+        bf16 = config.training.precision == "bf16"
+        settings = ddp_config(config, layout)
+        self._wrapped = [
+            DistributedDataParallel(
+                chunk.config,
+                settings,
+                Float16Module(chunk.config, chunk) if bf16 else chunk,
+                # As megatron.training does: in later chunks a bucket would only be ready when all of it is.
+                disable_bucketing=number > 0,
+            )
+            for number, chunk in enumerate(chunks)
+        ]
+        self.optimizer = get_megatron_optimizer(
+            optimizer_config(config, layout),
+            self._wrapped,
+            config_overrides=megatron_overrides(named_parameters(chunks), parametrization),
+            use_gloo_process_groups=False,
+        )
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = config.hparams.weight_decay * group["wd_mult"]
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+            if settings.overlap_grad_reduce:
+                no_sync = [wrapped.no_sync for wrapped in self._wrapped]
+                chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def step(self, micro_batches: Sequence[Batch], base_lr: float) -> StepResult:
+        """One optimizer step; see engines.Engine."""
+        for wrapped in self._wrapped:
+            wrapped.train()
+            wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        set_learning_rates(self.optimizer, base_lr)
+        loss = self._run(micro_batches, forward_only=False)
+        _, norm, _ = self.optimizer.step()
+        return StepResult(loss=loss, grad_norm=float(norm))
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch]) -> float:
+        """Loss without a step; see engines.Engine."""
+        gathers = self._config.parallel.overlap_param_gather
+        for wrapped in self._wrapped:
+            wrapped.eval()
+            if gathers:
+                wrapped.disable_forward_pre_hook()  # gathers what the last step left for the next forward pass
+        loss = self._run(micro_batches, forward_only=True)
+        for wrapped in self._wrapped:
+            wrapped.train()
+            if gathers:
+                wrapped.enable_forward_pre_hook()
+        return loss
+
+    @torch.no_grad()
+    def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The distributed optimizer's parts of a parameter are put together; see engines.Engine."""
+        if not self._layout.distributed_optimizer:
+            main = getattr(parameter, "main_param", parameter)
+            return {WEIGHT: main.float(), **_moments(self._holder(main).optimizer.state[main])}
+        part, values = self._part(parameter)
+        whole = {}
+        for kind in (WEIGHT, "exp_avg", "exp_avg_sq"):  # megatron-core's distributed optimizer is AdamW's
+            flat = torch.zeros(parameter.numel(), device=parameter.device)
+            if part is not None:
+                flat[part] = values[kind].float()
+            torch.distributed.all_reduce(flat, group=_data_parallel_group(parameter))
+            whole[kind] = flat.view(parameter.shape)
+        return whole
+
+    @torch.no_grad()
+    def prepare_state(self, kinds: Sequence[str], step: int) -> None:
+        """Allocates moments of zero; see engines.Engine."""
+        for holder in self._holders:
+            allocate(holder.optimizer, [p for group in holder.param_groups for p in group["params"]], kinds, step)
+
+    @torch.no_grad()
+    def scatter(self, parameter: torch.nn.Parameter, values: dict[str, torch.Tensor]) -> None:
+        """Fills this rank's part; see engines.Engine."""
+        if self._layout.distributed_optimizer:
+            part, held = self._part(parameter)
+            for kind, value in values.items() if part is not None else ():
+                held[kind].copy_(value.view(-1)[part])
+        else:
+            main = getattr(parameter, "main_param", parameter)
+            held = {WEIGHT: main, **_moments(self._holder(main).optimizer.state[main])}
+            for kind, value in values.items():
+                held[kind].copy_(value)
+        parameter.copy_(values[WEIGHT])
+
+    @property
+    def _holders(self) -> list[Any]:
+        """megatron-core's optimizers, one for the dense parameters and one for the experts."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+    def _holder(self, main: torch.Tensor) -> Any:
+        return next(h for h in self._holders if any(main is p for g in h.param_groups for p in g["params"]))
+
+    def _part(self, parameter: torch.nn.Parameter) -> tuple[slice | None, dict[str, torch.Tensor]]:
+        """Which elements of a parameter this rank's distributed optimizer holds, and what it holds of them."""
+        for holder in self._holders:
+            if parameter in holder.model_param_gbuf_map:
+                where = holder._get_model_param_range_map(parameter)["param"]
+                held = holder._get_main_param_and_optimizer_states(parameter)
+                return slice(where.start, where.end), {WEIGHT: held.pop("param"), **_moments(held)}
+        return None, {}
+
+    def close(self) -> None:
+        """Removes megatron-core's hooks; see engines.Engine."""
+        if self._config.parallel.overlap_param_gather:
+            for wrapped in self._wrapped:
+                wrapped.disable_forward_pre_hook()
+
+    def _run(self, micro_batches: Sequence[Batch], *, forward_only: bool) -> float:
+        """Megatron's schedule over the micro-batches; the mean loss over the global batch, on every rank."""
+        layout, training = self._layout, self._config.training
+        iterators = [iter(micro_batches) for _ in self._wrapped]
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._wrapped if len(iterators) > 1 else self._wrapped[0],
+            num_microbatches=len(micro_batches),
+            seq_length=training.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            forward_only=forward_only,
+        )
+        total = torch.zeros((), device=micro_batches[0].tokens.device)
+        for loss in losses:  # none but on the last pipeline stage
+            total += loss["loss"] / len(micro_batches)
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        torch.distributed.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        return float(total / (layout.data * layout.context))
+
+
+def _moments(state: Any) -> dict[str, torch.Tensor]:
+    """What an optimizer keeps of a parameter, element by element."""
+    return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind != "step"}
+
+
+def _data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
+
+
+def _forward(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    return output, partial(_loss, batch.loss_mask)
+
+
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (losses.float() * mask).sum() / mask.sum()
+    return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place

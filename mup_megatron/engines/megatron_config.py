@@ -1,0 +1,63 @@
+"""The Megatron engine's settings, from the config. Public names: `ddp_config`, `optimizer_config`, `refuse`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from mup_megatron.config import Config
+from mup_megatron.layout import Layout
+
+
+def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
+    """Of megatron-core's DistributedDataParallel."""
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        grad_reduce_in_fp32=config.training.precision == "bf16",
+    )
+
+
+def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
+    """Of megatron-core's optimizers; what differs between tensors comes from `optim.megatron_overrides`."""
+    optimizer = config.optimizer
+    bf16 = config.training.precision == "bf16"
+    return OptimizerConfig(
+        optimizer="sgd" if optimizer.name == "sgd" else "adam",
+        decoupled_weight_decay=optimizer.name == "adamw",
+        lr=config.hparams.lr,
+        min_lr=config.training.min_lr_ratio * config.hparams.lr,
+        weight_decay=config.hparams.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_eps=optimizer.eps,
+        sgd_momentum=optimizer.momentum,
+        # Of no limit, megatron-core would not compute the norm.
+        clip_grad=config.training.clip_grad or math.inf,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+
+
+def refuse(config: Config) -> None:
+    """Refuses what megatron-core does not have, before anything is built.
+
+    Raises:
+        ConfigError: names the key and what works.
+    """
+    if config.optimizer.name != "adamw" and config.parallel.use_distributed_optimizer:
+        raise config.error(
+            "parallel.use_distributed_optimizer",
+            f"megatron-core's distributed optimizer is AdamW's, not {config.optimizer.name}'s; expected false",
+        )
+    if config.training.clip_norm == "invariant":
+        raise config.error(
+            "training.clip_norm",
+            "megatron-core clips by the global norm; expected global, or parallel.engine: deepspeed",
+        )

@@ -1,0 +1,194 @@
+"""Weights and optimizer state in files that know no layout: megatron-core's dist_checkpointing, keyed by global names.
+
+Public names: `save_state`, `load_state`, `load_weights`, `check_files`.
+
+Both engines hand out, parameter by parameter, the whole of what they hold of this rank's slice (`Engine.gather`), and
+take it back (`Engine.scatter`). What is written is the global tensor's slice under a key such as
+`exp_avg.decoder.layers.3.mlp.linear_fc1.weight`: an optimizer's groups, flat buffers, partitions and rates leave no
+trace, so that any layout, ZeRO stage, engine or peak rate can go on from it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mup_megatron import init
+from mup_megatron.engines import WEIGHT, Engine
+from mup_megatron.errors import UserError
+from mup_megatron.layout import Layout
+from mup_megatron.model import named_parameters
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.shapes import TensorSpec
+
+_INDEX = ".metadata"
+
+
+def save_state(engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path) -> None:
+    """Writes what the engine holds into an existing empty folder. Collective.
+
+    Each slice is written by one rank; data-parallel ranks, which all hold it, take turns.
+    """
+    shards: dict[str, ShardedTensor] = {}
+    for number, (name, parameter) in enumerate(named_parameters(engine.chunks)):
+        spec = parametrization.tensors[name].shape.spec
+        whole = engine.gather(parameter)
+        copied = name.startswith("embedding.") and layout.pipeline_rank(rank) > 0  # of the first stage's
+        if layout.writes(rank, spec, number) and not copied:
+            for kind, value in whole.items():
+                shards.update(_shards(f"{kind}.{name}", value.detach().cpu(), spec, layout, rank))
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    dist_checkpointing.save(shards, str(directory), strategy)
+
+
+def load_state(
+    engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path, step: int
+) -> None:
+    """Reads weights and optimizer state into the engine, whatever layout wrote them. Collective.
+
+    Args:
+        engine: freshly built, on weights from `load_weights`.
+        parametrization: of its model.
+        layout: of this run.
+        rank: of this process.
+        directory: what `save_state` wrote.
+        step: updates done, which Adam's bias correction counts.
+
+    Raises:
+        UserError: the files are damaged, hold anything but tensors, or lack some.
+    """
+    kinds = sorted({key.partition(".")[0] for key in _keys(directory)})
+    engine.prepare_state(kinds, step)
+    specs = {name: parametrization.tensors[name].shape.spec for name, _ in named_parameters(engine.chunks)}
+    loaded = _load(directory, specs, kinds, layout, rank)
+    for name, parameter in named_parameters(engine.chunks):
+        engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in kinds})
+
+
+@torch.no_grad()
+def load_weights(
+    chunks: list[GPTModel], parametrization: Parametrization, layout: Layout, rank: int, directory: Path
+) -> None:
+    """Reads weights alone into a model, whatever layout wrote them. Collective.
+
+    Raises:
+        UserError: as for `load_state`.
+    """
+    specs = {name: parametrization.tensors[name].shape.spec for name, _ in named_parameters(chunks)}
+    loaded = _load(directory, specs, [WEIGHT], layout, rank)
+    for name, parameter in named_parameters(chunks):
+        parameter.copy_(loaded[f"{WEIGHT}.{name}"])
+
+
+def check_files(directory: Path) -> None:
+    """Whether the files hold tensors and nothing that would be executed: their index is a pickle.
+
+    Raises:
+        UserError: names the file.
+    """
+    _keys(directory)
+
+
+def _load(
+    directory: Path, specs: dict[str, TensorSpec], kinds: list[str], layout: Layout, rank: int
+) -> dict[str, torch.Tensor]:
+    """This rank's slices by `kind.name`, float32 on the CPU."""
+    keys = _keys(directory)
+    shards: dict[str, ShardedTensor] = {}
+    for name, spec in specs.items():
+        for kind in kinds:
+            key = f"{kind}.{name}"
+            if keys.get(key) != spec.shape:
+                found = f"of shape {list(keys[key])}" if key in keys else "missing"
+                raise UserError(f"{directory}: {key} is {found}; expected {list(spec.shape)}")
+            empty = torch.empty(init.local_shape(spec, layout.tensor))
+            shards.update(_shards(key, empty, spec, layout, rank))
+    try:
+        loaded = dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise UserError(f"{directory}: damaged ({(str(error) or type(error).__name__).splitlines()[0]})") from None
+    result = {}
+    for name, spec in specs.items():
+        for kind in kinds:
+            pieces = [loaded[f"{kind}.{name}#{piece}"] for piece in range(spec.partition_stride)]
+            result[f"{kind}.{name}"] = torch.cat(pieces, dim=spec.partition_dim or 0) if len(pieces) > 1 else pieces[0]
+    return result
+
+
+def _shards(
+    key: str, value: torch.Tensor, spec: TensorSpec, layout: Layout, rank: int
+) -> Iterator[tuple[str, ShardedTensor]]:
+    """A slice as the contiguous pieces of the global tensor that it consists of (several where it is strided)."""
+    offsets: list[tuple[int, int, int]] = []
+    pieces = [value]
+    if spec.partition_dim is not None:
+        pieces = list(value.chunk(spec.partition_stride, dim=spec.partition_dim))
+    for number, piece in enumerate(pieces):
+        if spec.partition_dim is not None:
+            position = layout.tensor_rank(rank) + number * layout.tensor
+            offsets = [(spec.partition_dim, position, spec.partition_stride * layout.tensor)]
+        yield f"{key}#{number}", ShardedTensor.from_rank_offsets(key, piece.contiguous(), *offsets)
+
+
+def _keys(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Keys and global shapes of a checkpoint. Raises UserError where the index is no index of tensors alone."""
+    path = directory / _INDEX
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError, KeyError) as error:
+        raise UserError(f"{path}: cannot read the index of the checkpoint ({type(error).__name__}: {error})") from None
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path}: not an index that can be loaded safely ({error})") from None
+    entries = getattr(index, "state_dict_metadata", None)
+    if not isinstance(index, Metadata) or not isinstance(entries, dict):
+        raise UserError(f"{path}: expected the index of a distributed checkpoint")
+    for key, entry in entries.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise UserError(f"{path}: {key} is not a tensor; it will not be loaded")
+    return {key: tuple(entry.size) for key, entry in entries.items()}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads an index without letting it import anything but what an index of tensors consists of."""
+
+    _ALLOWED = frozenset(
+        {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+        | {
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "TensorProperties",
+                "_MEM_FORMAT_ENCODING",
+                "ChunkStorageMetadata",
+                "MetadataIndex",
+                "StorageMeta",
+            )
+        }
+        | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+        | {
+            ("torch.distributed.checkpoint.planner", name)
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is one of those. Raises pickle.UnpicklingError."""
+        if (module, name) in self._ALLOWED or (module == "torch" and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)

@@ -1,0 +1,91 @@
+"""What megatron-core's dist_checkpointing needs to write in the process that calls it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from mup_megatron.patches.cpu import for_cpu
+from mup_megatron.patches.record import Patch
+
+
+def _plain_queue(_original: Callable[..., Any]) -> Callable[..., Any]:
+    results: queue.Queue[Any] = queue.Queue()
+
+    def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
+        return results
+
+    return get_write_results_queue
+
+
+def _in_this_process(_original: Any) -> Any:
+    def write_preloaded_data_multiproc(
+        transform_list: Any, use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
+    ) -> None:
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+        outcome: Any = {}
+        for number, bucket in enumerate(write_buckets):
+            results: queue.Queue[Any] = queue.Queue()
+            counter: queue.Queue[int] = queue.Queue()
+            counter.put(number)
+            FileSystemWriterAsync.write_preloaded_data(transform_list, number, bucket, results, counter, True)
+            _, written = results.get()
+            if isinstance(written, Exception):
+                outcome = written
+                break
+            outcome[number] = written
+        global_results_queue.put(outcome)
+
+    return staticmethod(write_preloaded_data_multiproc)
+
+
+def _no_server(symbol: str, parameters: tuple[str, ...], needed: str) -> Patch:
+    return Patch(
+        name=f"checkpoint-no-server-process{'' if needed.startswith('>') else '-0.16'}",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.20",
+        symbol=f"megatron.core.dist_checkpointing.strategies.filesystem_async:{symbol}",
+        parameters=parameters,
+        why="every rank spawns a server process for a queue that only asynchronous saves need; it re-imports the main "
+        "script, and outlives a rank that is killed",
+        lower_rung="the queue is made unconditionally in prepare_write_data; no argument chooses it",
+        until="megatron-core makes the queue only for asynchronous saves",
+        when="always",
+        wrap=_plain_queue,
+        needed=needed,
+    )
+
+
+CHECKPOINT_PATCHES: tuple[Patch, ...] = (
+    _no_server("_get_write_results_queue", (), "<0.17"),
+    _no_server("get_write_results_queue", ("mp_mode",), ">=0.17"),
+    Patch(
+        name="checkpoint-no-fork",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.20",
+        symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:"
+        "FileSystemWriterAsync.write_preloaded_data_multiproc",
+        parameters=None,
+        why="0.16 forks a process per file out of one that runs gloo's and CUDA's threads; later versions write in "
+        "the process itself",
+        lower_rung="a strategy's thread_count of 1 still forks once",
+        until="megatron-core 0.16 is not supported any more",
+        when="always",
+        wrap=_in_this_process,
+        needed="<0.17",
+    ),
+    Patch(
+        name="cpu-checkpoint-preload",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.20",
+        symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
+        parameters=None,
+        why="waits for CUDA before it writes",
+        lower_rung="torch.cuda.synchronize() stands in the function's body",
+        until="megatron-core asks whether there is CUDA",
+        when="cpu",
+        wrap=for_cpu,
+    ),
+)

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron import init
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
 from mup_megatron.layers.embedding import record_embedding, record_readout, scale_input, scale_output
+from mup_megatron.layers.moe import global_expert_names
 from mup_megatron.layers.record import InitMethod, recorded
-from mup_megatron.layers.spec import local_block_spec
+from mup_megatron.layers.spec import local_block_spec, local_mtp_spec
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import ForwardMultipliers, Parametrization
 from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_base_shapes, join_shapes, load_base_shapes
@@ -87,20 +88,20 @@ def build_model(
     """
     vocabulary = _vocabulary(parametrization)
     model = _gpt_model(config, config.model, vocabulary, parametrization.forward, layout, device)
-    tensor_rank = layout.tensor_rank(rank)
     for name, parameter in named_parameters(model):
         tensor = parametrization.tensors.get(name)
         spec = recorded(parameter)
         if tensor is None or spec != tensor.shape.spec:
             raise UserError(f"{name}: recorded as {spec} on rank {rank}, but the unsharded model has {tensor}")
+        slice_rank, slices = layout.slice_of(spec, rank)
         init.fill(
             parameter.data,
             seed=config.run.seed,
             name=name,
             spec=spec,
             std=tensor.init_std,
-            rank=tensor_rank,
-            ranks=layout.tensor,
+            rank=slice_rank,
+            ranks=slices,
         )
     return model
 
@@ -128,21 +129,23 @@ def dry_run(config: Config, parametrization: Parametrization, layout: Layout, ra
             raise UserError(
                 f"{name}: on rank {rank} recorded as {recorded(parameter)}, but the whole model has {tensor}"
             )
-        if tuple(parameter.shape) != init.local_shape(tensor.shape.spec, layout.tensor):
+        _, slices = layout.slice_of(tensor.shape.spec, rank)
+        if tuple(parameter.shape) != init.local_shape(tensor.shape.spec, slices):
             raise UserError(f"{name}: {tuple(parameter.shape)} on rank {rank} is no share of {tensor.shape.spec.shape}")
     return model
 
 
 def named_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by global name: layers counted over the whole model, not over this rank's part.
+    """Parameters by global name: layers and experts counted over the whole model, not over this rank's part.
 
     Raises:
         UserError: a parameter that no shim recorded; names it.
     """
+    global_expert_name = global_expert_names(model)
     for local_name, parameter in model.named_parameters():
-        name = local_name
+        name = global_expert_name(local_name)
         if local_name.startswith("decoder.layers."):
-            _, _, index, rest = local_name.split(".", 3)
+            _, _, index, rest = name.split(".", 3)
             name = f"decoder.layers.{model.decoder.layers[int(index)].layer_number - 1}.{rest}"
         if recorded(parameter) is None:
             raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
@@ -165,14 +168,14 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
     """What the shims record in an unsharded build of `model`; each model is built once in a process."""
-    key = (model, vocabulary, config.max_position_embeddings)
+    key = (model.model_dump_json(), vocabulary, config.max_position_embeddings)
     if key not in _SPECS:
         parameters = named_parameters(unsharded_model(config, model, vocabulary))
         _SPECS[key] = {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
     return _SPECS[key]
 
 
-_SPECS: dict[tuple[Model, int, int], dict[str, TensorSpec]] = {}
+_SPECS: dict[tuple[str, int, int], dict[str, TensorSpec]] = {}
 
 
 def _vocabulary(parametrization: Parametrization) -> int:
@@ -194,13 +197,21 @@ def _gpt_model(
     arguments: dict[str, Any] = {}
     if unsharded:
         one = _OneRank()
-        names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_ep_pp", "mp")
+        names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_ep_pp", "mp", "tp_dp_cp")
         arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
+    multi_token_prediction = local_mtp_spec(
+        transformer_config,
+        model,
+        norm_implementation=norm,
+        residual_multiplier=config.hparams.residual_multiplier,
+        unsharded=arguments.get("pg_collection"),
+    )
     built = GPTModel(
         config=transformer_config,
         transformer_layer_spec=local_block_spec(
-            transformer_config, norm_implementation=norm, residual_multiplier=forward.residual
+            transformer_config, model, norm_implementation=norm, residual_multiplier=forward.residual
         ),
+        mtp_block_spec=multi_token_prediction,
         vocab_size=vocabulary,
         max_sequence_length=config.max_position_embeddings,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
@@ -223,7 +234,12 @@ def _transformer_config(
     bf16 = training.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
     fused = device.type == "cuda"
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    return kind(
+        **_attention(model),
+        **_experts(model, layout),
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_size,
@@ -260,3 +276,28 @@ def _transformer_config(
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
     )
+
+
+def _attention(model: Model) -> dict[str, Any]:
+    """TransformerConfig's attention fields that only some models have."""
+    if not model.multi_latent_attention:
+        return {"qk_layernorm": model.qk_layernorm}
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
+    names += ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    names += ("mscale", "mscale_all_dim", "rotary_base", "rotary_percent", "qk_layernorm")
+    return {name: getattr(model, name) for name in names}
+
+
+def _experts(model: Model, layout: Layout) -> dict[str, Any]:
+    """TransformerConfig's fields of a mixture of experts."""
+    if model.num_moe_experts is None:
+        return {}
+    names = [name for name in type(model).model_fields if name.startswith("moe_")]
+    return {
+        **{name: getattr(model, name) for name in names},
+        "num_moe_experts": model.num_moe_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_size,
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }

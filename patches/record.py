@@ -37,6 +37,7 @@ class Patch:
         lower_rung: why no config field, public argument, subclass or hook does.
         until: when it can go.
         when: `cpu` where no CUDA device is there, `always` otherwise.
+        needed: PEP 440 specifiers of the versions that have the defect; others are left alone. None: all.
         wrap: the original to what replaces it.
     """
 
@@ -50,6 +51,17 @@ class Patch:
     until: str
     when: Literal["cpu", "always"]
     wrap: Callable[[Any], Any]
+    needed: str | None = None
+
+    def is_needed(self, *, cuda: bool) -> bool:
+        """Whether this machine and the installed version need it.
+
+        Args:
+            cuda: whether a CUDA device is there.
+        """
+        version = importlib.metadata.version(self.distribution)
+        has_defect = self.needed is None or SpecifierSet(self.needed).contains(version, prereleases=True)
+        return has_defect and (self.when == "always" or not cuda)
 
     def _target(self) -> tuple[Any, str, Any]:
         """The object that holds the symbol, the attribute's name and its value."""
@@ -106,7 +118,7 @@ def apply_patches(patches: Iterable[Patch], *, cuda: bool) -> None:
         cuda: whether a CUDA device is there.
     """
     for patch in patches:
-        if patch.when == "always" or not cuda:
+        if patch.is_needed(cuda=cuda):
             patch.apply()
 
 

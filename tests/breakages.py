@@ -140,7 +140,7 @@ def no_norm_shim() -> contextlib.AbstractContextManager[None]:
 
     from mup_megatron.layers import spec
 
-    return replaced(spec, "norm_class", lambda normalization, implementation: WrappedTorchNorm)
+    return replaced(spec, "norm_class", lambda *arguments, **keys: WrappedTorchNorm)
 
 
 def no_embedding_record() -> contextlib.AbstractContextManager[None]:

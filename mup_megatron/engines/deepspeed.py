@@ -22,6 +22,7 @@ from mup_megatron.data.batches import Batch
 from mup_megatron.engines import StepResult
 from mup_megatron.engines.deepspeed_checkpoint import SafeCheckpointEngine
 from mup_megatron.engines.deepspeed_config import deepspeed_config, refuse
+from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip_gradients
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
@@ -67,7 +68,7 @@ class DeepSpeedEngine:
         refuse(config, layout)
         self._config, self._layout = config, layout
         self._parametrization = parametrization
-        if layout.sequence_parallel:
+        if layout.tensor > 1:
             _sum_sequence_parallel_gradients(model)
         groups = parameter_groups(named_parameters(model), parametrization)
         settings = deepspeed_config(config, layout)
@@ -89,6 +90,7 @@ class DeepSpeedEngine:
         """One optimizer step; see engines.Engine."""
         self.engine.train()
         set_learning_rates(self.optimizer, base_lr)
+        scale_hidden_losses(len(micro_batches), self.engine.device)
         total = torch.zeros((), device=self.engine.device)
         norm = None
         for number, batch in enumerate(micro_batches, start=1):
@@ -100,6 +102,7 @@ class DeepSpeedEngine:
                     named_parameters(self.module), self._parametrization, self._layout, self._config.training.clip_grad
                 )
             self.engine.step()
+        update_expert_bias(self.module)
         if norm is None:
             norm = float(self.engine.get_global_grad_norm())
         return StepResult(loss=self._data_parallel_mean(total), grad_norm=norm)
@@ -123,6 +126,7 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks; see engines.Engine."""
+        forget_logged_losses()  # they keep process groups alive
         self.engine.destroy()
 
     def _loss(self, batch: Batch) -> torch.Tensor:
@@ -136,7 +140,7 @@ class DeepSpeedEngine:
 
 
 def _sum_sequence_parallel_gradients(model: torch.nn.Module) -> None:
-    """Sums gradients of sequence-parallel parameters over tensor-parallel ranks, which see a part of the sequence each.
+    """Sums gradients of parameters that see a part of the sequence, or of the heads, over tensor-parallel ranks.
 
     megatron-core's finalize_model_grads does it for its own engine; DeepSpeed knows nothing of it.
     """

@@ -155,5 +155,5 @@ def _sum_sequence_parallel_gradients(model: torch.nn.Module) -> None:
         return all_reduce
 
     for parameter in model.parameters():
-        if getattr(parameter, "sequence_parallel", False):
+        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
             parameter.register_hook(hook())

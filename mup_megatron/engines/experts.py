@@ -7,6 +7,8 @@ it; an engine without them calls `scale_hidden_losses` before a step's micro-bat
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
@@ -31,8 +33,8 @@ def scale_hidden_losses(micro_batches: int, device: torch.device) -> None:
 def forget_logged_losses() -> None:
     """Empties megatron-core's process-wide trackers of auxiliary and multi-token losses."""
     MTPLossLoggingHelper.tracker.clear()
-    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging") is None:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()  # megatron-core 0.16
     else:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter as MegatronTopKRouter
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -121,7 +122,8 @@ def _layer(
             attention, "linear_kv_up_proj", tensor_parallel.ColumnParallelLinear, KeyValueUpColumnParallelLinear
         )
         if config.qk_layernorm:
-            attention.q_layernorm = attention.kv_layernorm = norm()
+            attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm()
+            attention.kv_layernorm = norm()
     else:
         _replace(attention, "linear_qkv", tensor_parallel.ColumnParallelLinear, QKVColumnParallelLinear)
         if config.qk_layernorm:

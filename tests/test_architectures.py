@@ -190,7 +190,7 @@ def test_sdpa_masks_and_decoding() -> None:
     from mup_megatron.layers.attention import SdpaAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
-    attention = SdpaAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.7)
+    attention = SdpaAttention(config, 1, AttnMaskType.causal, "self", attention_dropout=0.0, softmax_scale=0.7)
     generator = torch.Generator().manual_seed(1)
     query, key = (torch.randn(6, 2, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2))
     value = torch.randn(6, 2, 2, 5, generator=generator, dtype=torch.float64)

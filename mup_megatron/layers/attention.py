@@ -201,7 +201,16 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(gathered), bias
         rank, rope = gathered.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([rank, copy_to_tensor_model_parallel_region(rope)], dim=-1), bias
+        shared = copy_to_tensor_model_parallel_region(rope)
+        if shared.requires_grad:
+            # megatron-core 0.16 sums a copy of a gradient that is not contiguous, and hands back the unsummed one.
+            shared.register_hook(lambda gradient: gradient.contiguous())
+        return torch.cat([rank, shared], dim=-1), bias
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The spec's own layers. megatron-core 0.19 would norm uncompressed queries once more, by Transformer Engine."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 def _record_down_projection(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -162,8 +163,13 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
     """
     layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
-    with torch.device("meta"):
-        return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
+    # megatron-core 0.16's multi-token prediction asks parallel_state for the pipeline stage, whatever it is handed.
+    parallel_state.set_pipeline_model_parallel_rank(0)
+    try:
+        with torch.device("meta"):
+            return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(None)
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
@@ -197,7 +203,21 @@ def _gpt_model(
     arguments: dict[str, Any] = {}
     if unsharded:
         one = _OneRank()
-        names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_ep_pp", "mp", "tp_dp_cp")
+        names = (
+            "tp",
+            "pp",
+            "cp",
+            "ep",
+            "dp",
+            "dp_cp",
+            "expt_tp",
+            "expt_dp",
+            "tp_cp",
+            "tp_ep",
+            "tp_ep_pp",
+            "mp",
+            "tp_dp_cp",
+        )
         arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
     multi_token_prediction = local_mtp_spec(
         transformer_config,

@@ -310,7 +310,7 @@ def resolve_auto(config: Config) -> Config:
         norm = "apex" if apex else "torch"
     attention = model.core_attention
     if attention == "auto":
-        attention = "sdpa" if cuda and model.transformer_impl == "local" else "megatron"
+        attention = "sdpa" if cuda else "megatron"
     for key, value, package in (
         ("optimizer.implementation", implementation, "apex"),
         ("optimizer.implementation", implementation, "transformer_engine"),

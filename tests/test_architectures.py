@@ -15,7 +15,7 @@ import pytest
 from mup_megatron.data.prepare import prepare
 from tests import bodies
 from tests.configs import MIXED, MLA, MOE, make
-from tests.distributed import Ranks
+from tests.distributed import RankError, Ranks
 from tests.test_layout_invariance import STEPS, TOLERANCE, deviation
 
 YARN = {"model__rope_type": "yarn", "model__mscale_all_dim": 1.0, "model__q_lora_rank": None}
@@ -251,3 +251,48 @@ def test_an_auxiliary_loss_is_a_mean_over_micro_batches(ranks: Ranks) -> None:
         prepare(config)
         norms.append(ranks.run(1, bodies.train, config=config, steps=1)[0]["grad_norms"][0])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+BROKEN_REGIME = {
+    "hparams__output_multiplier": 2.0,
+    "hparams__attention_multiplier": 2.0,
+    "model__moe_aux_loss_coeff": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "case", "tensor", "sequence_parallel"),
+    [
+        ("no_router_shim", "moe", 1, False),
+        ("no_shared_expert_shim", "moe", 1, False),
+        ("hidden_losses_not_scaled", "moe", 1, False),
+        ("expert_bias_not_updated", "moe-expert-bias", 1, False),
+        ("no_mla_shim", "mla", 1, False),
+        ("no_query_up_shim", "mla", 1, False),
+        ("no_key_value_up_shim", "mla", 1, False),
+        ("no_core_attention_shim", "mla", 1, False),
+        ("upstream_softmax_scale", "mla", 1, False),
+        ("no_gather_hook", "mla", 2, True),
+        ("no_eh_proj_shim", "mtp", 1, False),
+        ("hidden_losses_not_scaled", "mtp", 1, False),
+        ("qk_norm_not_summed_over_heads", "qk-norm", 2, False),
+        ("patch:cpu-alltoall-stream", "moe-alltoall", 1, False),
+    ],
+)
+def test_without_it_the_comparison_fails(
+    ranks: Ranks, broken: str, case: str, tensor: int, sequence_parallel: bool
+) -> None:
+    growth, overrides, _ = CASES[case]
+    regime = {key: value for key, value in BROKEN_REGIME.items() if "moe" not in key or growth is MOE}
+    layout = {"parallel__tensor_model_parallel_size": tensor, "parallel__sequence_parallel": sequence_parallel}
+    plain = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime)
+    config = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime, **layout)
+    prepare(plain)
+    whole = ranks.run(1, bodies.train, config=plain, steps=6)[0]
+    if tensor > 1:  # whole, it holds
+        for result in ranks.run(tensor, bodies.train, config=config, steps=6):
+            np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
+    with pytest.raises((AssertionError, RankError)):
+        for result in ranks.run(tensor, bodies.train, config=config, steps=6, broken=broken):
+            np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
+            np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)

@@ -77,7 +77,9 @@ def _check_latent_attention(config: Config) -> None:
         named = [f"model.{name}" for name in (*_LATENT_SIZES, "rope_type", *_YARN_KEYS) if name in given]
         named += [f"{section}.{name}" for section, name in _grown(config) if name in _LATENT_SIZES]
         if named:
-            raise config.error(named[0], "belongs to multi-latent attention; expected model.multi_latent_attention: true")
+            raise config.error(
+                named[0], "belongs to multi-latent attention; expected model.multi_latent_attention: true"
+            )
         return
     for name in _LATENT_SIZES[1:]:
         if getattr(model, name) is None:
@@ -122,7 +124,9 @@ def _check_experts(config: Config) -> None:
             raise config.error(named[0], "belongs to a mixture of experts; expected model.num_moe_experts set")
         return
     if topk > experts:
-        raise config.error("model.moe_router_topk", f"{topk} experts per token of {experts}; expected at most {experts}")
+        raise config.error(
+            "model.moe_router_topk", f"{topk} experts per token of {experts}; expected at most {experts}"
+        )
     if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
         raise config.error(
             "model.moe_router_pre_softmax",
@@ -197,15 +201,9 @@ def _check_multi_token_prediction(config: Config) -> None:
 def _check_norms(config: Config) -> None:
     model = config.model
     if model.norm_gains == "none" and model.norm_implementation == "apex":
-        raise config.error("model.norm_implementation", "apex's norms have gains; expected torch, or norm_gains: trained")
-    if model.transformer_impl == "transformer_engine":
-        if model.norm_gains == "none":
-            raise config.error("model.norm_gains", "Transformer Engine's norms have gains; expected trained or frozen")
-        if model.core_attention != "auto":
-            raise config.error(
-                "model.core_attention", "Transformer Engine brings its own attention; expected auto, or "
-                "transformer_impl: local",
-            )
+        raise config.error(
+            "model.norm_implementation", "apex's norms have gains; expected torch, or norm_gains: trained"
+        )
 
 
 def _check_zero_init(config: Config) -> None:

@@ -115,7 +115,6 @@ class Model(Section):
     norm_gains: Literal["trained", "frozen", "none"] = "trained"
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
     core_attention: Literal["auto", "megatron", "sdpa"] = "auto"
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
 
     @property
     def head_size(self) -> int:

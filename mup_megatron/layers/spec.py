@@ -118,9 +118,7 @@ def _layer(
         _replace(parts.self_attention, "module", multi_latent_attention.MLASelfAttention, MLASelfAttention)
         for name in ("linear_q_proj", "linear_q_up_proj"):
             _replace(attention, name, tensor_parallel.ColumnParallelLinear, QueryUpColumnParallelLinear)
-        _replace(
-            attention, "linear_kv_up_proj", tensor_parallel.ColumnParallelLinear, KeyValueUpColumnParallelLinear
-        )
+        _replace(attention, "linear_kv_up_proj", tensor_parallel.ColumnParallelLinear, KeyValueUpColumnParallelLinear)
         if config.qk_layernorm:
             attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm()
             attention.kv_layernorm = norm()

@@ -302,9 +302,11 @@ def _attention(model: Model) -> dict[str, Any]:
     """TransformerConfig's attention fields that only some models have."""
     if not model.multi_latent_attention:
         return {"qk_layernorm": model.qk_layernorm}
-    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type")
-    names += ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    names += ("mscale", "mscale_all_dim", "rotary_base", "rotary_percent", "qk_layernorm")
+    names = [
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"),
+        *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ]
     return {name: getattr(model, name) for name in names}
 
 

@@ -22,7 +22,6 @@ import yaml
 
 from mup_megatron.errors import UserError
 
-
 FixedFanOut = Literal["output_like", "hidden_like"]
 """Which init rule holds where the fan-in grows and the fan-out does not (docs/parametrization.md, section 2)."""
 

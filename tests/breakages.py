@@ -206,10 +206,11 @@ def qk_norm_not_summed_over_heads() -> contextlib.AbstractContextManager[None]:
 
 
 def hidden_losses_not_scaled() -> contextlib.AbstractContextManager[None]:
-    """Nobody tells megatron-core how many micro-batches share a step."""
+    """megatron-core takes every micro-batch for a step of its own, as it does until it is told."""
     from mup_megatron.engines import deepspeed
 
-    return replaced(deepspeed, "scale_hidden_losses", lambda micro_batches, device: None)
+    original = deepspeed.scale_hidden_losses
+    return replaced(deepspeed, "scale_hidden_losses", lambda micro_batches, device: original(1, device))
 
 
 def expert_bias_not_updated() -> contextlib.AbstractContextManager[None]:

@@ -162,7 +162,10 @@ def test_qk_norm_takes_g_from_queries_and_keys_alone() -> None:
 
 def test_multi_token_prediction_has_its_own_depth() -> None:
     """Decoder ×2 in depth under CompleteP: branches 1/2 there, 1 here; eh_proj [96, 192] over [64, 128]."""
-    growth = {"model": {**MIXED["model"], "mtp_num_layers": 1}, "base": {**MIXED["base"], "num_layers": 1}}
+    growth: dict[str, Any] = {
+        "model": {**MIXED["model"], "mtp_num_layers": 1},
+        "base": {**MIXED["base"], "num_layers": 1},
+    }
     parametrization = apply(growth, "llama", parametrization__depth="completep")
     tensors = {name: tensor for name, tensor in parametrization.tensors.items() if name.startswith("mtp.")}
     assert numbers(tensors["mtp.layers.0.eh_proj.weight"]) == (close(2 / 3), close(2 / 3), 1.5)
@@ -201,7 +204,8 @@ def test_norm_gains() -> None:
 
 
 def test_at_the_base_everything_is_one() -> None:
-    for growth in (MOE, MLA):
+    growths: list[dict[str, Any]] = [MOE, MLA]
+    for growth in growths:
         base = {**growth, "model": {**growth["model"], **growth["base"]}}
         parametrization = apply(base, "llama", model__mtp_num_layers=1)
         assert {numbers(tensor)[:2] for tensor in parametrization.tensors.values()} == {(1, 1)}

@@ -253,6 +253,12 @@ def test_an_auxiliary_loss_is_a_mean_over_micro_batches(ranks: Ranks) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def compare(results: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    for result in results:
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
+        np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)
+
+
 BROKEN_REGIME = {
     "hparams__output_multiplier": 2.0,
     "hparams__attention_multiplier": 2.0,
@@ -290,9 +296,6 @@ def test_without_it_the_comparison_fails(
     prepare(plain)
     whole = ranks.run(1, bodies.train, config=plain, steps=6)[0]
     if tensor > 1:  # whole, it holds
-        for result in ranks.run(tensor, bodies.train, config=config, steps=6):
-            np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
+        compare(ranks.run(tensor, bodies.train, config=config, steps=6), whole)
     with pytest.raises((AssertionError, RankError)):
-        for result in ranks.run(tensor, bodies.train, config=config, steps=6, broken=broken):
-            np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
-            np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)
+        compare(ranks.run(tensor, bodies.train, config=config, steps=6, broken=broken), whole)

@@ -81,7 +81,7 @@ class Model(Section):
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     moe_shared_expert_intermediate_size: Positive | None = None
     moe_shared_expert_gate: bool = False
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"  # noqa: S105
     multi_latent_attention: bool = False
     q_lora_rank: Positive | None = None
     kv_lora_rank: Positive | None = None

@@ -115,7 +115,7 @@ class SdpaAttention(MegatronModule):
     def _mask(
         attention_mask: torch.Tensor | None, mask_type: AttnMaskType, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor | None, bool]:
-        """torch's mask (True where attention goes), or that it is the plain causal one, which needs none."""
+        """The mask of torch (True where attention goes), or that it is the plain causal one, which needs none."""
         rows, columns = query.size(0), key.size(0)
         if attention_mask is not None:
             if rows == columns and _is_causal(attention_mask, rows):
@@ -208,7 +208,7 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
         return torch.cat([rank, shared], dim=-1), bias
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The spec's own layers. megatron-core 0.19 would norm uncompressed queries once more, by Transformer Engine."""
+        """The spec's own layers; megatron-core 0.19 would norm uncompressed queries too, by Transformer Engine."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 

@@ -86,7 +86,7 @@ class QKVColumnParallelLinear(ColumnParallelLinear):
 
 
 class QueryUpColumnParallelLinear(ColumnParallelLinear):
-    """MLA's queries, from their latent or the hidden state: per head the part without positions, then the rotary one."""
+    """MLA's queries, from their latent or the hidden state: per head the part without positions, then the rotary."""
 
     def fused(self, config: MLATransformerConfig) -> Fused:
         """Per head qk_head_dim and qk_pos_emb_head_dim rows."""

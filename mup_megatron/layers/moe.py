@@ -45,7 +45,7 @@ class TopKRouter(router.TopKRouter):
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
     def _maintain_float32_expert_bias(self) -> None:
-        """Also keeps the counts in float32: bfloat16, to which a cast of the model moves them, ends at 256 tokens."""
+        """Also keeps the counts in float32: bfloat16, to which a cast of the model moves them, is exact to 256."""
         super()._maintain_float32_expert_bias()
         for name in ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps"):
             buffer = getattr(self, name, None)

@@ -269,11 +269,6 @@ def _check_experts(config: Config, stage: int, tensor: int, expert: int, expert_
             f"megatron-core's experts have biases only where they are whole; expected false, or "
             f"parallel.expert_tensor_parallel_size 1, found {expert_tensor}",
         )
-    if tensor > 1 and not parallel.sequence_parallel:
-        raise config.error(
-            "parallel.sequence_parallel",
-            "megatron-core trains experts under tensor parallelism only with it; expected true",
-        )
     if parallel.engine == "deepspeed" and expert > 1 and parallel.zero_stage == 3:
         raise config.error("parallel.zero_stage", "DeepSpeed has no ZeRO 3 with expert parallelism; expected 0, 1 or 2")
     if parallel.engine == "deepspeed" and expert_tensor != tensor:
@@ -305,11 +300,15 @@ def tensor_parallel_problems(config: Config, tensor: int) -> list[tuple[str, str
         "model.make_vocab_size_divisible_by": "padded vocabulary ",
         "model.kv_lora_rank": "with qk_pos_emb_head_dim, ",
     }
-    return [
+    problems = [
         (key, f"{what.get(key, '')}{size} is not divisible by the tensor-parallel size {tensor}")
         for key, size in sizes.items()
         if size % tensor
     ]
+    if model.num_moe_experts is not None and tensor > 1 and not config.parallel.sequence_parallel:
+        problem = "megatron-core trains experts under tensor parallelism only with it; expected true"
+        problems.append(("parallel.sequence_parallel", problem))
+    return problems
 
 
 def _auto_tensor_parallel(config: Config, world_size: int) -> int:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mup_megatron import rules, runtime
 from mup_megatron.errors import ConfigError
+from mup_megatron.explain import explain
+from mup_megatron.layers.moe import global_expert_names
 from mup_megatron.layout import resolve_layout
+from mup_megatron.model import named_parameters, unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
+from mup_megatron.shapes import expert_number
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
 from tests.test_parametrization import EMBEDDING, apply, numbers
 
@@ -305,3 +310,31 @@ def test_a_dumped_config_is_read_again() -> None:
     for growth in (MIXED, MOE, MLA):
         config = make(growth, "llama")
         assert parse_config(config.model_dump(), config.source) == config
+
+
+def test_experts_are_named_by_their_global_number() -> None:
+    """The second of two expert-parallel ranks, each with four of eight experts, holds numbers 4 to 7."""
+    config = make(MOE, "llama")
+    model = unsharded_model(config, config.model, 384)
+    assert {expert_number(name) for name, _ in named_parameters(model)} == {None, 0, 1, 2, 3}
+    model.decoder.layers[1].mlp.experts.ep_group = SimpleNamespace(rank=lambda: 1)
+    assert {expert_number(name) for name, _ in named_parameters(model)} == {None, 4, 5, 6, 7}
+    rename = global_expert_names(model)
+    first = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+    assert rename(first) == first.replace("experts.0", "experts.4")
+    assert rename("decoder.layers.0.mlp.linear_fc1.weight") == "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+def test_explain_tells_what_a_rank_holds() -> None:
+    """Two expert-parallel ranks: experts 0 and 1 here, 2 and 3 there; router and dense layers on both."""
+    one = {"parallel__tensor_model_parallel_size": 1}
+    config = make(MOE, "llama", parallel__expert_model_parallel_size=2, **one)
+    parametrization = apply(MOE, "llama")
+    layout = resolve_layout(config, 2)
+    held = [
+        {parameter["name"] for parameter in explain(config, parametrization, layout, rank)["parameters"]}
+        for rank in (0, 1)
+    ]
+    assert [{expert_number(name) for name in names} for names in held] == [{None, 0, 1}, {None, 2, 3}]
+    assert MLP + "router.weight" in held[0] & held[1]
+    assert held[0] | held[1] == set(parametrization.tensors)

@@ -163,13 +163,15 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
     """
     layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
-    # megatron-core 0.16's multi-token prediction asks parallel_state for the pipeline stage, whatever it is handed.
+    # Multi-token prediction asks parallel_state for the pipeline stage, whatever groups the model is handed.
     parallel_state.set_pipeline_model_parallel_rank(0)
+    parallel_state.set_pipeline_model_parallel_world_size(1)
     try:
         with torch.device("meta"):
             return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
     finally:
         parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:

@@ -11,7 +11,7 @@ from mup_megatron.config import Config
 from mup_megatron.init import local_shape
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
-from mup_megatron.shapes import InfDim
+from mup_megatron.shapes import InfDim, expert_number
 
 
 def explain(config: Config, parametrization: Parametrization, layout: Layout, rank: int = 0) -> dict[str, Any]:
@@ -38,11 +38,21 @@ def explain(config: Config, parametrization: Parametrization, layout: Layout, ra
             "embedding": forward.embedding,
             "residual": forward.residual,
         },
-        "parameters": [_parameter(name, tensor, layout) for name, tensor in parametrization.tensors.items()],
+        "parameters": [
+            _parameter(name, tensor, layout, rank)
+            for name, tensor in parametrization.tensors.items()
+            if _is_on(name, config, layout, rank)
+        ],
     }
 
 
-def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict[str, Any]:
+def _is_on(name: str, config: Config, layout: Layout, rank: int) -> bool:
+    """Whether `rank` holds the parameter, as far as expert parallelism decides it."""
+    number, experts = expert_number(name), config.model.num_moe_experts
+    return number is None or experts is None or number * layout.expert // experts == layout.expert_rank(rank)
+
+
+def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout, rank: int) -> dict[str, Any]:
     shape = tensor.shape
     blocks = None
     if shape.blocks:
@@ -53,7 +63,7 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict
     return {
         "name": name,
         "global_shape": list(shape.spec.shape),
-        "local_shape": list(local_shape(shape.spec, layout.tensor)),
+        "local_shape": list(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1])),
         "base_shape": list(shape.base_shape),
         "growing": [dim.grows for dim in shape.infshape],
         "fan_in": shape.fan_in.dim,
@@ -133,7 +143,7 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
         row = (
             family(shape.name),
             _sizes(shape.spec.shape),
-            _sizes(local_shape(shape.spec, layout.tensor)),
+            _sizes(local_shape(shape.spec, layout.slice_of(shape.spec, 0)[1])),
             _sizes(shape.base_shape),
             *cells,
         )

@@ -9,6 +9,7 @@ Public names: `fill`, `local_shape`.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import torch
@@ -31,7 +32,7 @@ def local_ranges(size: int, stride: int, rank: int, ranks: int) -> list[tuple[in
 
 
 def local_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
-    """Shape of the slice that each of `ranks` tensor-parallel ranks holds."""
+    """Shape of the slice that each of `ranks` ranks holds (`Layout.slice_of`)."""
     return tuple(size // ranks if i == spec.partition_dim else size for i, size in enumerate(spec.shape))
 
 
@@ -62,7 +63,8 @@ def fill(
     if spec.init in (Init.ZEROS, Init.ONES):
         tensor.fill_(1.0 if spec.init is Init.ONES else 0.0)
         return
-    rows, columns = spec.shape
+    tensor = tensor.view(tensor.shape[0], -1)
+    rows, columns = spec.shape[0], math.prod(spec.shape[1:])
     split = local_ranges(spec.shape[spec.partition_dim or 0], spec.partition_stride, rank, ranks)
     row_ranges = split if spec.partition_dim == 0 else [(0, rows)]
     column_ranges = split if spec.partition_dim == 1 else [(0, columns)]

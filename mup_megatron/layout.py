@@ -73,6 +73,12 @@ class Layout:
         """Expert-parallel rank: which of the experts a rank holds."""
         return rank // self.expert_tensor % self.expert
 
+    def slice_of(self, spec: TensorSpec, rank: int) -> tuple[int, int]:
+        """Which of how many slices of a tensor a global rank holds; experts are split over their own ranks."""
+        if spec.expert:
+            return self.expert_tensor_rank(rank), self.expert_tensor
+        return self.tensor_rank(rank), self.tensor
+
     def writes(self, rank: int, spec: TensorSpec, number: int) -> bool:
         """Whether a rank is the one that writes its slice of a tensor into a checkpoint.
 
@@ -81,7 +87,10 @@ class Layout:
             spec: of the tensor.
             number: of the tensor on this rank, so that data-parallel ranks take turns.
         """
-        first = spec.partition_dim is not None or self.tensor_rank(rank) == 0
+        first = spec.partition_dim is not None or self.slice_of(spec, rank)[0] == 0
+        if spec.expert:
+            replicas = self.world_size // (self.pipeline * self.expert * self.expert_tensor)
+            return first and rank // (self.expert_tensor * self.expert) % replicas == number % replicas
         return first and self.context_rank(rank) == 0 and self.data_rank(rank) == number % self.data
 
     def __str__(self) -> str:
@@ -104,8 +113,6 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
         ConfigError: a size does not divide, the processes cannot share the batch, or upstream does not allow the mix.
     """
     parallel = config.parallel
-    if config.model.num_moe_experts is not None:
-        raise config.error("model.num_moe_experts", "experts are not built yet")
     _check_mix(config)
     pipeline, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     if parallel.tensor_model_parallel_size == "auto":
@@ -272,10 +279,11 @@ def _check_experts(config: Config, stage: int, tensor: int, expert: int, expert_
         raise config.error(
             "model.moe_ffn_hidden_size", f"{model.moe_ffn_size} is not divisible by the experts' TP {expert_tensor}"
         )
-    if tensor > 1 and not parallel.sequence_parallel:
+    if model.add_bias_linear and expert_tensor > 1:
         raise config.error(
-            "parallel.sequence_parallel",
-            "megatron-core trains experts under tensor parallelism only with it; expected true",
+            "model.add_bias_linear",
+            f"megatron-core's experts have biases only where they are whole; expected false, or "
+            f"parallel.expert_tensor_parallel_size 1, found {expert_tensor}",
         )
     if parallel.engine == "deepspeed" and expert > 1 and parallel.zero_stage == 3:
         raise config.error("parallel.zero_stage", "DeepSpeed has no ZeRO 3 with expert parallelism; expected 0, 1 or 2")
@@ -289,21 +297,34 @@ def _check_experts(config: Config, stage: int, tensor: int, expert: int, expert_
 def tensor_parallel_problems(config: Config, tensor: int) -> list[tuple[str, str]]:
     """What keeps the model from being split over `tensor` ranks: (key, problem) pairs."""
     model = config.model
-    sizes = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.query_groups,
-        "model.ffn_hidden_size": model.ffn_size,
-    }
+    sizes = {"model.num_attention_heads": model.num_attention_heads, "model.num_query_groups": model.query_groups}
+    if not all(model.expert_layers):
+        sizes["model.ffn_hidden_size"] = model.ffn_size
+    if model.moe_shared_expert_intermediate_size is not None:
+        sizes["model.moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
+    if model.multi_latent_attention:
+        # megatron-core splits the rows of the down-projections and gathers what they put out.
+        sizes["model.kv_lora_rank"] = (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
+        sizes["model.q_lora_rank"] = model.q_lora_rank or 0
+    if model.mtp_num_layers is not None:
+        sizes["model.hidden_size"] = model.hidden_size
     if config.vocab_size is not None:
         sizes["model.make_vocab_size_divisible_by"] = model.padded_vocab_size(config.vocab_size)
     if config.parallel.sequence_parallel:
         sizes["training.seq_length"] = config.training.seq_length
-    what = {"model.make_vocab_size_divisible_by": "padded vocabulary "}
-    return [
+    what = {
+        "model.make_vocab_size_divisible_by": "padded vocabulary ",
+        "model.kv_lora_rank": "with qk_pos_emb_head_dim, ",
+    }
+    problems = [
         (key, f"{what.get(key, '')}{size} is not divisible by the tensor-parallel size {tensor}")
         for key, size in sizes.items()
         if size % tensor
     ]
+    if model.num_moe_experts is not None and tensor > 1 and not config.parallel.sequence_parallel:
+        problem = "megatron-core trains experts under tensor parallelism only with it; expected true"
+        problems.append(("parallel.sequence_parallel", problem))
+    return problems
 
 
 def _auto_tensor_parallel(config: Config, world_size: int) -> int:

@@ -15,16 +15,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron import init
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
 from mup_megatron.layers.embedding import record_embedding, record_readout, scale_input, scale_output
+from mup_megatron.layers.moe import global_expert_names
 from mup_megatron.layers.record import InitMethod, recorded
-from mup_megatron.layers.spec import local_block_spec
+from mup_megatron.layers.spec import local_block_spec, local_mtp_spec
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import ForwardMultipliers, Parametrization
 from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_base_shapes, join_shapes, load_base_shapes
@@ -93,14 +95,15 @@ def build_model(
     chunks = _chunks(config, parametrization, layout, rank, device)
     for name, parameter in named_parameters(chunks):
         tensor = parametrization.tensors[name]
+        slice_rank, slices = layout.slice_of(tensor.shape.spec, rank)
         init.fill(
             parameter.data,
             seed=config.run.seed,
             name=name,
             spec=tensor.shape.spec,
             std=tensor.init_std,
-            rank=layout.tensor_rank(rank),
-            ranks=layout.tensor,
+            rank=slice_rank,
+            ranks=slices,
         )
     return chunks
 
@@ -122,7 +125,7 @@ def dry_run(config: Config, parametrization: Parametrization, layout: Layout, ra
     chunks = _chunks(config, parametrization, layout, rank, torch.device("meta"))
     for name, parameter in named_parameters(chunks):
         spec = parametrization.tensors[name].shape.spec
-        if tuple(parameter.shape) != init.local_shape(spec, layout.tensor):
+        if tuple(parameter.shape) != init.local_shape(spec, layout.slice_of(spec, rank)[1]):
             raise UserError(f"{name}: {tuple(parameter.shape)} on rank {rank} is no share of {spec.shape}")
     return chunks
 
@@ -155,7 +158,7 @@ def _chunks(
 
 
 def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by global name: layers counted over the whole model, not over this rank's part.
+    """Parameters by global name: layers and experts counted over the whole model, not over this rank's part.
 
     The copy of a tied embedding that the last pipeline stage holds as its head bears the embedding's name.
 
@@ -166,10 +169,11 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
         UserError: a parameter that no shim recorded; names it.
     """
     for chunk in [model] if isinstance(model, GPTModel) else model:
+        global_expert_name = global_expert_names(chunk)
         for local_name, parameter in chunk.named_parameters():
-            name = local_name
+            name = global_expert_name(local_name)
             if local_name.startswith("decoder.layers."):
-                _, _, index, rest = local_name.split(".", 3)
+                _, _, index, rest = name.split(".", 3)
                 name = f"decoder.layers.{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
             elif local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = EMBEDDING
@@ -196,20 +200,30 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
         stages=((range(model.num_layers),),),
     )
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
-    with torch.device("meta"):
-        return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
+    # Multi-token prediction asks parallel_state for the pipeline stage, whatever groups the model is handed.
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    parallel_state.set_pipeline_model_parallel_rank(0)
+    parallel_state.set_pipeline_model_parallel_world_size(1)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+    try:
+        with torch.device("meta"):
+            return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
+    finally:
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
     """What the shims record in an unsharded build of `model`; each model is built once in a process."""
-    key = (model, vocabulary, config.max_position_embeddings)
+    key = (model.model_dump_json(), vocabulary, config.max_position_embeddings)
     if key not in _SPECS:
         parameters = named_parameters(unsharded_model(config, model, vocabulary))
         _SPECS[key] = {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
     return _SPECS[key]
 
 
-_SPECS: dict[tuple[Model, int, int], dict[str, TensorSpec]] = {}
+_SPECS: dict[tuple[str, int, int], dict[str, TensorSpec]] = {}
 
 
 def _vocabulary(parametrization: Parametrization) -> int:
@@ -234,19 +248,42 @@ def _gpt_model(
     arguments: dict[str, Any] = {}
     if unsharded:
         one = _OneRank()
-        names = ("tp", "pp", "cp", "ep", "dp", "dp_cp", "expt_tp", "expt_dp", "tp_cp", "tp_ep", "tp_ep_pp", "mp")
+        names = (
+            "tp",
+            "pp",
+            "cp",
+            "ep",
+            "dp",
+            "dp_cp",
+            "expt_tp",
+            "expt_dp",
+            "tp_cp",
+            "tp_ep",
+            "tp_ep_pp",
+            "mp",
+            "tp_dp_cp",
+        )
         arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
-    last = (layout.pipeline - 1, layout.virtual_pipeline - 1)
+    is_last = (stage, chunk) == (layout.pipeline - 1, layout.virtual_pipeline - 1)
+    multi_token_prediction = local_mtp_spec(
+        transformer_config,
+        model,
+        norm_implementation=norm,
+        residual_multiplier=config.hparams.residual_multiplier,
+        unsharded=arguments.get("pg_collection"),
+    )
     built = GPTModel(
         config=transformer_config,
         transformer_layer_spec=local_block_spec(
             transformer_config,
+            model,
             layers=layout.stages[stage][chunk],
             norm_implementation=norm,
             residual_multiplier=forward.residual,
         ),
+        mtp_block_spec=multi_token_prediction if is_last else None,
         pre_process=(stage, chunk) == (0, 0),
-        post_process=(stage, chunk) == last,
+        post_process=is_last,
         vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         vocab_size=vocabulary,
         max_sequence_length=config.max_position_embeddings,
@@ -273,7 +310,12 @@ def _transformer_config(
     dtype = torch.bfloat16 if bf16 else torch.float32
     fused = device.type == "cuda"
     split, interleaved = layout.pipeline > 1, layout.virtual_pipeline > 1
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    return kind(
+        **_attention(model),
+        **_experts(model),
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_size,
@@ -324,3 +366,28 @@ def _transformer_config(
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
     )
+
+
+def _attention(model: Model) -> dict[str, Any]:
+    """TransformerConfig's attention fields that only some models have."""
+    if not model.multi_latent_attention:
+        return {"qk_layernorm": model.qk_layernorm}
+    names = [
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"),
+        *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ]
+    return {name: getattr(model, name) for name in names}
+
+
+def _experts(model: Model) -> dict[str, Any]:
+    """TransformerConfig's fields of a mixture of experts."""
+    if model.num_moe_experts is None:
+        return {}
+    names = [name for name in type(model).model_fields if name.startswith("moe_")]
+    return {
+        **{name: getattr(model, name) for name in names},
+        "num_moe_experts": model.num_moe_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_size,
+        "moe_grouped_gemm": False,
+    }

@@ -34,6 +34,8 @@ def parameter_groups(
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in named_parameters:
         tensor = parametrization.tensors[name]
+        if tensor.shape.spec.frozen:
+            continue
         group = groups.get(tensor.group)
         if group is None:
             group = {

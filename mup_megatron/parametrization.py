@@ -125,8 +125,10 @@ class Parametrization:
         """The forward multipliers."""
         hparams, model = self.config.hparams, self.config.model
         base_head_size = self.base_head_size if self.is_mup else model.head_size
+        yarn = model.multi_latent_attention and model.rope_type == "yarn"
+        mscale = rules.yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim) if yarn else 1.0
         return ForwardMultipliers(
-            softmax_scale=rules.softmax_scale(model.head_size, base_head_size, hparams.attention_multiplier),
+            softmax_scale=rules.softmax_scale(model.head_size, base_head_size, hparams.attention_multiplier, mscale),
             readout=hparams.output_multiplier * float(self._readout_multiplier),
             embedding=hparams.embedding_multiplier,
             residual=hparams.residual_multiplier * self.depth.branch,
@@ -163,17 +165,7 @@ class Parametrization:
         forward = rules.readout_multiplier(m_in) if spec.readout else rules.ONE
         depth = self.depth if shape.layer is not None else rules.DepthFactors()
 
-        fixed_fan_out = spec.fixed_fan_out or config.parametrization.fixed_fan_out_init
-        base_std = self._base_std(spec.init)
-        init_std = {
-            block: base_std
-            * rules.init_std(
-                m_in=m_in,
-                forward=forward,
-                output_like=rules.is_output_like(shape.fan_in.grows, dim.grows, fixed_fan_out),
-            )
-            for block, dim in shape.fan_outs.items()
-        }
+        init_std = {block: self._init_std(shape, block, m_in, forward) for block in shape.fan_outs}
 
         if self.rule != "adam" and len(set(m_outs.values())) > 1:
             raise UserError(
@@ -184,8 +176,10 @@ class Parametrization:
             )
         m_out = max(m_outs.values())
         lr = rules.learning_rate(self.rule, m_in=m_in, m_out=m_out, forward=forward) * _exact(depth.lr)
+        if spec.frozen:
+            lr = Fraction(0)
         eps = rules.epsilon(m_out=m_out, forward=forward) * _exact(depth.eps) if self.rule == "adam" else rules.ONE
-        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed else Fraction(0)
+        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed and lr else Fraction(0)
         multiplier = float(forward) * (config.hparams.output_multiplier if spec.readout else 1.0)
         if spec.init is Init.EMBEDDING:
             multiplier *= config.hparams.embedding_multiplier
@@ -201,6 +195,15 @@ class Parametrization:
             weight_decay_multiplier=float(decay),
             group=GroupKey(lr=lr, eps=eps, weight_decay=decay),
         )
+
+    def _init_std(self, shape: TensorShape, block: str | None, m_in: Fraction, forward: Fraction) -> float:
+        """Standard deviation of one block."""
+        spec, config = shape.spec, self.config.parametrization
+        if (config.zero_init_readout and spec.readout) or (config.zero_init_query and spec.is_query(block)):
+            return 0.0
+        rule = spec.fixed_fan_out_of(block) or config.fixed_fan_out_init
+        output_like = rules.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
+        return self._base_std(spec.init) * rules.init_std(m_in=m_in, forward=forward, output_like=output_like)
 
     @cached_property
     def groups(self) -> dict[GroupKey, list[TensorHyperparameters]]:

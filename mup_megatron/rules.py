@@ -88,12 +88,26 @@ def gradient_norm(*, m_in: Fraction, m_out: Fraction, forward: Fraction = ONE) -
     return m_out / (forward**2 * m_in)
 
 
-def softmax_scale(head_size: int, base_head_size: int, attention_multiplier: float = 1.0) -> float:
-    """Scale of attention logits: α/sqrt(d) · sqrt(d_base/d), which is 1/d in d (Tensor Programs V, definition 4.1).
+def softmax_scale(
+    head_size: int, base_head_size: int, attention_multiplier: float = 1.0, yarn_mscale: float = 1.0
+) -> float:
+    """Scale of attention logits: α · mscale²/sqrt(d) · sqrt(d_base/d), which is 1/d in d (TP V, definition 4.1).
 
-    Computed in this order, so that it is bit for bit 1/sqrt(d) where d = d_base and α = 1.
+    Computed in this order, so that it is bit for bit megatron-core's mscale²/sqrt(d) where d = d_base and α = 1.
+
+    Args:
+        head_size: d, of queries and keys.
+        base_head_size: d of the base model.
+        attention_multiplier: α.
+        yarn_mscale: of multi-latent attention under YaRN (`yarn_mscale`), 1 elsewhere.
     """
-    return attention_multiplier * (1.0 / math.sqrt(head_size)) * math.sqrt(base_head_size / head_size)
+    scale = yarn_mscale * yarn_mscale / math.sqrt(head_size)
+    return attention_multiplier * scale * math.sqrt(base_head_size / head_size)
+
+
+def yarn_mscale(scaling_factor: float, mscale_all_dim: float) -> float:
+    """YaRN's magnitude factor (arXiv 2309.00071, section 3.4), as megatron-core's MLA takes it."""
+    return 1.0 if scaling_factor <= 1 else 0.1 * mscale_all_dim * math.log(scaling_factor) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

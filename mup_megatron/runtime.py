@@ -380,7 +380,11 @@ def resolve_auto(config: Config) -> Config:
             implementation = "torch_fused"
     norm = model.norm_implementation
     if norm == "auto":
-        norm = "apex" if cuda and model.normalization == "LayerNorm" and importable("apex") else "torch"
+        apex = cuda and model.normalization == "LayerNorm" and model.norm_gains != "none" and importable("apex")
+        norm = "apex" if apex else "torch"
+    attention = model.core_attention
+    if attention == "auto":
+        attention = "sdpa" if cuda else "megatron"
     for key, value, package in (
         ("optimizer.implementation", implementation, "apex"),
         ("optimizer.implementation", implementation, "transformer_engine"),
@@ -396,7 +400,7 @@ def resolve_auto(config: Config) -> Config:
         update={
             "training": training.model_copy(update={"precision": precision}),
             "optimizer": optimizer.model_copy(update={"implementation": implementation}),
-            "model": model.model_copy(update={"norm_implementation": norm}),
+            "model": model.model_copy(update={"norm_implementation": norm, "core_attention": attention}),
         }
     )
 

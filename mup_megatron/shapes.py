@@ -22,6 +22,9 @@ import yaml
 
 from mup_megatron.errors import UserError
 
+FixedFanOut = Literal["output_like", "hidden_like"]
+"""Which init rule holds where the fan-in grows and the fan-out does not (docs/parametrization.md, section 2)."""
+
 
 class Init(Enum):
     """The base distribution of a tensor; the standard deviations are Megatron's."""
@@ -69,7 +72,11 @@ class TensorSpec:
         fused: blocks of dimension 0, if there are several.
         readout: the tensor turns the trunk's output into logits and carries the forward multiplier A = 1/m_in.
         fixed_fan_out: which init rule holds where the fan-in grows and the fan-out does not; None leaves it to the
-            config's `fixed_fan_out_init`.
+            config's `fixed_fan_out_init`. For a fused tensor: of every block that `block_fixed_fan_out` does not name.
+        block_fixed_fan_out: (block name, rule) of the blocks that have a rule of their own.
+        query: what it puts out is attention's query (in a fused tensor: the block `query`).
+        expert: it is part of an expert: the experts' tensor parallelism splits it.
+        frozen: it is not trained.
     """
 
     shape: tuple[int, ...]
@@ -80,12 +87,24 @@ class TensorSpec:
     partition_stride: int = 1
     fused: Fused | None = None
     readout: bool = False
-    fixed_fan_out: Literal["output_like", "hidden_like"] | None = None
+    fixed_fan_out: FixedFanOut | None = None
+    block_fixed_fan_out: tuple[tuple[str, FixedFanOut], ...] = ()
+    query: bool = False
+    expert: bool = False
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError where the blocks do not fill dimension 0."""
         if self.fused and sum(self.fused.fan_outs.values()) != self.shape[0]:
             raise ValueError(f"blocks {self.fused.fan_outs} do not add up to {self.shape[0]} rows")
+
+    def fixed_fan_out_of(self, block: str | None) -> FixedFanOut | None:
+        """The rule of one block, as `fixed_fan_out`."""
+        return dict(self.block_fixed_fan_out).get(block or "", self.fixed_fan_out)
+
+    def is_query(self, block: str | None) -> bool:
+        """Whether the block (None: the whole tensor) puts out attention's query."""
+        return self.query and (self.fused is None or "query" not in self.fused.fan_outs or block == "query")
 
     @property
     def is_decayed(self) -> bool:
@@ -151,9 +170,18 @@ class TensorShape:
 
 
 def layer_number(name: str) -> int | None:
-    """Number of the transformer layer in a global parameter name: 3 for `decoder.layers.3.mlp.linear_fc1.weight`."""
+    """Number of the decoder layer in a global parameter name: 3 for `decoder.layers.3.mlp.linear_fc1.weight`.
+
+    None outside the decoder: multi-token prediction (`mtp.layers.0...`) has a depth of its own, which is the base's.
+    """
     parts = name.split(".")
-    return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
+    return int(parts[2]) if parts[:2] == ["decoder", "layers"] else None
+
+
+def expert_number(name: str) -> int | None:
+    """Number of the expert in a global parameter name: 3 for `...experts.local_experts.3.linear_fc1.weight`."""
+    parts = name.split(".")
+    return int(parts[parts.index("local_experts") + 1]) if "local_experts" in parts else None
 
 
 def join_shapes(

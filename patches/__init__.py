@@ -7,8 +7,9 @@ place, runtime.py, at process start. This package imports nothing of mup_megatro
 from mup_megatron.patches.checkpoint import CHECKPOINT_PATCHES
 from mup_megatron.patches.cpu import CPU_PATCHES
 from mup_megatron.patches.deepspeed import DEEPSPEED_PATCHES
+from mup_megatron.patches.moe import MOE_PATCHES
 from mup_megatron.patches.record import Patch, PatchError, active_patches, apply_patches, revert_patches
 
-ALL_PATCHES: tuple[Patch, ...] = (*CPU_PATCHES, *CHECKPOINT_PATCHES, *DEEPSPEED_PATCHES)
+ALL_PATCHES: tuple[Patch, ...] = (*CPU_PATCHES, *CHECKPOINT_PATCHES, *DEEPSPEED_PATCHES, *MOE_PATCHES)
 
 __all__ = ["ALL_PATCHES", "Patch", "PatchError", "active_patches", "apply_patches", "revert_patches"]

@@ -74,7 +74,7 @@ def _constant_for_cpu(constant: Any) -> Any:
     return constant.replace("torch.cuda.", "torch.") if isinstance(constant, str) else constant
 
 
-def _named_for_cpu(name: str, symbol: str, why: str, needed: str = "") -> Patch:
+def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None) -> Patch:
     """The record of a function that names CUDA in its body."""
     return Patch(
         name=f"cpu-{name}",

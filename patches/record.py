@@ -36,8 +36,8 @@ class Patch:
         why: what goes wrong without it.
         lower_rung: why no config field, public argument, subclass or hook does.
         until: when it can go.
-        needed: PEP 440 specifiers of those versions that need it; the others have nothing to patch.
         when: `cpu` where no CUDA device is there, `always` otherwise.
+        needed: PEP 440 specifiers of the versions that have the defect; others are left alone. None: all.
         wrap: the original to what replaces it.
     """
 
@@ -51,12 +51,17 @@ class Patch:
     until: str
     when: Literal["cpu", "always"]
     wrap: Callable[[Any], Any]
-    needed: str = ""
+    needed: str | None = None
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the installed version is one that needs it."""
-        return SpecifierSet(self.needed).contains(importlib.metadata.version(self.distribution), prereleases=True)
+    def is_needed(self, *, cuda: bool) -> bool:
+        """Whether this machine and the installed version need it.
+
+        Args:
+            cuda: whether a CUDA device is there.
+        """
+        version = importlib.metadata.version(self.distribution)
+        has_defect = self.needed is None or SpecifierSet(self.needed).contains(version, prereleases=True)
+        return has_defect and (self.when == "always" or not cuda)
 
     def _target(self) -> tuple[Any, str, Any]:
         """The object that holds the symbol, the attribute's name and its value."""
@@ -82,9 +87,7 @@ class Patch:
         return owner, attribute, value
 
     def apply(self) -> None:
-        """Wraps the symbol; does nothing if it is wrapped already, or not needed. Raises PatchError."""
-        if not self.is_needed:
-            return
+        """Wraps the symbol; does nothing if it is wrapped already. Raises PatchError."""
         owner, attribute, original = self._target()
         if getattr(_inner(original), _MARK, None) == self.name or self.name in _applied:
             return
@@ -120,7 +123,7 @@ def apply_patches(patches: Iterable[Patch], *, cuda: bool) -> None:
         cuda: whether a CUDA device is there.
     """
     for patch in patches:
-        if patch.when == "always" or not cuda:
+        if patch.is_needed(cuda=cuda):
             patch.apply()
 
 

@@ -272,3 +272,68 @@ def first_step(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
         "loss": loss,
         "update": {name: updated[name].astype(float) - weights[name] for name in weights},
     }
+
+
+def _batch(config: Config, layout: Layout, rank: int) -> Any:
+    return Batches(build_datasets(config, prepare(config))[0], config, layout, rank, torch.device("cpu"))[0]
+
+
+def core_attention(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
+    """What goes into the last layer's core attention and what comes out, in float64."""
+    config, layout, _, (model,) = start(rank, config)
+    seen: dict[str, Any] = {"layers": len(model.decoder.layers)}
+
+    def keep(_module: Any, inputs: Any, output: torch.Tensor) -> None:
+        for name, tensor in zip(("query", "key", "value"), inputs, strict=False):
+            seen[name] = tensor.detach().double().numpy()
+        seen["context"] = output.detach().double().numpy()
+
+    model.decoder.layers[-1].self_attention.core_attention.register_forward_hook(keep)
+    batch = _batch(config, layout, rank.rank)[0]
+    model(batch.tokens, batch.position_ids, batch.attention_mask)
+    return seen
+
+
+def multi_token_calls(rank: runtime.Rank, *, config: Config) -> dict[str, list[float]]:
+    """How much the readout and the embedding multiply, at each of their calls in a forward pass."""
+    config, layout, _, (model,) = start(rank, config)
+    calls: dict[str, list[float]] = {"readout": [], "embedding": []}
+
+    def readout(_module: Any, inputs: Any, keys: Any, output: Any) -> None:
+        weight = keys.get("weight")
+        plain = inputs[0] @ (model.output_layer.weight if weight is None else weight).T
+        calls["readout"].append(float(output[0].norm() / plain.norm()) * float(inputs[0].norm() / given.pop(0)))
+
+    given: list[torch.Tensor] = []
+    embedded: list[torch.Tensor] = []
+    # Registered first of all, these see what the multiplier has not touched yet.
+    model.output_layer.register_forward_pre_hook(lambda _m, inputs: given.append(inputs[0].norm()), prepend=True)
+    model.output_layer.register_forward_hook(readout, with_kwargs=True)
+    model.embedding.register_forward_hook(lambda _m, _i, output: embedded.append(output.norm()), prepend=True)
+    model.embedding.register_forward_hook(
+        lambda _m, _i, output: calls["embedding"].append(float(output.norm() / embedded.pop(0)))
+    )
+    batch = _batch(config, layout, rank.rank)[0]
+    model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    return calls
+
+
+def expert_bias(rank: runtime.Rank, *, config: Config) -> list[tuple[Any, Any]]:
+    """Each router's expert bias after a step, and how many tokens the experts got in it."""
+    from mup_megatron.engines import deepspeed as engine_module
+
+    config, layout, parametrization, chunks = start(rank, config)
+    engine = build_engine(config, parametrization, chunks, layout)
+    routers = [module for module in engine.module.modules() if hasattr(module, "expert_bias")]
+    tokens: list[Any] = []
+    original = engine_module.update_expert_bias
+
+    def update(module: Any) -> None:
+        tokens.extend(router.local_tokens_per_expert.numpy().copy() for router in routers)
+        original(module)
+
+    with replaced(engine_module, "update_expert_bias", update):
+        engine.step(_batch(config, layout, rank.rank), config.hparams.lr)
+    biases = [router.expert_bias.numpy().copy() for router in routers]
+    engine.close()
+    return list(zip(biases, tokens, strict=True))

@@ -135,12 +135,96 @@ def no_qkv_blocks() -> contextlib.AbstractContextManager[None]:
     return replaced(linear.QKVColumnParallelLinear, "fused", linear.ColumnParallelLinear.fused)
 
 
+def no_router_shim() -> contextlib.AbstractContextManager[None]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from mup_megatron.layers import spec
+
+    return replaced(spec, "TopKRouter", TopKRouter)
+
+
+def no_shared_expert_shim() -> contextlib.AbstractContextManager[None]:
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    from mup_megatron.layers import spec
+
+    return replaced(spec, "SharedExpertMLP", SharedExpertMLP)
+
+
+def no_mla_shim() -> contextlib.AbstractContextManager[None]:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from mup_megatron.layers import spec
+
+    return replaced(spec, "MLASelfAttention", MLASelfAttention)
+
+
+def no_query_up_shim() -> contextlib.AbstractContextManager[None]:
+    return _without_shim("QueryUpColumnParallelLinear")
+
+
+def no_key_value_up_shim() -> contextlib.AbstractContextManager[None]:
+    return _without_shim("KeyValueUpColumnParallelLinear")
+
+
+def no_eh_proj_shim() -> contextlib.AbstractContextManager[None]:
+    return _without_shim("ColumnParallelLinear")
+
+
+def no_core_attention_shim() -> contextlib.AbstractContextManager[None]:
+    """megatron-core's own core attention, which knows no head sizes of MLA."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from mup_megatron.layers import spec
+
+    return replaced(spec, "MegatronAttention", DotProductAttention)
+
+
+def no_gather_hook() -> contextlib.AbstractContextManager[None]:
+    """The rotary part of MLA's key as upstream gathers it: its gradient comes from this rank's heads alone."""
+    from mup_megatron.layers.attention import MLASelfAttention
+
+    return replaced(MLASelfAttention, "_gather", lambda self, module, inputs, output: output)
+
+
+def upstream_softmax_scale() -> contextlib.AbstractContextManager[None]:
+    """MLA at the scale that upstream works out for itself."""
+    from mup_megatron.layers.attention import MLASelfAttention
+
+    upstream = property(
+        lambda self: self.__dict__["scale"], lambda self, scale: self.__dict__.__setitem__("scale", scale)
+    )
+    return replaced(MLASelfAttention, "softmax_scale", upstream)
+
+
+def qk_norm_not_summed_over_heads() -> contextlib.AbstractContextManager[None]:
+    """Gains of QK-norms are taken for whole on every rank."""
+    from mup_megatron.layers import spec
+
+    original = spec.norm_class
+    return replaced(spec, "norm_class", lambda *arguments, per_head=False, **keys: original(*arguments, **keys))
+
+
+def hidden_losses_not_scaled() -> contextlib.AbstractContextManager[None]:
+    """megatron-core takes every micro-batch for a step of its own, as it does until it is told."""
+    from mup_megatron.engines import deepspeed
+
+    original = deepspeed.scale_hidden_losses
+    return replaced(deepspeed, "scale_hidden_losses", lambda micro_batches, device: original(1, device))
+
+
+def expert_bias_not_updated() -> contextlib.AbstractContextManager[None]:
+    from mup_megatron.engines import deepspeed
+
+    return replaced(deepspeed, "update_expert_bias", lambda model: None)
+
+
 def no_norm_shim() -> contextlib.AbstractContextManager[None]:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from mup_megatron.layers import spec
 
-    return replaced(spec, "norm_class", lambda normalization, implementation: WrappedTorchNorm)
+    return replaced(spec, "norm_class", lambda *arguments, **keys: WrappedTorchNorm)
 
 
 def no_embedding_record() -> contextlib.AbstractContextManager[None]:

@@ -50,6 +50,55 @@ HEAD_SIZE = {
     },
     "base": {"hidden_size": 32, "ffn_hidden_size": 48, "kv_channels": 16},
 }
+# hidden ×3/2, expert FFN ×5/2, dense FFN ×4, shared FFN ×3, heads ×2; four experts, the first layer dense.
+MOE = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 96,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 8,
+        "kv_channels": 8,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 80,
+        "moe_layer_freq": [0, 1],
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_shared_expert_gate": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+    },
+    "base": {
+        "hidden_size": 64,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 4,
+        "moe_ffn_hidden_size": 32,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+}
+# hidden ×3/2, FFN ×5/2, heads ×2, query rank fixed, key/value rank ×3, head: nope ×3/2, rope ×2, value ×7/2.
+MLA = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 96,
+        "ffn_hidden_size": 160,
+        "num_attention_heads": 8,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 48,
+        "qk_head_dim": 12,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 14,
+    },
+    "base": {
+        "hidden_size": 64,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 4,
+    },
+}
 
 
 # Real text, small: files of the running interpreter's standard library.

@@ -18,7 +18,7 @@ from tests.breakages import break_
 from tests.distributed import Ranks
 
 BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
-NEEDED = {name: patch for name, patch in BY_NAME.items() if patch.is_needed}
+NEEDED = {name: patch for name, patch in BY_NAME.items() if patch.is_needed(cuda=False)}
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,8 @@ def test_twice_is_once_and_undo_restores() -> None:
 
 def test_none_of_these_is_applied_where_cuda_is() -> None:
     apply_patches(ALL_PATCHES, cuda=True)
-    assert active_patches() == [name for name, patch in NEEDED.items() if patch.when == "always"]
+    assert active_patches() == [patch.name for patch in ALL_PATCHES if patch.is_needed(cuda=True)]
+    assert set(active_patches()) <= {patch.name for patch in ALL_PATCHES if patch.when == "always"}
 
 
 def test_a_function_said_for_the_cpu() -> None:
@@ -120,9 +121,12 @@ def test_a_function_said_for_the_cpu() -> None:
         for_cpu(altered)
 
 
-def test_what_a_version_does_not_need_is_left_alone() -> None:
-    altered(needed="<0.1", symbol="megatron.core:no_such_name").apply()
-    assert active_patches() == []
+def test_a_version_without_the_defect_is_left_alone() -> None:
+    for needed, applied in ((">=0.16.1", True), ("<0.16", False)):
+        patch = altered(needed=needed)
+        apply_patches([patch], cuda=False)
+        assert (patch.name in active_patches()) is applied
+        patch.revert()
 
 
 def altered(**changes: Any) -> Patch:

@@ -67,6 +67,36 @@ class Model(Section):
     max_position_embeddings: Positive | None = None
     num_moe_experts: Positive | None = None
     moe_ffn_hidden_size: Positive | None = None
+    moe_layer_freq: Positive | list[Literal[0, 1]] = 1
+    moe_router_topk: Positive = 2
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    moe_router_num_groups: Positive | None = None
+    moe_router_group_topk: Positive | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_shared_expert_intermediate_size: Positive | None = None
+    moe_shared_expert_gate: bool = False
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"  # noqa: S105
+    multi_latent_attention: bool = False
+    q_lora_rank: Positive | None = None
+    kv_lora_rank: Positive | None = None
+    qk_head_dim: Positive | None = None
+    qk_pos_emb_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
+    rope_type: Literal["rope", "yarn"] = "rope"
+    rotary_scaling_factor: PositiveFloat = 40.0
+    original_max_position_embeddings: Positive = 4096
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: NonNegativeFloat = 1.0
+    mscale_all_dim: NonNegativeFloat = 0.0
+    mtp_num_layers: Positive | None = None
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.1
     vocab_size: Positive | None = None
     make_vocab_size_divisible_by: Positive = 128
     share_embeddings_and_output_weights: bool
@@ -81,11 +111,16 @@ class Model(Section):
     add_qkv_bias: bool = False
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
+    qk_layernorm: bool = False
+    norm_gains: Literal["trained", "frozen", "none"] = "trained"
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
+    core_attention: Literal["auto", "megatron", "sdpa"] = "auto"
 
     @property
     def head_size(self) -> int:
-        """Size of one attention head, d."""
+        """Size of a query/key head, d; under MLA its part without positions and its part with them."""
+        if self.multi_latent_attention:
+            return (self.qk_head_dim or 0) + (self.qk_pos_emb_head_dim or 0)
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -108,6 +143,15 @@ class Model(Section):
         """Whether there is any dropout."""
         return bool(self.hidden_dropout or self.attention_dropout)
 
+    @property
+    def expert_layers(self) -> list[bool]:
+        """Which decoder layers hold experts; every `moe_layer_freq`-th from the first, or as it lists them."""
+        if self.num_moe_experts is None:
+            return [False] * self.num_layers
+        if isinstance(self.moe_layer_freq, list):
+            return [bool(layer) for layer in self.moe_layer_freq]
+        return [layer % self.moe_layer_freq == 0 for layer in range(self.num_layers)]
+
     def padded_vocab_size(self, vocab_size: int) -> int:
         """`vocab_size` rounded up to a multiple that does not depend on the layout: it is part of the global shape."""
         multiple = self.make_vocab_size_divisible_by
@@ -126,6 +170,13 @@ class Growth(Section):
     num_attention_heads: Positive | None = None
     num_query_groups: Positive | None = None
     kv_channels: Positive | None = None
+    moe_ffn_hidden_size: Positive | None = None
+    moe_shared_expert_intermediate_size: Positive | None = None
+    q_lora_rank: Positive | None = None
+    kv_lora_rank: Positive | None = None
+    qk_head_dim: Positive | None = None
+    qk_pos_emb_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
     num_layers: Positive | None = None
 
     @property
@@ -161,6 +212,8 @@ class Parametrization(Section):
     depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
     weight_decay: Literal["independent", "coupled"] = "independent"
     fixed_fan_out_init: Literal["output_like", "hidden_like"] = "output_like"
+    zero_init_readout: bool = False
+    zero_init_query: bool = False
 
     @property
     def depth_exponent(self) -> float | None:

@@ -26,6 +26,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.deepspeed_config import deepspeed_config
+from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip_gradients
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
@@ -68,7 +69,7 @@ class DeepSpeedEngine:
         (model,) = chunks
         self._config, self._layout = config, layout
         self._parametrization = parametrization
-        if layout.sequence_parallel:
+        if layout.tensor > 1:
             _sum_sequence_parallel_gradients(model)
         groups = parameter_groups(named_parameters(model), parametrization)
         settings = deepspeed_config(config, layout)
@@ -94,6 +95,7 @@ class DeepSpeedEngine:
         """One optimizer step; see engines.Engine."""
         self.engine.train()
         set_learning_rates(self.optimizer, base_lr)
+        scale_hidden_losses(len(micro_batches), self.engine.device)
         total = torch.zeros((), device=self.engine.device)
         norm = None
         for number, batch in enumerate(micro_batches, start=1):
@@ -105,6 +107,7 @@ class DeepSpeedEngine:
                     named_parameters(self.module), self._parametrization, self._layout, self._config.training.clip_grad
                 )
             self.engine.step()
+        update_expert_bias(self.module)
         if norm is None:
             norm = float(self.engine.get_global_grad_norm())
         return StepResult(loss=self._data_parallel_mean(total), grad_norm=norm)
@@ -180,6 +183,7 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks; see engines.Engine."""
+        forget_logged_losses()  # they keep process groups alive
         self.engine.destroy()
 
     def _loss(self, batch: Batch) -> torch.Tensor:
@@ -193,7 +197,7 @@ class DeepSpeedEngine:
 
 
 def _sum_sequence_parallel_gradients(model: torch.nn.Module) -> None:
-    """Sums gradients of sequence-parallel parameters over tensor-parallel ranks, which see a part of the sequence each.
+    """Sums gradients of parameters that see a part of the sequence, or of the heads, over tensor-parallel ranks.
 
     megatron-core's finalize_model_grads does it for its own engine; DeepSpeed knows nothing of it.
     """
@@ -208,5 +212,5 @@ def _sum_sequence_parallel_gradients(model: torch.nn.Module) -> None:
         return all_reduce
 
     for parameter in model.parameters():
-        if getattr(parameter, "sequence_parallel", False):
+        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
             parameter.register_hook(hook())

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.engines import WEIGHT, StepResult
+from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
@@ -77,6 +78,7 @@ class MegatronEngine:
             wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         set_learning_rates(self.optimizer, base_lr)
+        forget_logged_losses()
         loss = self._run(micro_batches, forward_only=False)
         _, norm, _ = self.optimizer.step()
         return StepResult(loss=loss, grad_norm=float(norm))
@@ -151,6 +153,7 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Removes megatron-core's hooks; see engines.Engine."""
+        forget_logged_losses()
         if self._config.parallel.overlap_param_gather:
             for wrapped in self._wrapped:
                 wrapped.disable_forward_pre_hook()

@@ -110,7 +110,7 @@ def _load(
             if keys.get(key) != spec.shape:
                 found = f"of shape {list(keys[key])}" if key in keys else "missing"
                 raise UserError(f"{directory}: {key} is {found}; expected {list(spec.shape)}")
-            empty = torch.empty(init.local_shape(spec, layout.tensor))
+            empty = torch.empty(init.local_shape(spec, layout.slice_of(spec, rank)[1]))
             shards.update(_shards(key, empty, spec, layout, rank))
     try:
         loaded = dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
@@ -129,13 +129,13 @@ def _shards(
 ) -> Iterator[tuple[str, ShardedTensor]]:
     """A slice as the contiguous pieces of the global tensor that it consists of (several where it is strided)."""
     offsets: list[tuple[int, int, int]] = []
+    own, slices = layout.slice_of(spec, rank)
     pieces = [value]
     if spec.partition_dim is not None:
         pieces = list(value.chunk(spec.partition_stride, dim=spec.partition_dim))
     for number, piece in enumerate(pieces):
         if spec.partition_dim is not None:
-            position = layout.tensor_rank(rank) + number * layout.tensor
-            offsets = [(spec.partition_dim, position, spec.partition_stride * layout.tensor)]
+            offsets = [(spec.partition_dim, own + number * slices, spec.partition_stride * slices)]
         yield f"{key}#{number}", ShardedTensor.from_rank_offsets(key, piece.contiguous(), *offsets)
 
 

@@ -2,7 +2,7 @@
 
 Upstream's layers take global sizes and divide them by the tensor-parallel size inside; here the sizes are recorded
 before that. Weights are [fan-out, fan-in]. Public names: `ColumnParallelLinear`, `QKVColumnParallelLinear`,
-`FC1ColumnParallelLinear`, `RowParallelLinear`.
+`QueryUpColumnParallelLinear`, `KeyValueUpColumnParallelLinear`, `FC1ColumnParallelLinear`, `RowParallelLinear`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core import tensor_parallel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron.layers.record import InitMethod, record
 from mup_megatron.shapes import Fused, Init, TensorSpec
@@ -30,7 +30,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         **kwargs: Any,
     ) -> None:
         super().__init__(input_size, output_size, config=config, init_method=init_method, stride=stride, **kwargs)
-        fused = self.fused(config)
+        fused, expert = self.fused(config), kwargs.get("is_expert", False)
         if self.weight is not None:
             record(
                 self.weight,
@@ -42,6 +42,8 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
                     partition_dim=0,
                     partition_stride=stride,
                     fused=fused,
+                    expert=expert,
+                    **self.rules(config),
                 ),
             )
         if self.bias is not None:
@@ -55,12 +57,17 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
                     partition_dim=0,
                     partition_stride=stride,
                     fused=fused,
+                    expert=expert,
                 ),
             )
 
     def fused(self, config: TransformerConfig) -> Fused | None:
         """Blocks of the fan-out; None for a layer that is one block."""
         return None
+
+    def rules(self, config: TransformerConfig) -> dict[str, Any]:
+        """What else the weight's TensorSpec says (`block_fixed_fan_out`, `query`)."""
+        return {}
 
 
 class QKVColumnParallelLinear(ColumnParallelLinear):
@@ -71,6 +78,33 @@ class QKVColumnParallelLinear(ColumnParallelLinear):
         head_size, groups = config.kv_channels, config.num_query_groups
         query = config.num_attention_heads // groups * head_size
         return Fused(runs=(("query", query), ("key", head_size), ("value", head_size)), repeats=groups)
+
+    def rules(self, config: TransformerConfig) -> dict[str, Any]:
+        """Under QK-norm the norm removes the scale of queries and keys, and g would only slow their direction."""
+        normed = (("query", "hidden_like"), ("key", "hidden_like")) if config.qk_layernorm else ()
+        return {"query": True, "block_fixed_fan_out": normed}
+
+
+class QueryUpColumnParallelLinear(ColumnParallelLinear):
+    """MLA's queries, from their latent or the hidden state: per head the part without positions, then the rotary."""
+
+    def fused(self, config: MLATransformerConfig) -> Fused:
+        """Per head qk_head_dim and qk_pos_emb_head_dim rows."""
+        runs = (("nope", config.qk_head_dim), ("rope", config.qk_pos_emb_head_dim))
+        return Fused(runs=runs, repeats=config.num_attention_heads)
+
+    def rules(self, config: TransformerConfig) -> dict[str, Any]:
+        """All of it is the query."""
+        return {"query": True}
+
+
+class KeyValueUpColumnParallelLinear(ColumnParallelLinear):
+    """MLA's keys and values from their latent: per head the key's part without positions, then the value."""
+
+    def fused(self, config: MLATransformerConfig) -> Fused:
+        """Per head qk_head_dim and v_head_dim rows."""
+        runs = (("nope", config.qk_head_dim), ("value", config.v_head_dim))
+        return Fused(runs=runs, repeats=config.num_attention_heads)
 
 
 class FC1ColumnParallelLinear(ColumnParallelLinear):
@@ -91,9 +125,17 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: InitMethod, **kwargs: Any
     ) -> None:
         super().__init__(input_size, output_size, config=config, init_method=init_method, **kwargs)
+        expert = kwargs.get("is_expert", False)
         record(
             self.weight,
-            TensorSpec(shape=(output_size, input_size), fan_in=1, fan_out=0, init=init_method.init, partition_dim=1),
+            TensorSpec(
+                shape=(output_size, input_size),
+                fan_in=1,
+                fan_out=0,
+                init=init_method.init,
+                partition_dim=1,
+                expert=expert,
+            ),
         )
         if self.bias is not None:
-            record(self.bias, TensorSpec(shape=(output_size,), fan_in=None, fan_out=0, init=Init.ZEROS))
+            record(self.bias, TensorSpec(shape=(output_size,), fan_in=None, fan_out=0, init=Init.ZEROS, expert=expert))

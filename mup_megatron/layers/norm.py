@@ -7,7 +7,7 @@ sequence parallelism although torch's norms compute it well; here the class is t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,45 +15,65 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mup_megatron.layers.record import record
 from mup_megatron.shapes import Init, TensorSpec
 
+Gains = Literal["trained", "frozen", "none"]
 
-def _record_gains(norm: torch.nn.Module, size: int, sequence_parallel: bool) -> None:
+
+def _record_gains(norm: Any, size: int, sequence_parallel: bool) -> None:
     for name, init in (("weight", Init.ONES), ("bias", Init.ZEROS)):
         parameter = getattr(norm, name, None)
         if parameter is not None:
-            record(parameter, TensorSpec(shape=(size,), fan_in=None, fan_out=0, init=init))
-            parameter.sequence_parallel = sequence_parallel
+            frozen = norm.gains == "frozen"
+            record(parameter, TensorSpec(shape=(size,), fan_in=None, fan_out=0, init=init, frozen=frozen))
+            parameter.requires_grad_(not frozen)
+            # A norm of single heads sees a part of the heads on each tensor-parallel rank: its gradients are summed
+            # over them as those of a part of the sequence are.
+            parameter.sequence_parallel = sequence_parallel or norm.per_head
 
 
 class LayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm over the last dimension, with megatron-core's constructor."""
 
+    gains: Gains = "trained"
+    per_head = False
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
         _record_gains(self, hidden_size, config.sequence_parallel)
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm over the last dimension, with megatron-core's constructor."""
 
+    gains: Gains = "trained"
+    per_head = False
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
         _record_gains(self, hidden_size, config.sequence_parallel)
 
 
-def norm_class(normalization: str, implementation: str) -> Any:
+def norm_class(normalization: str, implementation: str, gains: Gains = "trained", per_head: bool = False) -> Any:
     """The norm to put into a layer spec.
 
     Args:
         normalization: `LayerNorm` or `RMSNorm`.
         implementation: `torch` or `apex` (`auto` is resolved before, see runtime.py).
+        gains: whether gains (and LayerNorm's biases) are trained, frozen at 1 (0), or not there.
+        per_head: whether it norms the heads of queries or keys, which tensor parallelism splits.
     """
-    if implementation == "torch":
-        return {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
+    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization] if implementation == "torch" else _apex_norm()
+    return type(norm.__name__, (norm,), {"gains": gains, "per_head": per_head})
+
+
+def _apex_norm() -> Any:
 
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
     class ApexLayerNorm(FusedLayerNorm):
         """NVIDIA Apex's fused LayerNorm, recorded."""
+
+        gains: Gains = "trained"
+        per_head = False
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
             super().__init__(config, hidden_size, eps)

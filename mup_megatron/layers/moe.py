@@ -1,0 +1,85 @@
+"""Shims of megatron-core's mixture of experts: the router and the shared experts' gate, recorded.
+
+The experts themselves are the linear shims (linear.py) inside megatron-core's SequentialMLP. Router and gate are
+output-like without a forward multiplier: their fan-out, experts or one, never grows.
+Public names: `TopKRouter`, `SharedExpertMLP`, `global_expert_names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe import router, shared_experts
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from mup_megatron.layers.record import record
+from mup_megatron.shapes import Init, TensorSpec
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class TopKRouter(router.TopKRouter):
+    """megatron-core's TopKRouter, [experts, hidden], recorded; every rank holds the whole."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        experts, hidden = self.config.num_moe_experts, self.config.hidden_size
+        record(
+            self.weight,
+            TensorSpec(shape=(experts, hidden), fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),
+        )
+        if self.bias is not None:
+            # megatron-core draws it as it draws the weight.
+            record(self.bias, TensorSpec(shape=(experts,), fan_in=None, fan_out=0, init=Init.WEIGHT))
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Router logits [s, b, experts], by torch.
+
+        megatron-core's own goes through Transformer Engine if that is importable, and 0.16.1 asks for it where it is
+        not (NameError); both also move a weight on a CPU to the current CUDA device.
+        """
+        dtype = _DTYPES.get(self.config.moe_router_dtype, input.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """Also keeps the counts in float32: bfloat16, to which a cast of the model moves them, is exact to 256."""
+        super()._maintain_float32_expert_bias()
+        for name in ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps"):
+            buffer = getattr(self, name, None)
+            if buffer is not None and buffer.dtype != torch.float32:
+                buffer.data = buffer.data.float()
+
+
+class SharedExpertMLP(shared_experts.SharedExpertMLP):
+    """megatron-core's SharedExpertMLP with its gate, [1, hidden], recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.gate_weight is not None:
+            shape = (1, self.config.hidden_size)
+            record(
+                self.gate_weight,
+                TensorSpec(shape=shape, fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),
+            )
+
+
+def global_expert_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """From a parameter's name in `model` to the one whose expert is counted over all expert-parallel ranks."""
+    first = {
+        f"{name}.local_experts.": module.ep_group.rank() * module.num_local_experts
+        for name, module in model.named_modules()
+        if isinstance(module, SequentialMLP)
+    }
+
+    def rename(name: str) -> str:
+        before, marker, after = name.partition(".local_experts.")
+        offset = first.get(before + marker, 0)
+        if not offset:
+            return name
+        number, _, rest = after.partition(".")
+        return f"{before}{marker}{int(number) + offset}.{rest}"
+
+    return rename

@@ -1,0 +1,85 @@
+"""What megatron-core's mixture of experts needs on a machine without CUDA, and its MLA without Transformer Engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mup_megatron.patches.record import Patch
+
+
+def _no_stream(_original: Any) -> type:
+    class NoStream:
+        """Stands where a CUDA stream would be, so that none is made."""
+
+    return NoStream
+
+
+def _splits_on_cpu(_original: Callable[..., Any]) -> Callable[..., Any]:
+    def _maybe_dtoh_and_synchronize(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(self, name)
+                if torch.is_tensor(splits):
+                    setattr(self, name, splits.numpy())
+        return tokens_per_expert
+
+    return _maybe_dtoh_and_synchronize
+
+
+def _no_te_linear(original: Any) -> Any:
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return original
+
+    class NoTELinear:
+        """Transformer Engine's linear layer where there is none: nothing is one."""
+
+    return NoTELinear
+
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+
+MOE_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="cpu-alltoall-stream",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.20",
+        symbol=f"{_DISPATCHER}.cuda_dtoh_stream",
+        parameters=None,
+        why="the all-to-all token dispatcher makes a torch.cuda.Stream when it is built",
+        lower_rung="the dispatcher's class is fixed inside MoELayer, whose class is fixed inside TransformerLayer",
+        until="megatron-core makes the stream where there is CUDA",
+        when="cpu",
+        wrap=_no_stream,
+    ),
+    Patch(
+        name="cpu-alltoall-splits",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.20",
+        symbol=f"{_DISPATCHER}._maybe_dtoh_and_synchronize",
+        parameters=("self", "point", "tokens_per_expert"),
+        why="it moves the sizes of what is sent on a CUDA stream, and leaves them tensors if they are on the CPU "
+        "already, where the collective needs numbers",
+        lower_rung="as cpu-alltoall-stream",
+        until="maybe_move_tensor_to_cpu converts tensors that are on the CPU",
+        when="cpu",
+        wrap=_splits_on_cpu,
+    ),
+    Patch(
+        name="mla-no-te-linear",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.20",
+        symbol="megatron.core.transformer.multi_latent_attention:TELinear",
+        parameters=None,
+        why="without Transformer Engine, 0.16's MLA still asks isinstance(layer, TELinear), where TELinear is a mock: "
+        "TypeError",
+        lower_rung="it is asked inside MultiLatentAttention's constructor, of a module's global name",
+        until="megatron-core 0.16 is left behind",
+        when="always",
+        wrap=_no_te_linear,
+        needed="<0.17",
+    ),
+)

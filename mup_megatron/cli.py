@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -248,6 +249,66 @@ def report(
 
     for run in runs:
         print(write_page(Path(run)))
+
+
+@app.command(epilog='Example: mup-megatron generate runs/demo "def main(" --temperature 0.8 --top-p 0.95')
+def generate(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
+    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from; '' begins a document.")],
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="128, or as many as the model has positions for, unless given.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: the most likely token. Unless given, 1 beside another of these, else 0.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the most likely tokens that make up p.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Of the draws; another one each time unless given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
+    from mup_megatron import runtime
+
+    if runtime.read_rank().world_size > 1:
+        raise UserError("generate runs in one process; expected no launcher before it")
+    runtime.prepare_process()
+    from mup_megatron import generate as generation
+
+    draws = any(option is not None for option in (top_k, top_p, seed))
+    given: dict[str, Any] = {"temperature": float(draws) if temperature is None else temperature}
+    if seed is not None:
+        given["seed"] = seed
+    sampling = generation.Sampling(top_k=top_k, top_p=top_p, **given)
+    try:
+        _, model, tokenizer = generation.load_model(Path(checkpoint), runtime.device_of(runtime.Rank()))
+        tokens = generation.generate(model, tokenizer, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
+        said = []
+        if not as_json:
+            print(prompt, end="", flush=True)
+        for token in tokens:
+            said.append(token)
+            if not as_json:
+                print(token.text, end="", flush=True)
+    finally:
+        torch = sys.modules["torch"]
+        if torch.distributed.is_initialized():
+            runtime.stop_distributed()
+    if not as_json:
+        print()
+        return
+    ended = bool(said) and said[-1].id == tokenizer.eod
+    result = {
+        "prompt": prompt,
+        "text": "".join(token.text for token in said),
+        "tokens": [token.id for token in said],
+        "ended": "end_of_document" if ended else "max_new_tokens",
+        "sampling": asdict(sampling),
+    }
+    print(json.dumps(result, indent=1))
 
 
 def _allowed(keys: list[str] | None) -> list[str]:

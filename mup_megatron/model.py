@@ -2,7 +2,7 @@
 
 Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part:
 a list of model chunks, one unless the pipeline is interleaved), `dry_run` (a rank's part on the meta device),
-`unsharded_model`, `named_parameters`.
+`unsharded_model`, `named_parameters`, `named_buffers`.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
 the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows.
@@ -11,7 +11,7 @@ the real model is: the target, the base, and the base with every declared key en
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,17 +169,38 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
         UserError: a parameter that no shim recorded; names it.
     """
     for chunk in [model] if isinstance(model, GPTModel) else model:
-        global_expert_name = global_expert_names(chunk)
+        global_name = _global_names(chunk)
         for local_name, parameter in chunk.named_parameters():
-            name = global_expert_name(local_name)
-            if local_name.startswith("decoder.layers."):
-                _, _, index, rest = name.split(".", 3)
-                name = f"decoder.layers.{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
-            elif local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-                name = EMBEDDING
+            name = global_name(local_name)
             if recorded(parameter) is None:
                 raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
             yield name, parameter
+
+
+def named_buffers(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model keeps beside its parameters (a router's expert bias), by global name; the same on every rank."""
+    for chunk in [model] if isinstance(model, GPTModel) else model:
+        global_name = _global_names(chunk)
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield global_name(f"{prefix}.{name}"), buffer
+
+
+def _global_names(chunk: GPTModel) -> Callable[[str], str]:
+    """From a chunk's own names to those of the whole model."""
+    global_expert_name = global_expert_names(chunk)
+
+    def global_name(local_name: str) -> str:
+        if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+            return EMBEDDING
+        name = global_expert_name(local_name)
+        if name.startswith("decoder.layers."):
+            _, _, index, rest = name.split(".", 3)
+            name = f"decoder.layers.{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
+        return name
+
+    return global_name
 
 
 def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:

@@ -337,3 +337,57 @@ def expert_bias(rank: runtime.Rank, *, config: Config) -> list[tuple[Any, Any]]:
     biases = [router.expert_bias.numpy().copy() for router in routers]
     engine.close()
     return list(zip(biases, tokens, strict=True))
+
+
+def decode(
+    rank: runtime.Rank, *, configs: dict[str, Config], vocabulary: int, positions: int, ways: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Logits of cached decoding against the full forward pass: largest difference over the largest logit.
+
+    `ways` are arguments of `_decode`, by name; the result is by name of the config and of the way.
+    """
+    result: dict[str, dict[str, float]] = {}
+    for name, config in configs.items():
+        config = runtime.resolve_auto(config)
+        layout = resolve_layout(config, rank.world_size)
+        if not result:
+            device = runtime.start_distributed(layout, rank, config.run.seed)
+        parametrization = parametrize(config, vocabulary)
+        tokens = torch.randint(vocabulary, (positions,), generator=torch.Generator().manual_seed(4))
+        result[name] = {}
+        for way, arguments in ways.items():
+            (model,) = build_model(config, parametrization, layout, rank.rank, device)
+            model.eval()
+            result[name][way] = _decode(model, config.model.head_size, tokens, **arguments)
+    return result
+
+
+def _decode(
+    model: Any, head_size: int, tokens: torch.Tensor, *, prefill: int = 1, dtype: str = "float32", lost: str = "nothing"
+) -> float:
+    """`lost` names what is lost once the prompt is in: softmax_scale, readout, embedding, positions."""
+    from mup_megatron.generate import Decoder
+
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():  # as after training: no gain is 1, no bias is 0
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model.to(getattr(torch, dtype))
+    positions = torch.arange(len(tokens))
+    mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        full = model(tokens[None], positions[None], mask)[0, prefill - 1 :]
+    decoder = Decoder(model, len(tokens))
+    cached = [decoder.prefill(tokens[:prefill].tolist())]
+    if lost == "softmax_scale":
+        for layer in model.decoder.layers:
+            layer.self_attention.core_attention.softmax_scale = head_size**-0.5
+    elif lost == "readout":
+        model.output_layer._forward_pre_hooks.clear()
+    elif lost == "embedding":
+        model.embedding._forward_hooks.clear()
+    elif lost == "positions":
+        model.embedding.register_forward_pre_hook(
+            lambda _module, _inputs, keys: ((), {**keys, "position_ids": keys["position_ids"] * 0}), with_kwargs=True
+        )
+    cached += [decoder.step(token) for token in tokens[prefill:].tolist()]
+    return float((torch.stack(cached) - full).abs().max() / full.abs().max())

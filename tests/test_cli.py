@@ -177,12 +177,12 @@ def test_help_is_quick_and_has_examples() -> None:
         [sys.executable, "-m", "mup_megatron", "--help"], capture_output=True, text=True, check=True
     )
     assert time.monotonic() - began < 2.0
-    for command in ("prepare", "explain", "train", "doctor"):
+    for command in ("prepare", "explain", "train", "generate", "doctor"):
         assert command in result.stdout
         assert cli.run([command, "--help"]) == 0
 
 
-@pytest.mark.parametrize("command", ["prepare", "explain", "train", "doctor"])
+@pytest.mark.parametrize("command", ["prepare", "explain", "train", "generate", "doctor"])
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert cli.run([command, "--help"]) == 0
     assert f"Example: mup-megatron {command}" in " ".join(capsys.readouterr().out.split())

@@ -16,7 +16,7 @@ LEVELS = [
     {"pipeline"},
     {"report"},
     {"tuning"},
-    {"train", "launch", "doctor"},
+    {"train", "launch", "doctor", "generate"},
     {"explain"},
     {"checkpoint", "progress", "run_directory"},
     {"engines"},

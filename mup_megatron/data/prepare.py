@@ -1,6 +1,6 @@
 """`mup-megatron prepare`: train the tokenizer, write megatron-core's indexed dataset. Done once, then found again.
 
-Public names: `prepare`, `Prepared`, `check_indexed_dataset`.
+Public names: `prepare`, `Prepared`, `prepared_tokenizer`, `check_indexed_dataset`.
 """
 
 from __future__ import annotations
@@ -98,6 +98,35 @@ def prepare(config: Config, say: Callable[[str], None] = lambda _line: None) -> 
     partial.rename(directory / _RECORD)
     say(f"{tokens:,} tokens of {written:,} documents in {directory}")
     return prepared
+
+
+def prepared_tokenizer(config: Config, digest: str | None) -> Any:
+    """The tokenizer that a run was trained with. Prepares nothing: the corpus may be gone.
+
+    Args:
+        config: the run.
+        digest: of the data that it was trained on, as its checkpoints record it.
+
+    Raises:
+        UserError: the tokenizer is gone, or the folder was prepared anew for other data.
+    """
+    section = config.data.tokenizer
+    if section.library != "sentencepiece" or section.path is not None:
+        return load_tokenizer(config)
+    directory = data_directory(config)
+    trained, record = directory / "tokenizer.model", directory / _RECORD
+    try:
+        found = json.loads(record.read_text(encoding="utf-8")).get("digest")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    if found is None or not trained.is_file():
+        raise UserError(
+            f"{trained}: the tokenizer that the run trained, with {_RECORD} beside it, is gone; expected the run's "
+            "data folder where it was, or a copy of it"
+        )
+    if found != digest:
+        raise UserError(f"{record}: prepared anew for other data than the checkpoint was trained on")
+    return load_tokenizer(config, trained)
 
 
 def known_vocab_size(config: Config) -> int:

@@ -26,11 +26,12 @@ from mup_megatron import init
 from mup_megatron.engines import WEIGHT, Engine
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
-from mup_megatron.model import named_parameters
+from mup_megatron.model import named_buffers, named_parameters
 from mup_megatron.parametrization import Parametrization
-from mup_megatron.shapes import TensorSpec
+from mup_megatron.shapes import Init, TensorSpec
 
 _INDEX = ".metadata"
+_BUFFER = "buffer"
 
 
 def save_state(engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path) -> None:
@@ -46,6 +47,10 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
         if layout.writes(rank, spec, number) and not copied:
             for kind, value in whole.items():
                 shards.update(_shards(f"{kind}.{name}", value.detach().cpu(), spec, layout, rank))
+    for number, (name, buffer) in enumerate(named_buffers(engine.chunks)):
+        spec = _buffer_spec(buffer)
+        if layout.writes(rank, spec, number):
+            shards.update(_shards(f"{_BUFFER}.{name}", buffer.detach().float().cpu(), spec, layout, rank))
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     dist_checkpointing.save(shards, str(directory), strategy)
 
@@ -66,7 +71,7 @@ def load_state(
     Raises:
         UserError: the files are damaged, hold anything but tensors, or lack some.
     """
-    kinds = sorted({key.partition(".")[0] for key in _keys(directory)})
+    kinds = sorted({key.partition(".")[0] for key in _keys(directory)} - {_BUFFER})
     engine.prepare_state(kinds, step)
     specs = {name: parametrization.tensors[name].shape.spec for name, _ in named_parameters(engine.chunks)}
     loaded = _load(directory, specs, kinds, layout, rank)
@@ -78,7 +83,7 @@ def load_state(
 def load_weights(
     chunks: list[GPTModel], parametrization: Parametrization, layout: Layout, rank: int, directory: Path
 ) -> None:
-    """Reads weights alone into a model, whatever layout wrote them. Collective.
+    """Reads weights alone into a model, with what it keeps beside them, whatever layout wrote them. Collective.
 
     Raises:
         UserError: as for `load_state`.
@@ -87,6 +92,14 @@ def load_weights(
     loaded = _load(directory, specs, [WEIGHT], layout, rank)
     for name, parameter in named_parameters(chunks):
         parameter.copy_(loaded[f"{WEIGHT}.{name}"])
+    buffers = dict(named_buffers(chunks))
+    loaded = _load(directory, {name: _buffer_spec(b) for name, b in buffers.items()}, [_BUFFER], layout, rank)
+    for name, buffer in buffers.items():
+        buffer.copy_(loaded[f"{_BUFFER}.{name}"])
+
+
+def _buffer_spec(buffer: torch.Tensor) -> TensorSpec:
+    return TensorSpec(shape=tuple(buffer.shape), fan_in=None, fan_out=0, init=Init.ZEROS)
 
 
 def check_files(directory: Path) -> None:
@@ -102,6 +115,8 @@ def _load(
     directory: Path, specs: dict[str, TensorSpec], kinds: list[str], layout: Layout, rank: int
 ) -> dict[str, torch.Tensor]:
     """This rank's slices by `kind.name`, float32 on the CPU."""
+    if not specs:
+        return {}
     keys = _keys(directory)
     shards: dict[str, ShardedTensor] = {}
     for name, spec in specs.items():

@@ -13,8 +13,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 RESULTS = Path(__file__).resolve().parent / "results"
+CONTENDERS = ("ours", "plain", "native")
 _PACKAGES = ("torch", "megatron-core", "deepspeed")
+
+
+def absent() -> dict[str, str]:
+    """Contenders that this installation has not, and why."""
+    version = importlib.metadata.version("megatron-core")
+    if Version(version) >= Version("0.17"):
+        return {}
+    return {"native": f"megatron-core {version} has no native MuP: TransformerConfig.use_mup came with 0.17"}
 
 
 def machine() -> dict[str, Any]:
@@ -45,25 +56,40 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def alternate(bodies: dict[str, Callable[[], Any]], runs: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each body, run in turn, so that a drift of the machine falls on all alike."""
+    """Seconds of each body, run in turn, so that a drift of the machine falls on all alike.
+
+    The order is turned and reversed from round to round (`in_turn`): no body always follows the same other one.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in bodies}
     for number in range(warmup + runs):
-        for name, body in bodies.items():
+        for name in in_turn(list(bodies), number):
             began = time.perf_counter()
-            body()
+            bodies[name]()
             if number >= warmup:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
+def in_turn(names: list[str], number: int) -> list[str]:
+    """The order of round `number`: another one goes first each time, and every other round goes backwards."""
+    first = number % len(names)
+    order = names[first:] + names[:first]
+    return order[::-1] if number % 2 else order
+
+
 def ratios(seconds: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
-    """Ours over theirs, pair by pair."""
+    """Ours over theirs, pair by pair: run n of one with run n of the other."""
     return spread([a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)])
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """Writes benchmarks/results/NAME.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n", encoding="utf-8")
+def over(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Ours over every other contender there is."""
+    return {name: ratios(values, "ours", name) for name in values if name != "ours"}
+
+
+def write(result: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Writes FOLDER/cpu-3.12.json: by kind of machine and by Python, on which megatron-core's version hangs."""
+    kind = "gpu" if result["machine"]["gpus"] else "cpu"
+    path = folder / f"{kind}-{'.'.join(result['machine']['python'].split('.')[:2])}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path

@@ -17,8 +17,8 @@ from mup_megatron.layout import Layout
 from mup_megatron.model import ACTIVATIONS
 
 
-def plain_model(config: Config, vocab_size: int, layout: Layout, device: torch.device) -> GPTModel:
-    """The config's sizes as upstream builds them; `vocab_size` is before padding."""
+def plain_model(config: Config, vocab_size: int, layout: Layout, device: torch.device, **more: Any) -> GPTModel:
+    """The config's sizes as upstream builds them; `vocab_size` is before padding, `more` goes to TransformerConfig."""
     sizes = config.model
     on_gpu = device.type == "cuda"
     bf16 = config.training.precision == "bf16"
@@ -43,6 +43,7 @@ def plain_model(config: Config, vocab_size: int, layout: Layout, device: torch.d
             bf16=bf16,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             tensor_model_parallel_size=layout.tensor,
+            **more,
         ),
         transformer_layer_spec=get_gpt_layer_local_spec(normalization=sizes.normalization),
         vocab_size=sizes.padded_vocab_size(vocab_size),

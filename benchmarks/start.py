@@ -1,8 +1,9 @@
-"""What a run costs before its first step: `explain` of GPT-3 175B, and drawing the weights."""
+"""What a run costs before and at its first step, measured in fresh processes. This side of it imports no torch."""
 
 from __future__ import annotations
 
-import resource
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,63 +11,70 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
+from benchmarks.harness import CONTENDERS, absent, in_turn, over, spread
 
-from benchmarks.harness import alternate, spread
-from mup_megatron import init
-from mup_megatron.shapes import Init, TensorSpec
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_EXPLAINED = "configs/gpt3/175b.yaml"
 
-GPT3_175B = {
-    "run": {"dir": "unused"},
-    "model": {
-        "architecture": "gpt3",
-        "num_layers": 96,
-        "hidden_size": 12288,
-        "num_attention_heads": 96,
-        "vocab_size": 50257,
-    },
-    "base": {"hidden_size": 256, "num_attention_heads": 2},
-    "hparams": {"lr": 6e-3},
-    "training": {"global_batch_size": 32, "micro_batch_size": 1, "seq_length": 2048, "train_steps": 1},
-    "parallel": {"tensor_model_parallel_size": 8},
-    "data": {"corpus": "stdlib", "tokenizer": {"vocab_size": 50257}},
-}
+
+def in_child(*words: str) -> Any:
+    """What `python -m benchmarks.child` measures.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", "benchmarks.child", str(out), *words]
+        ended = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=False)  # noqa: S603
+        if ended.returncode:
+            raise RuntimeError(f"{' '.join(words)} failed:\n" + "\n".join(ended.stderr.splitlines()[-20:]))
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def first_steps(vocabulary: int, rounds: int) -> dict[str, Any]:
+    """Start-up and peak memory of each contender, each a process of its own, in turn; ours over each, pair by pair."""
+    names = [name for name in CONTENDERS if name not in absent()]
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in in_turn(names, number):
+            words = ["first-step", name, str(vocabulary), str(time.monotonic())]
+            measured[name].append(in_child(*words, *(["tensors"] if number == 0 else [])))
+    totals = {name: [one["seconds"]["total"] for one in ones] for name, ones in measured.items()}
+    peaks = {
+        kind: {
+            name: [one["mebibytes"][kind] for one in ones if kind in one["mebibytes"]]
+            for name, ones in measured.items()
+        }
+        for kind in ("tensors", "resident")
+    }
+    return {
+        "vocabulary": vocabulary,
+        "seconds": {
+            name: {phase: spread([one["seconds"][phase] for one in ones]) for phase in ones[0]["seconds"]}
+            for name, ones in measured.items()
+        },
+        "seconds_ours_over": over(totals),
+        "peak_mebibytes": {
+            kind: {name: spread(values) for name, values in peak.items()} for kind, peak in peaks.items()
+        },
+        "peak_ours_over": {kind: over(peak) for kind, peak in peaks.items()},
+    }
 
 
 def explain(runs: int) -> dict[str, Any]:
-    """Seconds and peak memory of `mup-megatron explain` on 175B parameters at TP 8, as a process of its own."""
-    seconds = []
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "175b.yaml"
-        config.write_text(yaml.safe_dump(GPT3_175B), encoding="utf-8")
-        command = [sys.executable, "-m", "mup_megatron", "explain", str(config), "--world-size", "8", "--json"]
-        for _ in range(runs):
-            began = time.perf_counter()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
-            seconds.append(time.perf_counter() - began)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return {"model": "GPT-3 175B, TP 8", "seconds": spread(seconds), "peak_mebibytes": round(peak)}
-
-
-def draw(device: torch.device, runs: int) -> dict[str, Any]:
-    """Drawing a rank's half of a 4096 x 4096 weight against torch's own normal_ of the same size."""
-    spec = TensorSpec(shape=(4096, 4096), fan_in=1, fan_out=0, init=Init.WEIGHT, partition_dim=0)
-    tensor = torch.empty(init.local_shape(spec, 2), device=device)
-
-    def ours() -> None:
-        init.fill(tensor, seed=1, name="w", spec=spec, std={None: 0.02}, rank=1, ranks=2)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def theirs() -> None:
-        tensor.normal_(std=0.02)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    seconds = alternate({"ours": ours, "torch": theirs}, runs)
-    million = tensor.numel() / 1e6
-    return {
-        "device": device.type,
-        "million_values_per_second": {name: spread([million / s for s in values]) for name, values in seconds.items()},
-    }
+    """Seconds and peak memory of `mup-megatron explain` on the shipped 175B config, as a process of its own."""
+    command = [sys.executable, "-m", "mup_megatron", "explain", _EXPLAINED, "--json"]
+    seconds, mebibytes = [], []
+    for _ in range(runs):
+        began = time.perf_counter()
+        process = subprocess.Popen(  # noqa: S603
+            command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds.append(time.perf_counter() - began)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed with exit status {process.returncode}")
+        mebibytes.append(usage.ru_maxrss / 1024)  # begins with this process's own peak, which is far below
+    return {"config": _EXPLAINED, "seconds": spread(seconds), "peak_mebibytes": spread(mebibytes)}

@@ -1,85 +1,66 @@
-"""A training step of ours over one of plain megatron-core: same model and sizes, same DeepSpeed engine, one process.
-
-Plain is GPTModel with upstream's local spec and two optimizer groups, in the standard parametrization.
-"""
+"""A training step of ours over one of plain megatron-core and of its native MuP: all in one process, in turn."""
 
 from __future__ import annotations
 
-import tempfile
+import functools
 from typing import Any
 
 import torch
 
-from benchmarks.harness import alternate, ratios, spread
+from benchmarks import contenders
+from benchmarks.contenders import Bench, Contender
+from benchmarks.harness import CONTENDERS, absent, alternate, over, ratios, spread
+from benchmarks.native import logits_multiplier
 from mup_megatron import runtime
-from mup_megatron.config import parse_config
-from mup_megatron.data.batches import Batch
-from mup_megatron.layout import resolve_layout
 
-STEPS_A_RUN = 3
+# A body of some tenths of a second: long enough for the clock, short enough that neighbours disturb a pair alike.
+_STEPS_A_RUN = {4096: 2}
 
 
 def measure(vocabulary: int, runs: int) -> dict[str, Any]:
-    """Seconds per step, ours and plain, and their ratio, at one vocabulary size."""
-    runtime.prepare_process()
-    import deepspeed
-
-    from benchmarks.plain import plain_groups, plain_model
-    from mup_megatron.engines.deepspeed import DeepSpeedEngine, Mpu
-    from mup_megatron.engines.deepspeed_config import deepspeed_config
-    from mup_megatron.model import build_model, parametrize
-
-    config = runtime.resolve_auto(parse_config(_config(vocabulary)))
-    layout = resolve_layout(config, 1)
-    device = runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
-    parametrization = parametrize(config, vocabulary)
-    ours = DeepSpeedEngine(config, parametrization, build_model(config, parametrization, layout, 0, device), layout)
-    model = plain_model(config, vocabulary, layout, device)
-    optimizer = torch.optim.AdamW(plain_groups(model, config), lr=config.hparams.lr, betas=(0.9, 0.95))
-    theirs, _, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, mpu=Mpu(), config=deepspeed_config(config, layout)
-    )
-    batch = _batch(config, vocabulary, device)
-
-    def step_ours() -> None:
-        for _ in range(STEPS_A_RUN):
-            ours.step([batch], 1e-3)
-
-    def step_plain() -> None:
-        for _ in range(STEPS_A_RUN):
-            losses = theirs(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
-            loss = losses.float().mean()
-            theirs.backward(loss)
-            theirs.step()
-            float(loss.detach())
-
-    seconds = alternate({"ours": step_ours, "plain": step_plain}, runs)
+    """`compare` in process groups of its own."""
+    bench = contenders.start(vocabulary)
+    result = compare(bench, runs, steps_a_run=_STEPS_A_RUN.get(vocabulary, 1))
     runtime.stop_distributed()
+    return result
+
+
+def compare(bench: Bench, runs: int, steps_a_run: int = 1) -> dict[str, Any]:
+    """Seconds per step of each contender and ours over each, pair by pair.
+
+    `plain_again` is the plain contender a second time in every round: its ratio to itself is the noise.
+    """
+    built = {name: contenders.build(name, bench) for name in CONTENDERS if name not in absent()}
+    multipliers = {name: logits_multiplier(contender.model, contender.step) for name, contender in built.items()}
+    check_logits(multipliers, bench.width)
+
+    def run(contender: Contender) -> None:
+        for _ in range(steps_a_run):
+            contender.step()
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    bodies = {name: functools.partial(run, contender) for name, contender in built.items()}
+    seconds = alternate({**bodies, "plain_again": bodies["plain"]}, runs, warmup=2)
+    again = ratios(seconds, "plain_again", "plain")
+    del seconds["plain_again"]
     return {
-        "vocabulary": vocabulary,
-        "seconds_per_step": {name: spread([s / STEPS_A_RUN for s in values]) for name, values in seconds.items()},
-        "ours_over_plain": ratios(seconds, "ours", "plain"),
+        "vocabulary": bench.vocabulary,
+        **bench.describe(),
+        "logits_multiplied_by": {name: round(multiplier, 6) for name, multiplier in multipliers.items()},
+        "seconds_per_step": {name: spread([s / steps_a_run for s in values]) for name, values in seconds.items()},
+        "ours_over": over(seconds),
+        "plain_again_over_plain": again,
     }
 
 
-def _config(vocabulary: int) -> dict[str, Any]:
-    return {
-        "run": {"dir": tempfile.gettempdir()},
-        "model": {"architecture": "gpt3", "num_layers": 4, "hidden_size": 256, "num_attention_heads": 8},
-        "base": {"hidden_size": 64, "num_attention_heads": 2},
-        "hparams": {"lr": 1e-3, "weight_decay": 0.1},
-        "training": {"global_batch_size": 8, "micro_batch_size": 8, "seq_length": 128, "train_steps": 1},
-        "data": {"corpus": "stdlib", "tokenizer": {"vocab_size": vocabulary}},
-    }
+def check_logits(multipliers: dict[str, float], width: float) -> None:
+    """That the comparison is the one it says: only the native contender multiplies its logits, by one over the width.
 
-
-def _batch(config: Any, vocabulary: int, device: torch.device) -> Batch:
-    shape = (config.training.micro_batch_size, config.training.seq_length)
-    tokens = torch.randint(0, vocabulary, (shape[0], shape[1] + 1), device=device)
-    return Batch(
-        tokens=tokens[:, :-1].contiguous(),
-        labels=tokens[:, 1:].contiguous(),
-        loss_mask=torch.ones(shape, device=device),
-        position_ids=torch.arange(shape[1], device=device).expand(shape).contiguous(),
-        attention_mask=torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).triu(1)[None, None],
-    )
+    Raises:
+        ValueError: it is not.
+    """
+    expected = {"ours": 1.0, "plain": 1.0, "native": 1 / width}
+    wrong = {name: value for name, value in multipliers.items() if abs(value - expected[name]) > 1e-3}
+    if wrong:
+        raise ValueError(f"logits are multiplied by {wrong}; expected {expected}")

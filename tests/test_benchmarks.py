@@ -1,13 +1,24 @@
-"""The benchmarks run; what they measure is never tested."""
+"""The benchmarks run, and compare what they say they compare; what they measure is never tested."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from benchmarks import harness, table
+from mup_megatron import runtime
+from tests.distributed import Ranks
+
+VOCABULARY = 300
+native = pytest.mark.skipif("native" in harness.absent(), reason=harness.absent().get("native", ""))
 
 
 @pytest.mark.slow
@@ -24,7 +35,192 @@ def test_benchmarks_run(repository: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick"], cwd=repository, check=True, capture_output=True, text=True
     )
-    assert '"ours_over_plain"' in result.stdout
+    for what in ("seconds a step", "peak of tensors", "first step's end", "init", "explain"):
+        assert what in result.stdout
+
+
+def test_native_is_absent_only_where_upstream_has_none() -> None:
+    has = "use_mup" in {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert has == ("native" not in harness.absent())
+
+
+def test_ratios_are_taken_pair_by_pair() -> None:
+    """A machine that slows down tenfold in the second round changes no ratio; medians over medians would say 2."""
+    seconds = {"ours": [2.0, 20.0, 2.0], "plain": [1.0, 10.0, 1.0], "native": [1.0, 10.0, 100.0]}
+    assert harness.ratios(seconds, "ours", "plain") == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": 3}
+    assert harness.over(seconds)["native"] == {"median": 2.0, "min": 0.02, "max": 2.0, "runs": 3}
+    with pytest.raises(ValueError, match="shorter"):
+        harness.ratios({"ours": [1.0, 1.0], "plain": [1.0]}, "ours", "plain")
+
+
+def test_rounds_alternate_and_warm_up_is_not_counted() -> None:
+    order: list[str] = []
+    seconds = harness.alternate({name: lambda name=name: order.append(name) for name in "abc"}, runs=6, warmup=1)  # type: ignore[misc]
+    rounds = ["".join(order[at : at + 3]) for at in range(0, len(order), 3)]
+    assert rounds == ["abc", "acb", "cab", "cba", "bca", "bac", "abc"]
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 6, "b": 6, "c": 6}
+
+
+def compared(_rank: runtime.Rank) -> dict[str, Any]:
+    from benchmarks import contenders, steps
+
+    return steps.compare(contenders.start(VOCABULARY, tiny=True), runs=2)
+
+
+def test_contenders_step_side_by_side(ranks: Ranks) -> None:
+    result = ranks.run(1, compared)[0]
+    names = {"ours", "plain", "native"} - set(harness.absent())
+    assert set(result["seconds_per_step"]) == names
+    assert set(result["ours_over"]) == names - {"ours"}
+    assert result["logits_multiplied_by"] == {
+        "ours": 1.0,
+        "plain": 1.0,
+        **({"native": 0.25} if "native" in names else {}),
+    }
+
+
+def broken_native(_rank: runtime.Rank) -> tuple[float, float, list[str]]:
+    """The native contender's multiplier, that of one whose multiplication was taken out, and what the check says."""
+    from benchmarks import contenders
+    from benchmarks.native import logits_multiplier
+    from benchmarks.steps import check_logits
+
+    contender = contenders.build("native", bench := contenders.start(VOCABULARY, tiny=True))
+    whole = logits_multiplier(contender.model, contender.step)
+    contender.model._scale_logits = lambda logits: logits
+    broken = logits_multiplier(contender.model, contender.step)
+    said = []
+    for multiplier in (whole, broken):
+        try:
+            check_logits({"native": multiplier}, bench.width)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return whole, broken, said
+
+
+@native
+def test_native_multiplies_its_logits_and_the_check_would_notice_if_not(ranks: Ranks) -> None:
+    whole, broken, said = ranks.run(1, broken_native)[0]
+    assert whole == pytest.approx(0.25)
+    assert broken == pytest.approx(1.0)
+    assert said[0] == ""
+    assert "logits are multiplied by" in said[1]
+
+
+def groups_of_native(_rank: runtime.Rank) -> dict[str, tuple[float, float, float]]:
+    from benchmarks import contenders
+    from benchmarks.native import native_groups, native_model
+
+    bench = contenders.start(VOCABULARY, tiny=True)
+    model = native_model(bench.config, bench.vocabulary, bench.layout, bench.device)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = native_groups(model, bench.config)
+    return {names[p]: (group["lr"], group["eps"], group["weight_decay"]) for group in groups for p in group["params"]}
+
+
+@native
+def test_native_has_its_own_rates(ranks: Ranks) -> None:
+    """Width ratio 4, rate 1e-3, epsilon 1e-8, decay 0.1."""
+    groups = ranks.run(1, groups_of_native)[0]
+    assert groups["decoder.layers.1.mlp.linear_fc2.weight"] == pytest.approx((1e-3 / 4, 1e-8 / 4, 0.1))
+    assert groups["embedding.word_embeddings.weight"] == pytest.approx((1e-3, 1e-8, 0.1))
+    assert groups["decoder.layers.1.mlp.linear_fc2.bias"] == pytest.approx((1e-3, 1e-8, 0.0))
+
+
+def tensor_peaks(_rank: runtime.Rank) -> list[float]:
+    from benchmarks.memory import tensor_peak
+
+    mebibyte = torch.zeros(2**18)
+
+    def two_at_once() -> None:
+        first = mebibyte + 1
+        second = first + 1
+        del first, second
+
+    def one_at_a_time() -> None:
+        for _ in range(2):
+            made = mebibyte + 1
+            del made
+
+    return [tensor_peak(two_at_once), tensor_peak(one_at_a_time)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts tensors on the CPU")
+def test_tensors_are_counted_exactly(ranks: Ranks) -> None:
+    assert ranks.run(1, tensor_peaks)[0] == pytest.approx([2.0, 1.0], abs=0.001)  # and the scalar's few bytes
+
+
+def test_resident_peak_starts_anew() -> None:
+    """In a process of its own, which had 200 MiB before: they do not count."""
+    program = (
+        "from benchmarks.memory import *; x = bytearray(200 * 2**20); x[:] = b'1' * len(x); del x;"
+        "before = clear_resident_peak(); y = b'1' * (50 * 2**20); print(resident_peak() - before)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert 45 < float(said) < 70
+
+
+def _spread(median: float, runs: int = 3) -> dict[str, float]:
+    return {"median": median, "min": median / 2, "max": median * 2, "runs": runs}
+
+
+def test_table_says_what_the_json_says(tmp_path: Path) -> None:
+    names = ("ours", "plain")
+    phases = ("upstream_imports", "our_imports", "build", "first_step", "total")
+    result = {
+        "machine": {"date": "2030-01-02", "cores": 2, "processor": "P", "gpus": [], "python": "3.11.7", "versions": {}},
+        "load": {"before": 0.5, "after": 0.25},
+        "absent": {"native": "too old"},
+        "steps": [
+            {
+                "vocabulary": 7,
+                "engine": "deepspeed",
+                "layout": "TP 1",
+                "precision": "fp32",
+                "num_layers": 1,
+                "hidden_size": 8,
+                "base_hidden_size": 2,
+                "seq_length": 4,
+                "micro_batch_size": 3,
+                "seconds_per_step": {"ours": _spread(0.25), "plain": _spread(0.125)},
+                "ours_over": {"plain": _spread(2.0)},
+                "plain_again_over_plain": _spread(1.0),
+            }
+        ],
+        "first_steps": [
+            {
+                "vocabulary": 7,
+                "seconds": {name: {phase: _spread(4.0) for phase in phases} for name in names},
+                "seconds_ours_over": {"plain": _spread(1.5)},
+                "peak_mebibytes": {kind: {name: _spread(64, 1) for name in names} for kind in ("tensors", "resident")},
+                "peak_ours_over": {kind: {"plain": _spread(1.25, 1)} for kind in ("tensors", "resident")},
+            }
+        ],
+        "init": {
+            "weight": "w",
+            "seconds_per_billion": {"ours": _spread(6.0), "torch": _spread(3.0)},
+            "ours_over": {"torch": _spread(2.0)},
+        },
+        "explain": {"config": "c.yaml", "seconds": _spread(5.0), "peak_mebibytes": _spread(400.0)},
+    }
+    assert harness.write(result, tmp_path) == tmp_path / "cpu-3.11.json"
+    text = table.write(tmp_path).read_text()
+    rows = text.splitlines()
+    assert "No native: too old." in rows
+    assert (
+        "| seconds a step, vocabulary 7 | 0.250 (0.125 to 0.500) | 0.125 (0.062 to 0.250) | 2.000 (1.000 to 4.000) "
+        "| 1.000 (0.500 to 2.000) |"
+    ) in rows
+    assert "| peak of tensors, MiB, vocabulary 7 | 64 | 64 | 1.250 |  |" in rows
+    assert "2030-01-02" in text
+    columns = {row.count("|") for row in rows if "vocabulary" in row or row.startswith("| — build")}
+    assert columns == {6}
+
+
+def test_committed_table_is_made_from_the_committed_results(repository: Path) -> None:
+    folder = repository / "benchmarks" / "results"
+    assert (folder / "README.md").read_text() == table.page(folder), "run ./dev bench --table"
 
 
 def test_committed_results_say_where_they_come_from(repository: Path) -> None:

@@ -1,0 +1,149 @@
+"""The contenders, in one process if need be: ours, plain megatron-core, and megatron-core's native MuP.
+
+Same sizes, same layout, same kind of engine, same batch; `Bench` holds what they share, `build` makes one.
+The text is random: what a step costs does not depend on it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from benchmarks.native import native_groups, native_model
+from benchmarks.plain import plain_groups, plain_model
+from mup_megatron import runtime
+from mup_megatron.config import Config, parse_config
+from mup_megatron.data.batches import Batch
+from mup_megatron.engines.deepspeed import DeepSpeedEngine, Mpu
+from mup_megatron.engines.deepspeed_config import deepspeed_config
+from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.model import build_model, parametrize
+from mup_megatron.optim import build_optimizer, set_learning_rates
+
+# Layers, hidden size, heads, sequence, micro-batch; the base has a quarter of the width.
+_SIZES = {"cpu": (4, 256, 8, 128, 8), "cuda": (12, 768, 12, 2048, 8)}
+_TINY = (2, 64, 4, 16, 2)
+# A bucket as large as these models: the default one, 2 GB, would be most of every contender's memory.
+_DEEPSPEED = Path(__file__).with_name("deepspeed.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A model that takes steps: `step` is one optimizer step on the same batch, and returns its loss."""
+
+    model: GPTModel
+    step: Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What contenders share. Process groups are running while it is in use (`start` to runtime.stop_distributed)."""
+
+    config: Config
+    vocabulary: int
+    layout: Layout
+    device: torch.device
+    batch: Batch
+
+    @property
+    def width(self) -> float:
+        """Hidden size over base hidden size."""
+        return self.config.model.hidden_size / self.config.model.resized(self.config.base.width).hidden_size
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes and layout, for the record."""
+        model, training = self.config.model, self.config.training
+        return {
+            "engine": self.config.parallel.engine,
+            "layout": str(self.layout),
+            "precision": training.precision,
+            "num_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "base_hidden_size": self.config.base.hidden_size,
+            "seq_length": training.seq_length,
+            "micro_batch_size": training.micro_batch_size,
+        }
+
+
+def start(vocabulary: int, engine: str = "deepspeed", tiny: bool = False) -> Bench:
+    """Starts the process groups of one rank. `tiny` is for tests."""
+    runtime.prepare_process()
+    layers, hidden, heads, sequence, batch = _TINY if tiny else _SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    config = runtime.resolve_auto(
+        parse_config(
+            {
+                "run": {"dir": tempfile.gettempdir()},
+                "model": {"architecture": "gpt3", **sizes},
+                "base": {"hidden_size": hidden // 4, "num_attention_heads": heads // 4},
+                "hparams": {"lr": 1e-3, "weight_decay": 0.1},
+                "training": {
+                    "global_batch_size": batch,
+                    "micro_batch_size": batch,
+                    "seq_length": sequence,
+                    "train_steps": 1,
+                },
+                "parallel": {"engine": engine, "deepspeed_config": str(_DEEPSPEED)},
+                "data": {"corpus": "stdlib", "tokenizer": {"vocab_size": vocabulary}},
+            }
+        )
+    )
+    layout = resolve_layout(config, 1)
+    device = runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
+    shape = (batch, sequence)
+    tokens = torch.randint(0, vocabulary, (batch, sequence + 1), device=device)
+    return Bench(
+        config=config,
+        vocabulary=vocabulary,
+        layout=layout,
+        device=device,
+        batch=Batch(
+            tokens=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
+            loss_mask=torch.ones(shape, device=device),
+            position_ids=torch.arange(sequence, device=device).expand(shape).contiguous(),
+            attention_mask=torch.ones(sequence, sequence, dtype=torch.bool, device=device).triu(1)[None, None],
+        ),
+    )
+
+
+def build(name: str, bench: Bench) -> Contender:
+    """The contender `ours`, `plain` or `native`, ready for its first step."""
+    if name == "ours":
+        parametrization = parametrize(bench.config, bench.vocabulary)
+        chunks = build_model(bench.config, parametrization, bench.layout, 0, bench.device)
+        ours = DeepSpeedEngine(bench.config, parametrization, chunks, bench.layout)
+        return Contender(model=chunks[0], step=lambda: ours.step([bench.batch], bench.config.hparams.lr).loss)
+    build_theirs, group = {"plain": (plain_model, plain_groups), "native": (native_model, native_groups)}[name]
+    model = build_theirs(bench.config, bench.vocabulary, bench.layout, bench.device)
+    return Contender(model=model, step=_in_deepspeed(model, group(model, bench.config), bench))
+
+
+def _in_deepspeed(model: GPTModel, groups: Iterable[dict[str, Any]], bench: Bench) -> Callable[[], float]:
+    """Upstream's model in a bare DeepSpeed engine: the loop that a user of plain megatron-core would write."""
+    lr, batch = bench.config.hparams.lr, bench.batch
+    groups = [{"lr": lr, **group} for group in groups]
+    groups = [{**group, "lr_multiplier": group["lr"] / lr} for group in groups]
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=build_optimizer(bench.config, groups),
+        mpu=Mpu(),
+        config=deepspeed_config(bench.config, bench.layout),
+    )
+
+    def step() -> float:
+        set_learning_rates(optimizer, lr)
+        losses = engine(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        loss = (losses.float() * batch.loss_mask).sum() / batch.loss_mask.sum()
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step

@@ -1,0 +1,117 @@
+"""benchmarks/results/README.md, made from the JSON files beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS
+
+_HEAD = """# Benchmarks
+
+Made by `./dev bench` (`./dev bench --table` from the JSON files beside this page, which say more). Ours is a model in
+this project's µP; plain is megatron-core's GPTModel in the standard parametrization; native is the same with `use_mup`,
+megatron-core's own MuP. Same sizes, layout, engine and batch. A cell is a median (least to most); a ratio is taken pair
+by pair, the runs of a round against each other.
+
+Steps run in one process in turn; `plain / plain` is plain against itself in the same rounds: the noise. Start-up, from
+process start to the end of the first step, and peak memory over two steps are measured in a process for each. Tensors
+are counted exactly, whatever the allocator does; the resident set is what was added to that after the imports. Plain
+and native are not charged for importing this project.
+"""
+
+
+def write(folder: Path = RESULTS) -> Path:
+    """Writes FOLDER/README.md from every JSON file in it."""
+    path = folder / "README.md"
+    path.write_text(page(folder), encoding="utf-8")
+    return path
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page."""
+    files = sorted(folder.glob("*.json"))
+    parts = [f"## {file.stem}\n\n{one(json.loads(file.read_text(encoding='utf-8')))}" for file in files]
+    return "\n".join([_HEAD, *parts])
+
+
+def one(result: dict[str, Any]) -> str:
+    """The tables of one result."""
+    first = result["steps"][0]
+    names = list(first["seconds_per_step"])
+    others = [name for name in names if name != "ours"]
+    versions = ", ".join(f"{package} {version}" for package, version in result["machine"]["versions"].items())
+    where = (
+        ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cores']} cores, {result['machine']['processor']}"
+    )
+    lines = [
+        f"{result['machine']['date']}; {where}; Python {result['machine']['python']}, {versions}; load before"
+        f" {result['load']['before']:.1f}, after {result['load']['after']:.1f} (quiet: below 1 before, and not above"
+        f" {result['machine']['cores']} after). {first['num_layers']} layers, hidden size {first['hidden_size']} (base"
+        f" {first['base_hidden_size']}), sequence {first['seq_length']}, micro-batch {first['micro_batch_size']},"
+        f" {first['precision']}, {first['engine']}, {first['layout']}.",
+        *(f"\nNo {name}: {reason}." for name, reason in result["absent"].items()),
+        "",
+        *_row("", *names, *(f"ours / {name}" for name in others), "plain / plain"),
+        *_rule(2 + len(names) + len(others)),
+    ]
+    for steps in result["steps"]:
+        lines += _row(
+            f"seconds a step, vocabulary {steps['vocabulary']}",
+            *(_cell(steps["seconds_per_step"][name]) for name in names),
+            *(_cell(steps["ours_over"][name], 3) for name in others),
+            _cell(steps["plain_again_over_plain"], 3),
+        )
+    for start in result["first_steps"]:
+        vocabulary = start["vocabulary"]
+        for kind, what in (("tensors", "peak of tensors"), ("resident", "peak resident set")):
+            lines += _row(
+                f"{what}, MiB, vocabulary {vocabulary}",
+                *(_cell(start["peak_mebibytes"][kind][name], 0) for name in names),
+                *(_cell(start["peak_ours_over"][kind][name], 3) for name in others),
+                "",
+            )
+        lines += _row(
+            f"seconds to the first step's end, vocabulary {vocabulary}",
+            *(_cell(start["seconds"][name]["total"], 2) for name in names),
+            *(_cell(start["seconds_ours_over"][name], 3) for name in others),
+            "",
+        )
+        for phase in ("upstream_imports", "our_imports", "build", "first_step"):
+            cells = (
+                "not charged" if phase == "our_imports" and name != "ours" else _cell(start["seconds"][name][phase], 2)
+                for name in names
+            )
+            lines += _row(f"— {phase.replace('_', ' ')}", *cells, *("" for _ in others), "")
+    draw, explain = result["init"], result["explain"]
+    lines += [
+        "",
+        *_row("", "ours", "torch's normal_", "ours / torch's"),
+        *_rule(4),
+        *_row(
+            f"init, seconds for a billion values ({draw['weight']})",
+            _cell(draw["seconds_per_billion"]["ours"], 2),
+            _cell(draw["seconds_per_billion"]["torch"], 2),
+            _cell(draw["ours_over"]["torch"], 2),
+        ),
+        *_row(f"`mup-megatron explain {explain['config']}`, seconds", _cell(explain["seconds"], 2), "", ""),
+        *_row("— its peak memory, MiB, imports and all", _cell(explain["peak_mebibytes"], 0), "", ""),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(spread: dict[str, float], digits: int = 3) -> str:
+    """Median and, of several runs, least to most."""
+    median = f"{spread['median']:.{digits}f}"
+    if spread["runs"] == 1:
+        return median
+    return f"{median} ({spread['min']:.{digits}f} to {spread['max']:.{digits}f})"
+
+
+def _row(*cells: str) -> list[str]:
+    return [f"| {' | '.join(cells)} |"]
+
+
+def _rule(columns: int) -> list[str]:
+    return _row(*["---"] * columns)

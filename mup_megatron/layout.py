@@ -193,6 +193,12 @@ def _check_mix(config: Config) -> None:
                     f"engine deepspeed has no {what} parallelism here; expected 1, found {size}, or parallel.engine: "
                     "megatron",
                 )
+    elif parallel.context_parallel_size != 1:
+        raise config.error(
+            "parallel.context_parallel_size",
+            f"{parallel.context_parallel_size}, but context parallelism needs Transformer Engine's attention, and only "
+            "megatron-core's local layers are built here; expected 1",
+        )
     elif parallel.offload_optimizer:
         raise config.error(
             "parallel.offload_optimizer", "is DeepSpeed's; expected parallel.engine: deepspeed, or false"
@@ -329,11 +335,14 @@ def tensor_parallel_problems(config: Config, tensor: int) -> list[tuple[str, str
 
 def _auto_tensor_parallel(config: Config, world_size: int) -> int:
     """The largest tensor-parallel size, up to a node's 8, that divides the processes and the model."""
-    others = config.parallel.pipeline_model_parallel_size * config.parallel.context_parallel_size
+    pipeline, experts = config.parallel.pipeline_model_parallel_size, config.parallel.expert_model_parallel_size
+    others = pipeline * config.parallel.context_parallel_size
     sizes = [
         size
         for size in range(1, _AUTO_TENSOR_PARALLEL_LIMIT + 1)
-        if world_size % (size * others) == 0 and not tensor_parallel_problems(config, size)
+        if world_size % (size * others) == 0
+        and not tensor_parallel_problems(config, size)
+        and (world_size // pipeline) % (experts * (config.parallel.expert_tensor_parallel_size or size)) == 0
     ]
     return max(sizes, default=1)
 

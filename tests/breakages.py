@@ -239,6 +239,72 @@ def no_readout_record() -> contextlib.AbstractContextManager[None]:
     return replaced(model, "record_readout", lambda output_layer: None)
 
 
+def no_finalize_model_grads() -> contextlib.AbstractContextManager[None]:
+    """Megatron's gradients are not reduced over ranks."""
+    from mup_megatron.engines import megatron
+
+    return replaced(megatron, "finalize_model_grads", lambda *arguments, **keys: None)
+
+
+def no_config_overrides() -> contextlib.AbstractContextManager[None]:
+    """Megatron's optimizer gets one rate for all groups."""
+    from mup_megatron.engines import megatron
+
+    original = megatron.megatron_overrides
+
+    def overrides(*arguments: Any) -> dict[Any, Any]:
+        return {key: {**value, "lr_multiplier": 1.0} for key, value in original(*arguments).items()}
+
+    return replaced(megatron, "megatron_overrides", overrides)
+
+
+def experts_by_local_number() -> contextlib.AbstractContextManager[None]:
+    """Experts are named, and so drawn, by their number on the rank."""
+    from mup_megatron import model
+
+    return replaced(model, "global_expert_names", lambda chunk: lambda name: name)
+
+
+def layers_by_local_number() -> contextlib.AbstractContextManager[None]:
+    """Layers are named, and so drawn, by their number on the stage."""
+    from mup_megatron import model
+
+    return replaced(model, "_global_names", lambda chunk: lambda name: name)
+
+
+@contextlib.contextmanager
+def no_announced_experts() -> Iterator[None]:
+    """DeepSpeed takes experts that are spread over ranks for parameters that every rank holds."""
+    from mup_megatron.engines import deepspeed
+
+    with (
+        replaced(deepspeed, "announce_experts", lambda model, layout: None),
+        replaced(deepspeed, "mark_expert_groups", lambda groups, layout: groups),
+    ):
+        yield
+
+
+def deepspeed_s_own_expert_norm() -> contextlib.AbstractContextManager[None]:
+    """The gradient norm is the one that DeepSpeed works out where experts are spread over ranks."""
+    from mup_megatron.engines import deepspeed
+
+    return replaced(
+        deepspeed, "clip_partitions", lambda optimizer, layout, limit: float(optimizer.scaled_global_norm())
+    )
+
+
+def slices_swapped() -> contextlib.AbstractContextManager[None]:
+    """Tensor-parallel ranks read each other's slices of a checkpoint."""
+    from mup_megatron.engines import state
+
+    original = state._shards
+
+    def shards(key: str, value: Any, spec: Any, layout: Any, rank: int) -> Any:
+        return original(key, value, spec, layout, rank ^ 1 if layout.tensor > 1 else rank)
+
+    return replaced(state, "_shards", shards)
+
+
 def load_weights_alone() -> contextlib.AbstractContextManager[None]:
     """A checkpoint is loaded without the optimizer's state."""
     from tests import bodies

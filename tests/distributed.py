@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import multiprocessing.connection
 import os
 import tempfile
 import traceback
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MOST = 4
-_TIMEOUT = 300.0
+_TIMEOUT = 180.0
 
 
 class RankError(AssertionError):
@@ -41,19 +42,29 @@ class Ranks:
         active = self._workers[:count]
         for number, (_, pipe) in enumerate(active):
             pipe.send((number, count, store, body, arguments))
-        results = []
-        for number, (process, pipe) in enumerate(active):
-            if not pipe.poll(_TIMEOUT):
+        answers: dict[int, tuple[Any, str]] = {}
+        waiting: dict[Any, int] = {pipe: number for number, (_, pipe) in enumerate(active)}
+        failed = False
+        while waiting:
+            # Where one has failed the others may wait for it in a collective, or have failed too.
+            ready: list[Any] = multiprocessing.connection.wait(list(waiting), 2.0 if failed else _TIMEOUT)
+            if not ready and failed:
+                break
+            if not ready:
                 self.stop()
-                raise RankError(f"{body.__name__}: rank {number} of {count} did not answer in {_TIMEOUT:.0f} s")
-            try:
-                results.append(pipe.recv())
-            except EOFError:
-                self.stop()
-                raise RankError(f"{body.__name__}: rank {number} died ({process.exitcode})") from None
+                raise RankError(f"{body.__name__}: ranks {sorted(waiting.values())} did not answer in {_TIMEOUT:.0f} s")
+            for answered in ready:
+                number = waiting.pop(answered)
+                try:
+                    answers[number] = answered.recv()
+                except (EOFError, OSError):
+                    self.stop()
+                    raise RankError(f"{body.__name__}: rank {number} of {count} died") from None
+                failed = failed or bool(answers[number][1])
+        results = [answers.get(number, (None, "")) for number in range(count)]
         failures = [f"rank {number}:\n{error}" for number, (_, error) in enumerate(results) if error]
         if failures:
-            if len(failures) < count:
+            if waiting or len(failures) < count:
                 self.stop()  # the others may still wait for a collective
             raise RankError(f"{body.__name__}:\n" + "\n".join(failures))
         return [value for value, _ in results]

@@ -109,7 +109,7 @@ def refuse(config: Config, layout: Layout) -> None:
     if config.parallel.engine == "megatron":
         from mup_megatron.engines import megatron_config
 
-        megatron_config.refuse(config)
+        megatron_config.refuse(config, layout)
     else:
         from mup_megatron.engines import deepspeed_config
 

@@ -26,8 +26,9 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.deepspeed_config import deepspeed_config
+from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
-from mup_megatron.engines.gradient_norm import clip_gradients
+from mup_megatron.engines.gradient_norm import clip_gradients, clip_partitions
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
 from mup_megatron.optim import allocate, build_optimizer, parameter_groups, set_learning_rates
@@ -72,10 +73,14 @@ class DeepSpeedEngine:
         if layout.tensor > 1:
             _sum_sequence_parallel_gradients(model)
         groups = parameter_groups(named_parameters(model), parametrization)
+        if layout.expert > 1:
+            announce_experts(model, layout)
+            groups = mark_expert_groups(groups, layout)
         settings = deepspeed_config(config, layout)
-        self._clips_itself = layout.zero_stage == 0
+        self._clips_itself = layout.zero_stage == 0 or layout.expert > 1
         if self._clips_itself:
-            # At stage 0 DeepSpeed clips without keeping the norm; here it is done before its step (gradient_norm.py).
+            # At stage 0 DeepSpeed clips without keeping the norm; with experts over ranks its norm is an average that
+            # depends on the layout. Here it is done before its step (gradient_norm.py).
             settings["gradient_clipping"] = 0.0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(config, groups), mpu=Mpu(), config=settings
@@ -103,14 +108,18 @@ class DeepSpeedEngine:
             self.engine.backward(loss)
             total += loss.detach() / len(micro_batches)
             if self._clips_itself and number == len(micro_batches):
-                norm = clip_gradients(
-                    named_parameters(self.module), self._parametrization, self._layout, self._config.training.clip_grad
-                )
+                norm = self._clip()
             self.engine.step()
         update_expert_bias(self.module)
         if norm is None:
             norm = float(self.engine.get_global_grad_norm())
         return StepResult(loss=self._data_parallel_mean(total), grad_norm=norm)
+
+    def _clip(self) -> float:
+        limit = self._config.training.clip_grad
+        if self._layout.zero_stage == 0:
+            return clip_gradients(named_parameters(self.module), self._parametrization, self._layout, limit)
+        return clip_partitions(self.optimizer, self._layout, limit)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:

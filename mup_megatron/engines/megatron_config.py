@@ -45,8 +45,8 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
     )
 
 
-def refuse(config: Config) -> None:
-    """Refuses what megatron-core does not have, before anything is built.
+def refuse(config: Config, layout: Layout) -> None:
+    """Refuses what megatron-core does not have or gets wrong, before anything is built.
 
     Raises:
         ConfigError: names the key and what works.
@@ -60,4 +60,11 @@ def refuse(config: Config) -> None:
         raise config.error(
             "training.clip_norm",
             "megatron-core clips by the global norm; expected global, or parallel.engine: deepspeed",
+        )
+    model = config.model
+    if model.multi_latent_attention and model.qk_layernorm and layout.tensor > 1 and not layout.sequence_parallel:
+        raise config.error(
+            "parallel.sequence_parallel",
+            "megatron-core sums the gradients of every q_layernorm over tensor-parallel ranks, and multi-latent "
+            "attention's are whole there; expected true, or parallel.engine: deepspeed",
         )

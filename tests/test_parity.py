@@ -1,0 +1,327 @@
+"""Identity 2 (docs/parametrization.md, section 7) across engines, pipelines and experts: the matrix of `./dev parity`.
+
+As in test_layout_invariance.py: every cell against the same model in one process under the DeepSpeed engine, 20 steps
+in fp32 on real text, data-parallel ranks with data of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.data.prepare import prepare
+from mup_megatron.patches import ALL_PATCHES
+from tests import bodies
+from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
+from tests.distributed import RankError, Ranks
+from tests.test_layout_invariance import STEPS, TOLERANCE, deviation
+
+_DEEP = {"model__num_layers": 4, "hparams__lr": 3e-3}
+_BIAS = {
+    "model__moe_router_score_function": "sigmoid",
+    "model__moe_router_enable_expert_bias": True,
+    "model__moe_router_bias_update_rate": 0.01,
+}
+# architecture, growth, overrides; four layers, so that they can be four stages.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gpt3": ("gpt3", MIXED, _DEEP),
+    "llama": ("llama", HEAD_SIZE, _DEEP),
+    "llama tied": ("llama", MIXED, {**_DEEP, "model__share_embeddings_and_output_weights": True}),
+    "moe": ("llama", MOE, {**_DEEP, "model__moe_layer_freq": [0, 1, 1, 1]}),
+    "moe bias": ("llama", MOE, {**_DEEP, **_BIAS, "model__moe_layer_freq": [0, 1, 1, 1]}),
+    "moe alltoall": (
+        "llama",
+        MOE,
+        {**_DEEP, "model__moe_layer_freq": 2, "model__moe_token_dispatcher_type": "alltoall"},
+    ),
+    "mla": ("llama", MLA, _DEEP),
+    "mla moe": (
+        "llama",
+        {
+            "model": {**MLA["model"], **{k: v for k, v in MOE["model"].items() if k.startswith(("moe_", "num_moe"))}},
+            "base": {**MLA["base"], **{k: v for k, v in MOE["base"].items() if k.startswith("moe_")}},
+        },
+        {**_DEEP, "model__moe_layer_freq": [0, 1, 1, 1]},
+    ),
+    "mtp": ("llama", MIXED, {**_DEEP, "model__mtp_num_layers": 1}),
+    "qk-norm": ("llama", MIXED, {**_DEEP, "model__qk_layernorm": True}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A layout; `state` is the ZeRO stage, or "plain" or "distributed" for Megatron's optimizer."""
+
+    state: int | str
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    data: int = 1
+    sequence: bool = False
+    overlap: bool = False
+    last: int | None = None
+
+    @property
+    def processes(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        state = (
+            {"zero_stage": self.state}
+            if isinstance(self.state, int)
+            else {"engine": "megatron", "use_distributed_optimizer": self.state == "distributed"}
+        )
+        keys = {
+            **state,
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
+            "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
+            "sequence_parallel": self.sequence,
+            "overlap_grad_reduce": self.overlap,
+            "overlap_param_gather": self.overlap and self.state == "distributed",
+            "num_layers_in_last_pipeline_stage": self.last,
+        }
+        # Two micro-batches each, or four where the interleaved schedule wants a multiple of the stages.
+        return {f"parallel__{key}": value for key, value in keys.items()} | {
+            "training__micro_batch_size": 4 // self.data if self.virtual == 1 else 2 // self.data
+        }
+
+    def __str__(self) -> str:
+        parts = [f"TP {self.tensor}"] if self.tensor > 1 else []
+        parts += [f"PP {self.pipeline}"] if self.pipeline > 1 else []
+        parts += [f"VPP {self.virtual}"] if self.virtual > 1 else []
+        parts += [f"last stage {self.last}"] if self.last else []
+        parts += [f"EP {self.expert}"] if self.expert > 1 else []
+        parts += [f"ETP {self.expert_tensor}"] if self.expert_tensor else []
+        parts += [f"DP {self.data}"] if self.data > 1 else []
+        parts += ["SP"] if self.sequence else []
+        state = f"ZeRO {self.state}" if isinstance(self.state, int) else f"Megatron, {self.state} optimizer"
+        return ", ".join([*parts, state, *(["overlap"] if self.overlap else [])])
+
+
+DENSE = [
+    Split("plain"),
+    Split("plain", data=2),
+    Split("distributed", data=2),
+    Split("distributed", data=4, overlap=True),
+    Split("plain", data=2, overlap=True),
+    Split("plain", tensor=2),
+    Split("distributed", tensor=2, data=2, sequence=True),
+    Split("plain", tensor=4, sequence=True),
+    Split("plain", pipeline=2),
+    Split("plain", pipeline=4),
+    Split("distributed", pipeline=2, data=2),
+    Split("distributed", pipeline=2, data=2, overlap=True),
+    Split("plain", pipeline=2, virtual=2),
+    Split("distributed", pipeline=2, virtual=2, data=2),
+    Split("plain", pipeline=2, tensor=2, sequence=True),
+    Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True),
+    Split("plain", pipeline=2, last=1),
+]
+EXPERTS = [
+    Split("plain", expert=2, data=2),
+    Split("distributed", expert=2, data=2),
+    Split("distributed", expert=2, data=4),
+    Split("plain", expert=4, data=4),
+    Split("plain", tensor=2, expert=2, expert_tensor=1, sequence=True),
+    Split("distributed", tensor=2, expert=2, expert_tensor=2, data=2, sequence=True),
+    Split("distributed", tensor=2, expert=4, expert_tensor=1, data=2, sequence=True),
+    Split("distributed", pipeline=2, expert=2, data=2),
+    Split("plain", pipeline=2, virtual=2, expert=2, data=2),
+    *(Split(stage, expert=2, data=2) for stage in (0, 1, 2)),
+    *(Split(stage, expert=2, data=4) for stage in (1, 2)),
+    Split(1, tensor=2, expert=2, data=2, sequence=True),
+]
+FEW = [
+    Split("distributed", tensor=2, data=2, sequence=True),
+    Split("distributed", pipeline=2, data=2),
+    Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True),
+]
+EXPERTS_FEW = [
+    Split("distributed", expert=2, data=2),
+    Split("distributed", pipeline=2, expert=2, data=2),
+    Split(1, expert=2, data=2),
+]
+MATRIX = [
+    *(("gpt3", split) for split in DENSE),
+    *(("llama", split) for split in FEW),
+    *(("llama tied", split) for split in (*FEW, Split("plain", pipeline=4))),
+    *(("moe", split) for split in EXPERTS),
+    *((model, split) for model in ("moe bias", "moe alltoall", "mla moe") for split in EXPERTS_FEW),
+    *((model, split) for model in ("mla", "mtp", "qk-norm") for split in FEW),
+]
+QUICK = {
+    ("gpt3", Split("distributed", pipeline=2, virtual=2, data=2)),
+    ("gpt3", Split("distributed", tensor=2, data=2, sequence=True)),
+    ("llama tied", Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True)),
+    ("moe", Split("distributed", expert=2, data=2)),
+    ("moe bias", Split("distributed", pipeline=2, expert=2, data=2)),
+    ("moe", Split(1, tensor=2, expert=2, data=2, sequence=True)),
+    ("mtp", Split("distributed", pipeline=2, data=2)),
+}
+
+
+def config_of(model: str, split: Split | None = None, **overrides: Any) -> Any:
+    architecture, growth, own = MODELS[model]
+    layout = split.overrides if split else {"parallel__zero_stage": 0}
+    return make(growth, architecture, **{**own, **layout, **overrides})
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks) -> Any:
+    """Runs of the unsharded models, made when first asked for."""
+
+    @cache
+    def run(model: str) -> dict[str, Any]:
+        config = config_of(model)
+        prepare(config)
+        return ranks.run(1, bodies.train, config=config, steps=STEPS)[0]
+
+    return run
+
+
+def check(results: list[dict[str, Any]], whole: dict[str, Any], split: Split, gated: bool = True) -> None:
+    """Names, initial values, groups, losses and norms of all ranks against one process."""
+    assert set().union(*(result["initial"] for result in results)) == set(whole["initial"])
+    for rank, result in enumerate(results):
+        assert result["groups"] == {name: whole["groups"][name] for name in result["groups"]}
+        for name, value in result["initial"].items():
+            expected = slices(name, whole["initial"][name], split, rank, gated)
+            np.testing.assert_array_equal(value, expected, err_msg=f"{name} on rank {rank}")
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
+        np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)
+
+
+def slices(name: str, whole: np.ndarray, split: Split, rank: int, gated: bool) -> np.ndarray:
+    """What a rank must hold, worked out by hand."""
+    ranks = split.tensor
+    if ".local_experts." in name:
+        ranks = split.expert_tensor or split.tensor
+    own = rank % ranks
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return np.split(whole, ranks, axis=1)[own]
+    if "linear_fc1" in name and gated:
+        return split_gated(whole, ranks)[own]
+    split_rows = ("linear_qkv", "linear_q_", "linear_kv_", "linear_fc1", "eh_proj", "word_embeddings", "output_layer")
+    return np.split(whole, ranks)[own] if any(part in name for part in split_rows) else whole
+
+
+def split_gated(whole: np.ndarray, ranks: int) -> list[np.ndarray]:
+    gate, up = np.split(whole, 2)
+    return [np.concatenate(pair) for pair in zip(np.split(gate, ranks), np.split(up, ranks), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        pytest.param(model, split, id=f"{model}: {split}", marks=() if (model, split) in QUICK else pytest.mark.slow)
+        for model, split in MATRIX
+    ],
+)
+def test_layout_changes_nothing(
+    ranks: Ranks, reference: Any, parity_rows: list[dict[str, Any]], model: str, split: Split
+) -> None:
+    whole = reference(model)
+    results = ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS)
+    parity_rows.append(
+        {
+            "architecture": model,
+            "growth": "mixed" if MODELS[model][1] is not HEAD_SIZE else "head_size",
+            "layout": str(split),
+            "loss": max(deviation(result["losses"], whole["losses"]) for result in results),
+            "gradient norm": max(deviation(result["grad_norms"], whole["grad_norms"]) for result in results),
+        }
+    )
+    check(results, whole, split, gated=model != "gpt3")
+
+
+@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m == "gpt3" else pytest.mark.slow) for m in MODELS])
+def test_the_regime_can_tell(reference: Any, model: str) -> None:
+    """The loss falls by half a nat and stays above one: neither memorised nor at the edge of divergence."""
+    losses = reference(model)["losses"]
+    assert losses[0] - losses[-1] > 0.5
+    assert losses[-1] > 1.0
+
+
+def test_the_matrix_is_large_enough() -> None:
+    assert len(set(MATRIX)) == len(MATRIX) >= 40
+    assert set(MATRIX) >= QUICK
+
+
+@pytest.mark.parametrize(
+    ("broken", "model", "split"),
+    [
+        ("no_finalize_model_grads", "gpt3", Split("plain", data=2)),
+        ("no_config_overrides", "gpt3", Split("plain")),
+        ("experts_by_local_number", "moe", Split("plain", expert=2, data=2)),
+        ("layers_by_local_number", "gpt3", Split("plain", pipeline=2)),
+        ("no_announced_experts", "moe", Split(1, expert=2, data=2)),
+        ("deepspeed_s_own_expert_norm", "moe", Split(1, expert=2, data=2)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_without_it_the_comparison_fails(ranks: Ranks, reference: Any, broken: str, model: str, split: Split) -> None:
+    whole = reference(model)
+    with pytest.raises((AssertionError, RankError)):
+        check(
+            ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS, broken=broken),
+            whole,
+            split,
+            gated=model != "gpt3",
+        )
+
+
+_PLAIN = ("gpt3", Split("plain"))
+PATCHES: dict[str, tuple[str, Split]] = {
+    "cpu-schedule": _PLAIN,
+    "cpu-schedule-1f1b": ("gpt3", Split("plain", pipeline=2)),
+    "cpu-schedule-interleaved": ("gpt3", Split("plain", pipeline=2, virtual=2)),
+    "cpu-grad-norm": _PLAIN,
+    "cpu-grad-norm-group": _PLAIN,
+    "cpu-l2-norm": _PLAIN,
+    "cpu-clip-grad": _PLAIN,
+    "cpu-fp32-optimizer": _PLAIN,
+    "cpu-mixed-precision-optimizer": ("gpt3", Split("distributed")),
+    "cpu-distributed-optimizer": ("gpt3", Split("distributed")),
+    "cpu-tied-embedding": ("llama tied", Split("plain", pipeline=2)),
+    "cpu-gradient-buckets": _PLAIN,
+}
+
+
+@pytest.mark.parametrize(
+    "patch", [name for name in PATCHES if next(p for p in ALL_PATCHES if p.name == name).is_needed(cuda=False)]
+)
+def test_without_the_patch_it_does_not_run(ranks: Ranks, patch: str) -> None:
+    """The cells run with it: they are of the matrix, or of one rank of it."""
+    model, split = PATCHES[patch]
+    config = config_of(model, split)
+    prepare(config)
+    with pytest.raises(RankError):
+        ranks.run(split.processes, bodies.train, config=config, steps=1, broken=f"patch:{patch}")
+
+
+def test_without_its_patch_bf16_does_not_run(ranks: Ranks) -> None:
+    config = config_of("gpt3", Split("plain"), training__precision="bf16")
+    prepare(config)
+    ranks.run(1, bodies.train, config=config, steps=1)
+    with pytest.raises(RankError):
+        ranks.run(1, bodies.train, config=config, steps=1, broken="patch:cpu-float16-optimizer")
+
+
+def test_every_patch_is_taken_out_somewhere() -> None:
+    elsewhere = {
+        *("cpu-current-device", "cpu-get-rng-state", "cpu-set-rng-state", "deepspeed-no-shm-build"),  # test_patches.py
+        *("cpu-alltoall-stream", "cpu-alltoall-splits", "mla-no-te-linear"),  # test_architectures.py
+        *("checkpoint-no-server-process", "checkpoint-no-server-process-0.16", "checkpoint-no-fork"),  # test_resume.py
+        *("cpu-checkpoint-preload", "cpu-float16-optimizer"),
+    }
+    assert {patch.name for patch in ALL_PATCHES} == elsewhere | set(PATCHES)

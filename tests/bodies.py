@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mup_megatron import runtime
-from mup_megatron.config import Config
+from mup_megatron.config import Config, load_config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import build_engine
@@ -41,6 +41,13 @@ def train(rank: runtime.Rank, *, config: Config, steps: int, broken: str = "noth
     """
     with break_(broken):
         return _train(rank, config, steps)
+
+
+def train_file(rank: runtime.Rank, *, path: Path) -> float | None:
+    """`mup-megatron train` on a config file, but for the command line."""
+    from mup_megatron import train as training
+
+    return training.train(load_config(path), rank)
 
 
 def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:

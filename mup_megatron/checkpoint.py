@@ -168,6 +168,9 @@ class Checkpoints:
         for key, kind in parts.items():
             if not isinstance(record.get(key), kind):
                 raise UserError(f"{path / RECORD}: {key} is missing or no {kind.__name__}")
+        named = re.fullmatch(r"step_(\d{8,})", path.name)
+        if record["step"] != (int(named[1]) if named else max(record["step"], 0)):
+            raise UserError(f"{path / RECORD}: step is {record['step']}; expected the folder's")
         return record
 
     def problem(self, path: Path, share: tuple[int, int] = (0, 1)) -> str | None:

@@ -1,4 +1,4 @@
-"""kill -9 of ranks and of launchers at seeded moments: what is left is whole, and the same command ends as if nothing was.
+"""kill -9 of ranks and launchers at seeded moments: what is left is whole, the same command ends as if nothing was.
 
 A case is a run that is killed, started again and killed again, then left to its end: one of the two kills lands while a
 checkpoint's file is open, so that half of all do (the issue asks for a quarter). That takes no luck: a rank that is
@@ -14,6 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.configs import MIXED, make
 from tests.distributed import Ranks
 
 STEPS, INTERVAL = 24, 2
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "deepspeed TP 2": {"parallel__tensor_model_parallel_size": 2},
     "megatron DP 2": {"parallel__engine": "megatron", "parallel__tensor_model_parallel_size": 1},
     "megatron TP 2": {"parallel__engine": "megatron", "parallel__tensor_model_parallel_size": 2},
@@ -118,7 +119,7 @@ def while_writing(run: Background) -> tuple[int, list[str]]:
             if not written(process):
                 continue
             os.kill(process, signal.SIGSTOP)
-            until(lambda process=process: stopped(process))
+            until(partial(stopped, process))
             if names := written(process):
                 return process, names
             os.kill(process, signal.SIGCONT)

@@ -158,7 +158,7 @@ class Checkpoints:
         """
         try:
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path / RECORD}: damaged ({error})") from None
         if not isinstance(record, dict) or not {"format", "step"} <= set(record):
             raise UserError(f"{path / RECORD}: expected a JSON object with format, step and config")

@@ -75,7 +75,7 @@ def refused(ranks: Ranks, run: Path, *more: str) -> str:
     assert tree(run) == before
     assert "Traceback" not in err
     (said,) = [line for line in err.splitlines() if line.startswith("mup-megatron:")]
-    assert said.startswith("mup-megatron: error (rank 0): ") or said.startswith("mup-megatron: error: ")
+    assert said.startswith(("mup-megatron: error (rank 0): ", "mup-megatron: error: "))
     return said
 
 

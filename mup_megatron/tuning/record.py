@@ -27,6 +27,7 @@ from mup_megatron.parametrization import Parametrization
 from mup_megatron.tuning.space import Value, proxy_config, values_of
 
 FORMAT = 1
+_PARTS = {"created": str, "digest": str, "family": dict, "values": dict, "tuned": list, "study": dict, "budget": dict}
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
 
 
@@ -188,6 +189,8 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
         raise UserError(
             f"{path}: line {error.lineno}: not valid JSON: {error.msg}; expected a transfer record"
         ) from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON; expected a transfer record") from None
     if not isinstance(record, dict) or not isinstance(record.get("format"), int):
         raise UserError(f"{path}: not a transfer record: it names no format")
     if record["format"] != FORMAT:
@@ -197,6 +200,9 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
             f"{path}: checksum: does not match what the record says, so it was edited or damaged; move it "
             "away, and tune again, or set values by hand under hparams: with tuning.run: never"
         )
+    for key, kind in _PARTS.items():
+        if not isinstance(record.get(key), kind):
+            raise UserError(f"{path}: {key} is missing or no {kind.__name__}")
     if config is not None:
         _check_family(path, record, config)
     return record

@@ -286,9 +286,7 @@ def load_base_shapes(path: str | Path) -> BaseShapes:
         # Not YAML's own errors alone: PyYAML's constructors raise these too (2001-99-99 is a date to it).
         raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes)") from None
     if not isinstance(data, dict) or not all(
-        isinstance(name, str)
-        and isinstance(dims, list)
-        and all(map(_is_base_size, dims))
+        isinstance(name, str) and isinstance(dims, list) and all(map(_is_base_size, dims))
         for name, dims in data.items()
     ):
         raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes and nulls)")

@@ -158,16 +158,19 @@ class Checkpoints:
         """
         try:
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path / RECORD}: damaged ({error})") from None
         if not isinstance(record, dict) or not {"format", "step"} <= set(record):
             raise UserError(f"{path / RECORD}: expected a JSON object with format, step and config")
         if record["format"] != FORMAT:
-            raise UserError(f"{path}: written in format {record['format']}; this version reads format {FORMAT}")
+            raise UserError(f"{path}: written in format {record['format']!r}; this version reads format {FORMAT}")
         parts = {"config": dict, "base_shapes": dict, "data_digest": str, "step": int}
         for key, kind in parts.items():
             if not isinstance(record.get(key), kind):
                 raise UserError(f"{path / RECORD}: {key} is missing or no {kind.__name__}")
+        named = re.fullmatch(r"step_(\d{8,})", path.name)
+        if record["step"] != (int(named[1]) if named else max(record["step"], 0)):
+            raise UserError(f"{path / RECORD}: step is {record['step']!r}; expected the folder's")
         return record
 
     def problem(self, path: Path, share: tuple[int, int] = (0, 1)) -> str | None:

@@ -38,6 +38,9 @@ AllowChange = Annotated[
 
 def main() -> NoReturn:
     """Entry point: bad input is one sentence and exit status 2, never a traceback."""
+    from mup_megatron.launch import end_with_launcher
+
+    end_with_launcher()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -145,9 +148,10 @@ def train(
     allow_change: AllowChange = None,
 ) -> int:
     """Train the target with the config's hyperparameters, from the last checkpoint if there is one."""
-    from mup_megatron import train as training
 
     def body(settings: Any, rank: Any) -> None:
+        from mup_megatron import train as training  # on ranks alone: it takes seconds to import
+
         training.train(settings, rank, allow_change or [])
 
     allowed = _allowed(allow_change)
@@ -163,9 +167,10 @@ def pipeline(
     control: Control = False,
 ) -> int:
     """Tune the proxy if there is no transfer record yet, then train the target with the transferred values."""
-    from mup_megatron.pipeline import run_pipeline
 
     def body(settings: Any, rank: Any) -> None:
+        from mup_megatron.pipeline import run_pipeline  # on ranks alone: it takes seconds to import
+
         run_pipeline(settings, rank, control=control, allowed_changes=tuple(allow_change or ()))
 
     arguments = ["pipeline", config, *(overrides or []), *_allowed(allow_change), *(["--control"] if control else [])]

@@ -1,6 +1,11 @@
 """What goes wrong on the user's side: one clear sentence, exit status 2, no traceback."""
 
 
+def one_line(text: str) -> str:
+    """Text from a file as it can stand in a sentence: what is not printable is escaped."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
 class UserError(Exception):
     """Bad input. The message is one sentence that names the file, the key and what was expected."""
 
@@ -16,7 +21,7 @@ class ConfigError(UserError):
 
     def __init__(self, key: str, problem: str, source: str | None = None) -> None:
         self.key, self.problem, self.source = key, problem, source
-        super().__init__(": ".join(part for part in (source, key, problem) if part))
+        super().__init__(one_line(": ".join(part for part in (source, key, problem) if part)))
 
 
 class DiskFull(UserError):

@@ -7,6 +7,7 @@ context, then data, then pipeline; inside the experts tensor, then expert, then 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mup_megatron.config import Config
@@ -172,8 +173,7 @@ def smallest_world(config: Config) -> int:
     tensor = 1 if parallel.tensor_model_parallel_size == "auto" else parallel.tensor_model_parallel_size
     dense = tensor * parallel.context_parallel_size
     experts = (parallel.expert_tensor_parallel_size or tensor) * parallel.expert_model_parallel_size
-    stage = next(dense * n for n in range(1, experts + 1) if dense * n % experts == 0)
-    return stage * parallel.pipeline_model_parallel_size
+    return math.lcm(dense, experts) * parallel.pipeline_model_parallel_size
 
 
 def _check_mix(config: Config) -> None:

@@ -22,7 +22,7 @@ from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import CONTROL, PLAN, own_run_directory
+from mup_megatron.run_directory import CONTROL, PLAN, own_run_directory, write_whole
 from mup_megatron.tuning import budget, record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
@@ -144,14 +144,14 @@ def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
         raise config.error("tuning.record", f"no such file: {path}")
     plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=tune)
     directory = Path(config.run.dir)
-    (directory / PLAN).write_text(json.dumps({**plan.as_json(), "extrapolated": record.extrapolated(config)}, indent=1))
+    write_whole(directory / PLAN, json.dumps({**plan.as_json(), "extrapolated": record.extrapolated(config)}, indent=1))
     if tune:
         _check_proxy(config)
         _check_writable(path, config)
         for line in budget.lines(config, plan):
             progress.say(line)
         budget.check_share(config, plan)
-        (directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
+        write_whole(directory / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
     elif found is not None:
         progress.say(f"{path}: tuned values of this family, found {found['created']}; nothing to tune")
     else:

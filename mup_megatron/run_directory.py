@@ -1,4 +1,7 @@
-"""A run's folder and who may write into it. Public names: `own_run_directory`, `full_disk`, `CONTROL`, `PLAN`."""
+"""A run's folder and who may write into it.
+
+Public names: `own_run_directory`, `write_whole`, `full_disk`, `CONTROL`, `PLAN`.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,13 @@ def own_run_directory(directory: Path, rank: Rank, lock: str = ".lock") -> Itera
         yield
     finally:
         os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, whenever the process is killed."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 @contextmanager

@@ -282,12 +282,11 @@ def load_base_shapes(path: str | Path) -> BaseShapes:
         data = yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"{path}: cannot read base shapes: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        # Not YAML's own errors alone: PyYAML's constructors raise these too (2001-99-99 is a date to it).
         raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes)") from None
     if not isinstance(data, dict) or not all(
-        isinstance(name, str)
-        and isinstance(dims, list)
-        and all(dim is None or (type(dim) is int and dim > 0) for dim in dims)
+        isinstance(name, str) and isinstance(dims, list) and all(map(_is_base_size, dims))
         for name, dims in data.items()
     ):
         raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes and nulls)")
@@ -296,9 +295,25 @@ def load_base_shapes(path: str | Path) -> BaseShapes:
         if line.startswith(_BSH_EXTRA):
             try:
                 extra = json.loads(line.removeprefix(_BSH_EXTRA))
-            except json.JSONDecodeError:
-                raise UserError(f"{path}: the line that starts with {_BSH_EXTRA!r} is damaged") from None
+            except (json.JSONDecodeError, RecursionError):
+                extra = {"blocks": None}
+    if not _is_extra(extra):
+        raise UserError(f"{path}: the line that starts with {_BSH_EXTRA!r} is damaged")
     return BaseShapes(data, extra.pop("blocks", {}), extra)
+
+
+def _is_extra(extra: Any) -> bool:
+    """Whether what a .bsh file says beyond microsoft/mup's format is what this project writes."""
+    if not isinstance(extra, dict) or not isinstance(extra.get("blocks", {}), dict):
+        return False
+    blocks = extra.get("blocks", {}).values()
+    if not all(isinstance(block, dict) and all(map(_is_base_size, block.values())) for block in blocks):
+        return False
+    return _is_base_size(extra.get("kv_channels"))
+
+
+def _is_base_size(size: Any) -> bool:
+    return size is None or (type(size) is int and size > 0)
 
 
 def join_base_shapes(target: Mapping[str, TensorSpec], base: BaseShapes, source: str) -> dict[str, TensorShape]:

@@ -28,7 +28,7 @@ from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import own_run_directory
+from mup_megatron.run_directory import own_run_directory, write_whole
 
 
 class Terminated(Exception):
@@ -266,9 +266,7 @@ class Metrics:
         path = directory / "metrics.jsonl"
         kept = [line for line in _lines(path) if line["step"] <= start]
         self.last_evaluation = next((line["eval_loss"] for line in reversed(kept) if "eval_loss" in line), None)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.rename(path)
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -305,5 +303,5 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _describe(directory: Path, config: Config, explanation: dict[str, Any]) -> None:
-    (directory / "config.yaml").write_text(yaml.safe_dump(config.model_dump(), sort_keys=False), encoding="utf-8")
-    (directory / "explain.json").write_text(json.dumps(explanation, indent=1), encoding="utf-8")
+    write_whole(directory / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+    write_whole(directory / "explain.json", json.dumps(explanation, indent=1))

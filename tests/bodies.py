@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mup_megatron import runtime
-from mup_megatron.config import Config
+from mup_megatron.config import Config, load_config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import build_engine
@@ -41,6 +43,25 @@ def train(rank: runtime.Rank, *, config: Config, steps: int, broken: str = "noth
     """
     with break_(broken):
         return _train(rank, config, steps)
+
+
+def train_file(rank: runtime.Rank, *, path: Path) -> float | None:
+    """`mup-megatron train` on a config file, but for the command line."""
+    from mup_megatron import train as training
+
+    return training.train(load_config(path), rank)
+
+
+def command(rank: runtime.Rank, *, arguments: list[str]) -> tuple[int, str, str]:
+    """`mup-megatron ARGUMENTS` on ranks that are there already; exit status, standard output and error."""
+    from mup_megatron import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.run(arguments)
+    if not torch.distributed.is_initialized():  # the command ended what the pool will end again
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    return status, out.getvalue(), err.getvalue()
 
 
 def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:

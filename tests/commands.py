@@ -82,10 +82,10 @@ class Background:
         until(lambda: not self.processes())
 
 
-def until(what: Callable[[], Any], seconds: float = 120) -> Any:
+def until(what: Callable[[], Any], seconds: float = 120, every: float = 0.05) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := what():
             return found
-        time.sleep(0.05)
+        time.sleep(every)
     raise AssertionError("did not happen")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from mup_megatron.runtime import UPSTREAM_WARNINGS
 from tests import reports
@@ -31,6 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", rf"ignore:::{module}(\..*)?")
     for message in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:.*{message}.*")
+    if config.getoption("--all"):
+        settings.register_profile("all", max_examples=500)
+        settings.load_profile("all")
     config.stash[PARITY] = []
     config.stash[BEGAN] = time.monotonic()
 

@@ -109,7 +109,7 @@ def test_another_peak_rate_loads(ranks: Ranks, tmp_path: Path) -> None:
     config = config_of("gpt3", MEGATRON)
     prepare(config)
     ranks.run(2, bodies.leg, config=config, start_at=0, stop_at=STOP, save=str(tmp_path))
-    faster = config_of("gpt3", MEGATRON, hparams__lr=8e-3)
+    faster = config_of("gpt3", MEGATRON, hparams__lr=6e-3)
     legs = [
         ranks.run(2, bodies.leg, config=c, start_at=STOP, stop_at=STOP + 2, load=str(tmp_path))[0]
         for c in (config, faster)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from mup_megatron.config.checks import check
 from mup_megatron.config.schema import PRESETS, Config
-from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.errors import ConfigError, UserError, one_line
 
 
 class _Loader(yaml.SafeLoader):
@@ -20,8 +21,11 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key_node, _ in node.value:
+        # Under an explicit tag (`!!map [1]`) the node may be of another kind, which super() refuses.
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.MarkedYAMLError(problem="a key is no plain value", problem_mark=key_node.start_mark)
             if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
             seen.add(key)
@@ -46,7 +50,11 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
-        raise UserError(f"{source}: {where}not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = one_line(" ".join(str(getattr(error, "problem", None) or error).split()))
+        raise UserError(f"{source}: {where}not valid YAML: {problem}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        # PyYAML's own constructors raise these: 2001-99-99 is a date to it, `!!int ''` a number.
+        raise UserError(f"{source}: not valid YAML: {one_line(str(error))}") from None
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
@@ -144,7 +152,8 @@ def _first_problem(error: ValidationError, source: str | None) -> ConfigError:
     path = [str(part) for part in problem["loc"] if not _is_union_branch(part)]
     key, kind, given = ".".join(path), problem["type"], problem.get("input")
     if kind == "extra_forbidden":
-        return ConfigError(key, f"unknown key; {_nearest(path)}", source)
+        path = [*(str(part) for part in problem["loc"][:-1] if not _is_union_branch(part)), str(problem["loc"][-1])]
+        return ConfigError(".".join(path), f"unknown key; {_nearest(path)}", source)
     if kind == "missing":
         return ConfigError(key, "missing", source)
     same_key = [other for other in problems if [str(p) for p in other["loc"] if not _is_union_branch(p)] == path]

@@ -17,7 +17,9 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Size = Positive | Literal["auto"]
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Of layers, experts, ranks: what is gone through one by one."""
+Size = Count | Literal["auto"]
 
 # TransformerConfig's own names for the two architectures; every one can be overridden in `model:`.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -58,14 +60,14 @@ class Model(Section):
     """The target model, in TransformerConfig's field names. Sizes are global (unsharded)."""
 
     architecture: Literal["gpt3", "llama"]
-    num_layers: Positive
+    num_layers: Count
     hidden_size: Positive
     num_attention_heads: Positive
     ffn_hidden_size: Positive | None = None
     num_query_groups: Positive | None = None
     kv_channels: Positive | None = None
     max_position_embeddings: Positive | None = None
-    num_moe_experts: Positive | None = None
+    num_moe_experts: Count | None = None
     moe_ffn_hidden_size: Positive | None = None
     moe_layer_freq: Positive | list[Literal[0, 1]] = 1
     moe_router_topk: Positive = 2
@@ -95,7 +97,7 @@ class Model(Section):
     beta_slow: PositiveFloat = 1.0
     mscale: NonNegativeFloat = 1.0
     mscale_all_dim: NonNegativeFloat = 0.0
-    mtp_num_layers: Positive | None = None
+    mtp_num_layers: Count | None = None
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
     vocab_size: Positive | None = None
     make_vocab_size_divisible_by: Positive = 128
@@ -177,7 +179,7 @@ class Growth(Section):
     qk_head_dim: Positive | None = None
     qk_pos_emb_head_dim: Positive | None = None
     v_head_dim: Positive | None = None
-    num_layers: Positive | None = None
+    num_layers: Count | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -282,13 +284,13 @@ class Parallel(Section):
 
     engine: Literal["deepspeed", "megatron"] = "deepspeed"
     tensor_model_parallel_size: Size = "auto"
-    pipeline_model_parallel_size: Positive = 1
-    virtual_pipeline_model_parallel_size: Positive | None = None
-    num_layers_in_first_pipeline_stage: Positive | None = None
-    num_layers_in_last_pipeline_stage: Positive | None = None
-    expert_model_parallel_size: Positive = 1
-    expert_tensor_parallel_size: Positive | None = None
-    context_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Count = 1
+    virtual_pipeline_model_parallel_size: Count | None = None
+    num_layers_in_first_pipeline_stage: Count | None = None
+    num_layers_in_last_pipeline_stage: Count | None = None
+    expert_model_parallel_size: Count = 1
+    expert_tensor_parallel_size: Count | None = None
+    context_parallel_size: Count = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False

@@ -107,8 +107,12 @@ def _read(config: Config) -> tuple[str | None, dict[str, Any]]:
         raise UserError(f"{name}: cannot read the DeepSpeed config: {error}") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{name}: line {error.lineno}: not valid JSON: {error.msg}") from None
-    if not isinstance(content, dict) or any(
-        block in content and not isinstance(content[block], dict) for block in ("zero_optimization", "bf16", "fp16")
+    except (ValueError, RecursionError):
+        raise UserError(f"{name}: not valid JSON; expected a DeepSpeed config") from None
+    if (
+        not isinstance(content, dict)
+        or not all(isinstance(content.get(block, {}), dict) for block in ("zero_optimization", "bf16", "fp16"))
+        or not isinstance(content.get("zero_optimization", {}).get("offload_optimizer") or {}, dict)
     ):
         raise UserError(f"{name}: expected a DeepSpeed config: a JSON object with blocks such as zero_optimization")
     return name, content

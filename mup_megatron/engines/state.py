@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mup_megatron import init
@@ -129,14 +130,22 @@ def _load(
             shards.update(_shards(key, empty, spec, layout, rank))
     try:
         loaded = dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise UserError(f"{directory}: damaged ({(str(error) or type(error).__name__).splitlines()[0]})") from None
+    except CheckpointException as error:  # of torch, and no Exception: what went wrong on which rank
+        raise _damaged(directory, next((failure for failure, _ in error.failures.values()), error)) from None
+    except Exception as error:  # the files decide what: upstream checks next to nothing
+        raise _damaged(directory, error) from None
     result = {}
     for name, spec in specs.items():
         for kind in kinds:
             pieces = [loaded[f"{kind}.{name}#{piece}"] for piece in range(spec.partition_stride)]
             result[f"{kind}.{name}"] = torch.cat(pieces, dim=spec.partition_dim or 0) if len(pieces) > 1 else pieces[0]
     return result
+
+
+def _damaged(directory: Path, error: BaseException) -> UserError:
+    if isinstance(error, pickle.UnpicklingError):  # torch's words go on for a page
+        return UserError(f"{directory}: a file of it holds something else than tensors; it will not be loaded")
+    return UserError(f"{directory}: damaged ({(str(error) or type(error).__name__).splitlines()[0]})")
 
 
 def _shards(

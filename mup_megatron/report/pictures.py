@@ -61,7 +61,7 @@ def draw_curves(run: Run) -> Path:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     path = run.directory / "loss.png"
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
     pyplot.close(figure)
     return path
 
@@ -113,7 +113,7 @@ def draw_search(run: Run) -> Path | None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     path = run.directory / "search.png"
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
     pyplot.close(figure)
     return path
 
@@ -127,3 +127,10 @@ def _limits(trials: list[dict[str, Any]]) -> tuple[float, float]:
     high = min(losses[-1], low + 4 * (middle - low)) if middle > low else losses[-1]
     high = max(high, low + 1e-3)
     return low - 0.05 * (high - low), high
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, dpi=150, format="png")
+    partial.replace(path)

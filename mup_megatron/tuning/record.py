@@ -19,14 +19,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, one_line
 from mup_megatron.explain import explain, family
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
-from mup_megatron.tuning.space import Value, proxy_config, values_of
+from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
 FORMAT = 1
+_PARTS = {"created": str, "digest": str, "family": dict, "values": dict, "tuned": list, "study": dict, "budget": dict}
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
 
 
@@ -40,7 +43,7 @@ def digested(config: Config) -> dict[str, Any]:
     grows = set(config.base.sizes)
     if config.parametrization.depth != "none":
         grows.add("num_layers")
-    model = config.model.model_dump(exclude={"norm_implementation", "vocab_size", *grows})
+    model = config.model.model_dump(exclude={"norm_implementation", "core_attention", "vocab_size", *grows})
     tokenizer = config.data.tokenizer
     settings = {
         "model": {**model, "vocab_size": config.vocab_size},
@@ -188,6 +191,8 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
         raise UserError(
             f"{path}: line {error.lineno}: not valid JSON: {error.msg}; expected a transfer record"
         ) from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON; expected a transfer record") from None
     if not isinstance(record, dict) or not isinstance(record.get("format"), int):
         raise UserError(f"{path}: not a transfer record: it names no format")
     if record["format"] != FORMAT:
@@ -197,9 +202,33 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
             f"{path}: checksum: does not match what the record says, so it was edited or damaged; move it "
             "away, and tune again, or set values by hand under hparams: with tuning.run: never"
         )
+    for key, kind in _PARTS.items():
+        if not isinstance(record.get(key), kind):
+            raise UserError(f"{path}: {key} is missing or no {kind.__name__}")
+    if not _is_study(record["study"]):
+        raise UserError(f"{path}: study: expected candidates, noise and interior as tuning writes them")
     if config is not None:
         _check_family(path, record, config)
+        try:
+            with_values(config, record["values"])
+        except (KeyError, ValidationError) as error:
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.args[0]
+            raise UserError(f"{path}: values: {one_line(problem)}") from None
     return record
+
+
+def _is_study(study: Mapping[str, Any]) -> bool:
+    """Whether a study says what is read of it, however the target goes on."""
+    candidates = study.get("candidates")
+    return (
+        isinstance(study.get("interior"), dict)
+        and isinstance(study.get("noise", ""), float | int | None)
+        and isinstance(candidates, list)
+        and all(
+            isinstance(candidate, dict) and isinstance(candidate.get("slot"), int) and "within_noise" in candidate
+            for candidate in candidates
+        )
+    )
 
 
 def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None:
@@ -209,7 +238,7 @@ def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None
     tuned = record["family"]
     # Through JSON, as the record went, so that what is equal there is equal here.
     settings = json.loads(json.dumps(settings))
-    differing = differences(tuned, settings, "in the record", "in the config")
+    differing = [one_line(line) for line in differences(tuned, settings, "in the record", "in the config")]
     raise UserError(
         f"{path}: the transfer record belongs to another family than {config.source or 'this config'} "
         f"({'; '.join(differing)}); change the config back, or name another tuning.record or run.dir to tune again"

@@ -6,11 +6,13 @@ config and the shapes; init, optimizer, forward pass and `explain` all read it, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from mup_megatron import rules
 from mup_megatron.config import Config
@@ -98,8 +100,15 @@ class Parametrization:
     tensors: dict[str, TensorHyperparameters] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Applies the rules to every tensor."""
-        tensors = {name: self._apply(shape) for name, shape in self.shapes.items()}
+        """Applies the rules to every tensor; once to those that differ by layer or expert number alone."""
+        applied: dict[Any, TensorHyperparameters] = {}
+        tensors = {}
+        for name, shape in self.shapes.items():
+            # All that the rules see of a tensor: a block's name is in its spec, so that its dimensions suffice.
+            key = (shape.spec, shape.infshape, tuple((shape.blocks or {}).values()), shape.layer is None)
+            if key not in applied:
+                applied[key] = self._apply(shape)
+            tensors[name] = dataclasses.replace(applied[key], shape=shape)
         object.__setattr__(self, "tensors", tensors)
 
     @property

@@ -198,21 +198,33 @@ def join_shapes(
         UserError: the builds have different tensors, or a fixed dimension of the target is not the base's.
     """
     result = {}
+    # Layers and experts of one kind have equal specs; hundreds of layers of hundreds of experts are joined but once.
+    joined: dict[tuple[TensorSpec, ...], tuple[tuple[InfDim, ...], dict[str, InfDim] | None]] = {}
     for name, spec in target.items():
         if name not in base or name not in enlarged:
             raise UserError(f"the base model has no tensor {name}; base and target must have the same layers")
-        infshape = _infinite(name, spec.shape, base[name].shape, enlarged[name].shape)
-        blocks = None
-        if spec.fused:
-            sizes = [fused.fan_outs if fused else {} for fused in (spec.fused, base[name].fused, enlarged[name].fused)]
-            names = tuple(sizes[0])
-            dims = _infinite(name, *(tuple(block.get(part, 0) for part in names) for block in sizes))
-            blocks = dict(zip(names, dims, strict=True))
+        specs = (spec, base[name], enlarged[name])
+        if specs not in joined:
+            joined[specs] = _join(name, *specs)
+        infshape, blocks = joined[specs]
         result[name] = TensorShape(name=name, spec=spec, infshape=infshape, blocks=blocks, layer=layer_number(name))
     missing = set(base) - set(target)
     if missing:
         raise UserError(f"the target has no tensor {min(missing)}, which the base has")
     return result
+
+
+def _join(
+    name: str, target: TensorSpec, base: TensorSpec, enlarged: TensorSpec
+) -> tuple[tuple[InfDim, ...], dict[str, InfDim] | None]:
+    """Dimensions and blocks of one tensor."""
+    infshape = _infinite(name, target.shape, base.shape, enlarged.shape)
+    if target.fused is None:
+        return infshape, None
+    sizes = [fused.fan_outs if fused else {} for fused in (target.fused, base.fused, enlarged.fused)]
+    names = tuple(sizes[0])
+    dims = _infinite(name, *(tuple(block.get(part, 0) for part in names) for block in sizes))
+    return infshape, dict(zip(names, dims, strict=True))
 
 
 def _infinite(

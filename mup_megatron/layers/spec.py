@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -41,7 +42,7 @@ from mup_megatron.layers.residual import scaled_bias_dropout_add
 
 
 def local_block_spec(
-    config: TransformerConfig, model: Model, *, layers: range, norm_implementation: str, residual_multiplier: float
+    config: TransformerConfig, model: Model, *, layers: Sequence[int], norm_implementation: str, residual_multiplier: float
 ) -> TransformerBlockSubmodules:
     """The spec of a decoder built of megatron-core's own modules (its "local" spec), shims in place.
 

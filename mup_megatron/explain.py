@@ -129,9 +129,7 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict
     }
 
 
-def print_table(
-    config: Config, parametrization: Parametrization, layout: Layout, console: Any, rank: int = 0
-) -> None:
+def print_table(config: Config, parametrization: Parametrization, layout: Layout, console: Any, rank: int = 0) -> None:
     """The same for people: forward multipliers, then tensors grouped by rule; repeated layers and experts are one row.
 
     Args:

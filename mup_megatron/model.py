@@ -44,18 +44,11 @@ ACTIVATIONS = {
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-class _FirstRank:
-    """Stands for the first rank of a process group of some size: what an unsharded build on the meta device divides by.
-
-    Args:
-        size: 1, but for the expert-parallel group of a build that holds one expert of all.
-    """
-
-    def __init__(self, size: int = 1) -> None:
-        self._size = size
+class _OneRank:
+    """Stands for a process group of one rank: what an unsharded build on the meta device divides by."""
 
     def size(self) -> int:
-        return self._size
+        return 1
 
     def rank(self) -> int:
         return 0
@@ -229,7 +222,6 @@ def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Seque
         zero_stage=0,
         micro_batches=1,
         stages=((range(model.num_layers) if layers is None else layers,),),
-        expert=1 if layers is None else model.num_moe_experts or 1,
     )
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
     # Multi-token prediction asks parallel_state for the pipeline stage, whatever groups the model is handed.
@@ -239,7 +231,16 @@ def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Seque
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     try:
         with torch.device("meta"):
-            return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
+            return _gpt_model(
+                config,
+                model,
+                vocabulary,
+                neutral,
+                layout,
+                torch.device("meta"),
+                unsharded=True,
+                one_expert=layers is not None,
+            )
     finally:
         parallel_state.set_pipeline_model_parallel_rank(None)
         parallel_state.set_pipeline_model_parallel_world_size(None)
@@ -279,16 +280,18 @@ def _gpt_model(
     stage: int = 0,
     chunk: int = 0,
     unsharded: bool = False,
+    one_expert: bool = False,
 ) -> GPTModel:
     transformer_config = _transformer_config(config, model, forward, layout, device)
     norm = "torch" if device.type == "meta" else model.norm_implementation
     arguments: dict[str, Any] = {}
     if unsharded:
-        one = _FirstRank()
+        one = _OneRank()
         names = (
             "tp",
             "pp",
             "cp",
+            "ep",
             "dp",
             "dp_cp",
             "expt_tp",
@@ -299,14 +302,14 @@ def _gpt_model(
             "mp",
             "tp_dp_cp",
         )
-        groups = {**dict.fromkeys(names, one), "ep": _FirstRank(layout.expert), "embd": None, "pos_embd": None}
-        arguments["pg_collection"] = ProcessGroupCollection(**groups)
+        arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
     is_last = (stage, chunk) == (layout.pipeline - 1, layout.virtual_pipeline - 1)
     multi_token_prediction = local_mtp_spec(
         transformer_config,
         model,
         norm_implementation=norm,
         residual_multiplier=config.hparams.residual_multiplier,
+        one_expert=one_expert,
         unsharded=arguments.get("pg_collection"),
     )
     built = GPTModel(
@@ -317,6 +320,7 @@ def _gpt_model(
             layers=layout.stages[stage][chunk],
             norm_implementation=norm,
             residual_multiplier=forward.residual,
+            one_expert=one_expert,
         ),
         mtp_block_spec=multi_token_prediction if is_last else None,
         pre_process=(stage, chunk) == (0, 0),

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
 
 from mup_megatron import rules
 from mup_megatron.config import Config
@@ -101,11 +100,11 @@ class Parametrization:
 
     def __post_init__(self) -> None:
         """Applies the rules to every tensor; once to those that differ by layer or expert number alone."""
-        applied: dict[Any, TensorHyperparameters] = {}
+        applied: dict[tuple[int, int, int, bool], TensorHyperparameters] = {}
         tensors = {}
         for name, shape in self.shapes.items():
-            # All that the rules see of a tensor: a block's name is in its spec, so that its dimensions suffice.
-            key = (shape.spec, shape.infshape, tuple((shape.blocks or {}).values()), shape.layer is None)
+            # All that the rules see of a tensor; by identity, which join_shapes shares, for hashing costs more.
+            key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None)
             if key not in applied:
                 applied[key] = self._apply(shape)
             tensors[name] = dataclasses.replace(applied[key], shape=shape)

@@ -198,15 +198,16 @@ def join_shapes(
         UserError: the builds have different tensors, or a fixed dimension of the target is not the base's.
     """
     result = {}
-    # Layers and experts of one kind have equal specs; hundreds of layers of hundreds of experts are joined but once.
-    joined: dict[tuple[TensorSpec, ...], tuple[tuple[InfDim, ...], dict[str, InfDim] | None]] = {}
+    # Layers and experts of one kind share a spec, and are joined but once; by identity, for hashing one costs more.
+    joined: dict[tuple[int, ...], tuple[tuple[InfDim, ...], dict[str, InfDim] | None]] = {}
     for name, spec in target.items():
         if name not in base or name not in enlarged:
             raise UserError(f"the base model has no tensor {name}; base and target must have the same layers")
         specs = (spec, base[name], enlarged[name])
-        if specs not in joined:
-            joined[specs] = _join(name, *specs)
-        infshape, blocks = joined[specs]
+        key = tuple(map(id, specs))
+        if key not in joined:
+            joined[key] = _join(name, *specs)
+        infshape, blocks = joined[key]
         result[name] = TensorShape(name=name, spec=spec, infshape=infshape, blocks=blocks, layer=layer_number(name))
     missing = set(base) - set(target)
     if missing:

@@ -375,6 +375,7 @@ def _transformer_config(
         softmax_scale=forward.softmax_scale,
         # The weights are filled by init.py; what goes in here only names the distribution.
         perform_initialization=False,
+        init_model_with_meta_device=device.type == "meta",  # leaves out the exchange of a tied weight
         use_cpu_initialization=device.type != "cuda",
         init_method=InitMethod(Init.WEIGHT),
         output_layer_init_method=InitMethod(Init.OUTPUT_PROJECTION),

@@ -303,6 +303,10 @@ def _gpt_model(
             "tp_dp_cp",
         )
         arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
+    elif device.type == "meta":
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.embd = None  # whose two ranks would exchange a tied weight, and a dry run has none
+        arguments["pg_collection"] = groups
     is_last = (stage, chunk) == (layout.pipeline - 1, layout.virtual_pipeline - 1)
     multi_token_prediction = local_mtp_spec(
         transformer_config,
@@ -375,7 +379,6 @@ def _transformer_config(
         softmax_scale=forward.softmax_scale,
         # The weights are filled by init.py; what goes in here only names the distribution.
         perform_initialization=False,
-        init_model_with_meta_device=device.type == "meta",  # leaves out the exchange of a tied weight
         use_cpu_initialization=device.type != "cuda",
         init_method=InitMethod(Init.WEIGHT),
         output_layer_init_method=InitMethod(Init.OUTPUT_PROJECTION),

@@ -101,8 +101,8 @@ def one(result: dict[str, Any]) -> str:
     ]
     for config, explain in result["explain"].items():
         spreads = (explain["seconds"], explain["cpu_seconds"])
-        cells = (*(_cell(spread, 2) for spread in spreads), _cell(explain["peak_mebibytes"], 0))
-        lines += _row(config, str(explain["processes"]), *cells)
+        peak = _cell(explain["peak_mebibytes"], 0)
+        lines += _row(config, str(explain["processes"]), *(_cell(spread, 2) for spread in spreads), peak)
     return "\n".join(lines) + "\n"
 
 

@@ -24,10 +24,12 @@ from tests.test_architectures import CASES
 from tests.test_cli import write
 
 VOCABULARY = 384
-MIXTURE = {**MOE, "model": {**MOE["model"], "num_layers": 5}}
-LATENT_EXPERTS = {
-    "model": {**MOE["model"], **MLA["model"], "kv_channels": None, "ffn_hidden_size": 128},
-    "base": {**MOE["base"], **MLA["base"], "ffn_hidden_size": 32},
+_MOE: dict[str, Any] = MOE
+_MLA: dict[str, Any] = MLA
+MIXTURE: dict[str, Any] = {**_MOE, "model": {**_MOE["model"], "num_layers": 5}}
+LATENT_EXPERTS: dict[str, Any] = {
+    "model": {**_MOE["model"], **_MLA["model"], "kv_channels": None, "ffn_hidden_size": 128},
+    "base": {**_MOE["base"], **_MLA["base"], "ffn_hidden_size": 32},
 }
 # name: growth, architecture, overrides
 MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
@@ -42,7 +44,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "every-third": (MIXTURE, "llama", {"model__moe_layer_freq": 3}),
     "experts-everywhere": (MIXTURE, "llama", {"model__moe_layer_freq": 1}),
     "expert-biases": (
-        {**MIXTURE, "base": {key: size for key, size in MOE["base"].items() if "shared" not in key}},
+        {**MIXTURE, "base": {key: size for key, size in _MOE["base"].items() if "shared" not in key}},
         "gpt3",
         {
             "model__moe_layer_freq": 2,

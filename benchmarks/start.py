@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import CONTENDERS, absent, in_turn, over, spread
+from mup_megatron.config import load_config
+from mup_megatron.layout import smallest_world
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_EXPLAINED = "configs/gpt3/175b.yaml"
+_EXPLAINED = ("configs/gpt3/175b.yaml", "configs/deepseek/v3-671b.yaml", "configs/llama/1t.yaml")
 
 
 def in_child(*words: str) -> Any:
@@ -63,18 +65,33 @@ def first_steps(vocabulary: int, rounds: int) -> dict[str, Any]:
 
 
 def explain(runs: int) -> dict[str, Any]:
-    """Seconds and peak memory of `mup-megatron explain` on the shipped 175B config, as a process of its own."""
-    command = [sys.executable, "-m", "mup_megatron", "explain", _EXPLAINED, "--json"]
-    seconds, mebibytes = [], []
-    for _ in range(runs):
+    """Seconds and peak memory of `mup-megatron explain` on the largest shipped configs, each run a process of its own.
+
+    Run by run the rank is the first, the last and one of the middle; CPU seconds tell on a machine that is shared.
+    """
+    configs = {name: load_config(_REPOSITORY / name) for name in _EXPLAINED}
+    return {name: _explain(name, smallest_world(config), runs) for name, config in configs.items()}
+
+
+def _explain(config: str, world_size: int, runs: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "mup_megatron", "explain", config, "--json", "--world-size", str(world_size)]
+    seconds, cpu_seconds, mebibytes = [], [], []
+    for number in range(runs):
+        rank = (0, world_size - 1, world_size // 2 + 1)[number % 3]
         began = time.perf_counter()
         process = subprocess.Popen(  # noqa: S603
-            command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, "--rank", str(rank)], cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         _, status, usage = os.wait4(process.pid, 0)
         seconds.append(time.perf_counter() - began)
+        cpu_seconds.append(usage.ru_utime + usage.ru_stime)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} failed with exit status {process.returncode}")
         mebibytes.append(usage.ru_maxrss / 1024)  # begins with this process's own peak, which is far below
-    return {"config": _EXPLAINED, "seconds": spread(seconds), "peak_mebibytes": spread(mebibytes)}
+    return {
+        "processes": world_size,
+        "seconds": spread(seconds),
+        "cpu_seconds": spread(cpu_seconds),
+        "peak_mebibytes": spread(mebibytes),
+    }

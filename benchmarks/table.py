@@ -84,7 +84,7 @@ def one(result: dict[str, Any]) -> str:
                 for name in names
             )
             lines += _row(f"— {phase.replace('_', ' ')}", *cells, *("" for _ in others), "")
-    draw, explain = result["init"], result["explain"]
+    draw = result["init"]
     lines += [
         "",
         *_row("", "ours", "torch's normal_", "ours / torch's"),
@@ -95,9 +95,14 @@ def one(result: dict[str, Any]) -> str:
             _cell(draw["seconds_per_billion"]["torch"], 2),
             _cell(draw["ours_over"]["torch"], 2),
         ),
-        *_row(f"`mup-megatron explain {explain['config']}`, seconds", _cell(explain["seconds"], 2), "", ""),
-        *_row("— its peak memory, MiB, imports and all", _cell(explain["peak_mebibytes"], 0), "", ""),
+        "",
+        *_row("`mup-megatron explain`, any rank, imports and all", "processes", "seconds", "CPU seconds", "peak MiB"),
+        *_rule(5),
     ]
+    for config, explain in result["explain"].items():
+        spreads = (explain["seconds"], explain["cpu_seconds"])
+        peak = _cell(explain["peak_mebibytes"], 0)
+        lines += _row(config, str(explain["processes"]), *(_cell(spread, 2) for spread in spreads), peak)
     return "\n".join(lines) + "\n"
 
 

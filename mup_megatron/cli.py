@@ -96,7 +96,7 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
 def explain(
     config: ConfigPath,
     overrides: Overrides = None,
-    rank: Annotated[int, typer.Option(min=0, help="Rank whose local shapes are shown.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="Rank whose tensors are shown.")] = 0,
     world_size: WorldSize = None,
     as_json: AsJson = False,
     save_base_shapes: Annotated[
@@ -129,7 +129,7 @@ def explain(
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 200
-    print_table(settings, parametrization, layout, Console(width=width))
+    print_table(settings, parametrization, layout, Console(width=width), rank)
 
 
 Processes = Annotated[

@@ -1,37 +1,38 @@
 """What the parametrization does to every tensor, under the config's layout: for people a table, for programs JSON.
 
-Public names: `explain`, `print_table`, `family`. No process group is started and no weight is allocated.
+Public names: `explain`, `holds`, `print_table`, `family`. No process group is started and no weight is allocated.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.init import local_shape
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
-from mup_megatron.shapes import InfDim, expert_number
+from mup_megatron.shapes import InfDim, expert_number, layer_number
 
 
-def explain(config: Config, parametrization: Parametrization, layout: Layout, rank: int = 0) -> dict[str, Any]:
+def explain(
+    config: Config, parametrization: Parametrization, layout: Layout, rank: int | None = None
+) -> dict[str, Any]:
     """Every parameter that `rank` holds, as plain data (ARCHITECTURE: explain --json).
 
     Where a tensor holds several blocks, `fan_out`, `m_out` and `init_std` are told per block and null at the top.
+
+    Args:
+        config: the run.
+        parametrization: of the same config.
+        layout: how ranks split the model.
+        rank: global rank; None tells every parameter of the model, with the shape that it has where it is held.
     """
     forward = parametrization.forward
     return {
         "config": config.model_dump(),
-        "layout": {
-            "engine": config.parallel.engine,
-            "world_size": layout.world_size,
-            "rank": rank,
-            "tensor_model_parallel_size": layout.tensor,
-            "tensor_model_parallel_rank": layout.tensor_rank(rank),
-            "data_parallel_size": layout.data,
-            "sequence_parallel": layout.sequence_parallel,
-            "zero_stage": layout.zero_stage,
-        },
+        "layout": _layout(config, layout, rank),
         "forward": {
             "softmax_scale": forward.softmax_scale,
             "readout": forward.readout,
@@ -39,20 +40,66 @@ def explain(config: Config, parametrization: Parametrization, layout: Layout, ra
             "residual": forward.residual,
         },
         "parameters": [
-            _parameter(name, tensor, layout, rank)
+            _parameter(name, tensor, layout)
             for name, tensor in parametrization.tensors.items()
-            if _is_on(name, config, layout, rank)
+            if rank is None or holds(config, layout, rank, name)
         ],
     }
 
 
-def _is_on(name: str, config: Config, layout: Layout, rank: int) -> bool:
-    """Whether `rank` holds the parameter, as far as expert parallelism decides it."""
-    number, experts = expert_number(name), config.model.num_moe_experts
-    return number is None or experts is None or number * layout.expert // experts == layout.expert_rank(rank)
+def holds(config: Config, layout: Layout, rank: int, name: str) -> bool:
+    """Whether a global rank holds (its share of) the parameter of that global name."""
+    stage, model = layout.pipeline_rank(rank), config.model
+    first, last = stage == 0, stage == layout.pipeline - 1
+    layer, expert = layer_number(name), expert_number(name)
+    if expert is not None and expert not in _experts(config, layout, rank):
+        return False
+    if layer is not None:
+        return any(layer in chunk for chunk in layout.stages[stage])
+    if name.startswith("embedding."):
+        # Multi-token prediction embeds again, on the last stage; a tied head is the word embeddings' copy there.
+        tied = model.share_embeddings_and_output_weights and name == "embedding.word_embeddings.weight"
+        return first or (last and (tied or model.mtp_num_layers is not None))
+    return last
 
 
-def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout, rank: int) -> dict[str, Any]:
+def _experts(config: Config, layout: Layout, rank: int) -> range:
+    """Global numbers of the experts that a rank holds in every layer of experts."""
+    local = (config.model.num_moe_experts or 0) // layout.expert
+    return range(layout.expert_rank(rank) * local, (layout.expert_rank(rank) + 1) * local)
+
+
+def _layout(config: Config, layout: Layout, rank: int | None) -> dict[str, Any]:
+    """Sizes, and a rank's own coordinates, layers and experts; these are null without a rank."""
+
+    def of_rank(coordinate: Callable[[int], Any]) -> Any:
+        return None if rank is None else coordinate(rank)
+
+    return {
+        "engine": config.parallel.engine,
+        "world_size": layout.world_size,
+        "rank": rank,
+        "tensor_model_parallel_size": layout.tensor,
+        "tensor_model_parallel_rank": of_rank(layout.tensor_rank),
+        "pipeline_model_parallel_size": layout.pipeline,
+        "pipeline_model_parallel_rank": of_rank(layout.pipeline_rank),
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        "context_parallel_size": layout.context,
+        "context_parallel_rank": of_rank(layout.context_rank),
+        "expert_model_parallel_size": layout.expert,
+        "expert_model_parallel_rank": of_rank(layout.expert_rank),
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "expert_tensor_parallel_rank": of_rank(layout.expert_tensor_rank),
+        "data_parallel_size": layout.data,
+        "data_parallel_rank": of_rank(layout.data_rank),
+        "sequence_parallel": layout.sequence_parallel,
+        "zero_stage": layout.zero_stage,
+        "layers": of_rank(lambda rank: [list(chunk) for chunk in layout.stages[layout.pipeline_rank(rank)]]),
+        "experts": of_rank(lambda rank: list(_experts(config, layout, rank))),
+    }
+
+
+def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict[str, Any]:
     shape = tensor.shape
     blocks = None
     if shape.blocks:
@@ -63,7 +110,7 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout, rank: i
     return {
         "name": name,
         "global_shape": list(shape.spec.shape),
-        "local_shape": list(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1])),
+        "local_shape": list(local_shape(shape.spec, layout.slice_of(shape.spec, 0)[1])),
         "base_shape": list(shape.base_shape),
         "growing": [dim.grows for dim in shape.infshape],
         "fan_in": shape.fan_in.dim,
@@ -82,14 +129,15 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout, rank: i
     }
 
 
-def print_table(config: Config, parametrization: Parametrization, layout: Layout, console: Any) -> None:
-    """The same for people: forward multipliers, then tensors grouped by rule; repeated layers are one row.
+def print_table(config: Config, parametrization: Parametrization, layout: Layout, console: Any, rank: int = 0) -> None:
+    """The same for people: forward multipliers, then tensors grouped by rule; repeated layers and experts are one row.
 
     Args:
         config: the run.
         parametrization: of the same config.
-        layout: for local shapes.
+        layout: how ranks split the model.
         console: a rich Console.
+        rank: whose tensors are shown.
     """
     from rich.table import Table
 
@@ -98,6 +146,8 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
         f"[bold]{config.run.name}[/]: {config.model.architecture}, {_count(parametrization):,} parameters, "
         f"{config.parametrization.name} parametrization, {layout}"
     )
+    if layout.world_size > 1:
+        console.print(_where(config, parametrization, layout, rank), highlight=False)
     console.print(
         f"forward: logits = {forward.readout:.6g} · W h, attention logits = {forward.softmax_scale:.6g} · q·k, "
         f"embedding × {forward.embedding:.6g}, residual branches × {forward.residual:.6g}"
@@ -108,7 +158,10 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
     )
     for warning in sorted({family(line) for line in parametrization.clip_warnings()}):
         console.print(f"[yellow]warning[/] {warning}", highlight=False)
-    for key, tensors in parametrization.groups.items():
+    for key, group in parametrization.groups.items():
+        tensors = [tensor for tensor in group if holds(config, layout, rank, tensor.shape.name)]
+        if not tensors:
+            continue
         first = tensors[0]
         decay = f"weight decay {first.weight_decay:.4g}" if key.weight_decay else "no weight decay"
         eps = f", eps {first.eps:.4g}" if first.eps is not None else ""
@@ -152,7 +205,7 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
 
 
 def family(name: str) -> str:
-    """A parameter's name with the layer number left out."""
+    """A parameter's name with the numbers of layer and expert left out."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -174,7 +227,23 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return "×".join(str(size) for size in shape)
 
 
-def _count(parametrization: Parametrization) -> int:
-    import math
+def _where(config: Config, parametrization: Parametrization, layout: Layout, rank: int) -> str:
+    """What a rank holds, in words: `rank 40 of 1024 holds layers 8-11, experts 40-43: 1,234 parameters`."""
+    held = [
+        " ".join(["layers", *(_span(chunk) for chunk in layout.stages[layout.pipeline_rank(rank)] if chunk)]),
+        *([f"experts {_span(_experts(config, layout, rank))}"] if config.model.num_moe_experts else []),
+    ]
+    parameters = sum(
+        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
+        for name, shape in parametrization.shapes.items()
+        if holds(config, layout, rank, name)
+    )
+    return f"rank {rank} of {layout.world_size} holds {', '.join(held)}: {parameters:,} parameters, below"
 
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+
+
+def _count(parametrization: Parametrization) -> int:
     return sum(math.prod(shape.spec.shape) for shape in parametrization.shapes.values())

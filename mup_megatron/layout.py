@@ -8,6 +8,7 @@ context, then data, then pipeline; inside the experts tensor, then expert, then 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mup_megatron.config import Config
@@ -44,7 +45,7 @@ class Layout:
     micro_batches: int
     pipeline: int = 1
     virtual_pipeline: int = 1
-    stages: tuple[tuple[range, ...], ...] = ()
+    stages: tuple[tuple[Sequence[int], ...], ...] = ()
     expert: int = 1
     expert_tensor: int = 1
     context: int = 1

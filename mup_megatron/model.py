@@ -5,7 +5,8 @@ a list of model chunks, one unless the pipeline is interleaved), `dry_run` (a ra
 `unsharded_model`, `named_parameters`, `named_buffers`.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
-the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows.
+the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows. Of each
+kind of layer one is built, and one expert (representatives.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mup_megatron.layers.record import InitMethod, recorded
 from mup_megatron.layers.spec import local_block_spec, local_mtp_spec
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import ForwardMultipliers, Parametrization
+from mup_megatron.representatives import layer_kinds, replicate, representatives
 from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_base_shapes, join_shapes, load_base_shapes
 
 ACTIVATIONS = {
@@ -203,13 +205,14 @@ def _global_names(chunk: GPTModel) -> Callable[[str], str]:
     return global_name
 
 
-def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
+def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Sequence[int] | None = None) -> GPTModel:
     """The whole of `model` on the meta device: shapes without memory, without process groups, whatever the layout.
 
     Args:
         config: the run; its sequence length gives the positions.
         model: sizes, which need not be the config's own.
         vocabulary: padded.
+        layers: only these layers of the decoder, by global number, and of experts only the first.
     """
     layout = Layout(
         world_size=1,
@@ -218,7 +221,7 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
         sequence_parallel=False,
         zero_stage=0,
         micro_batches=1,
-        stages=((range(model.num_layers),),),
+        stages=((range(model.num_layers) if layers is None else layers,),),
     )
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
     # Multi-token prediction asks parallel_state for the pipeline stage, whatever groups the model is handed.
@@ -228,7 +231,16 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     try:
         with torch.device("meta"):
-            return _gpt_model(config, model, vocabulary, neutral, layout, torch.device("meta"), unsharded=True)
+            return _gpt_model(
+                config,
+                model,
+                vocabulary,
+                neutral,
+                layout,
+                torch.device("meta"),
+                unsharded=True,
+                one_expert=layers is not None,
+            )
     finally:
         parallel_state.set_pipeline_model_parallel_rank(None)
         parallel_state.set_pipeline_model_parallel_world_size(None)
@@ -236,11 +248,16 @@ def unsharded_model(config: Config, model: Model, vocabulary: int) -> GPTModel:
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
-    """What the shims record in an unsharded build of `model`; each model is built once in a process."""
+    """What the shims record in an unsharded build of `model`; each model is built once in a process.
+
+    Built are a layer of each kind and one expert; the others have the same tensors.
+    """
     key = (model.model_dump_json(), vocabulary, config.max_position_embeddings)
     if key not in _SPECS:
-        parameters = named_parameters(unsharded_model(config, model, vocabulary))
-        _SPECS[key] = {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
+        kinds = layer_kinds(model)
+        parameters = named_parameters(unsharded_model(config, model, vocabulary, representatives(kinds)))
+        built = {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
+        _SPECS[key] = replicate(built, kinds, model.num_moe_experts or 1)
     return _SPECS[key]
 
 
@@ -263,6 +280,7 @@ def _gpt_model(
     stage: int = 0,
     chunk: int = 0,
     unsharded: bool = False,
+    one_expert: bool = False,
 ) -> GPTModel:
     transformer_config = _transformer_config(config, model, forward, layout, device)
     norm = "torch" if device.type == "meta" else model.norm_implementation
@@ -285,12 +303,17 @@ def _gpt_model(
             "tp_dp_cp",
         )
         arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
+    elif device.type == "meta":
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.embd = None  # whose two ranks would exchange a tied weight, and a dry run has none
+        arguments["pg_collection"] = groups
     is_last = (stage, chunk) == (layout.pipeline - 1, layout.virtual_pipeline - 1)
     multi_token_prediction = local_mtp_spec(
         transformer_config,
         model,
         norm_implementation=norm,
         residual_multiplier=config.hparams.residual_multiplier,
+        one_expert=one_expert,
         unsharded=arguments.get("pg_collection"),
     )
     built = GPTModel(
@@ -301,6 +324,7 @@ def _gpt_model(
             layers=layout.stages[stage][chunk],
             norm_implementation=norm,
             residual_multiplier=forward.residual,
+            one_expert=one_expert,
         ),
         mtp_block_spec=multi_token_prediction if is_last else None,
         pre_process=(stage, chunk) == (0, 0),
@@ -337,7 +361,8 @@ def _transformer_config(
         **_experts(model),
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        num_layers=model.num_layers,
+        # All that are built: upstream tells the last layer, which the final norm follows, by its number.
+        num_layers=sum(len(chunk) for stage in layout.stages for chunk in stage),
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_size,
         num_attention_heads=model.num_attention_heads,

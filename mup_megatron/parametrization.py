@@ -6,6 +6,7 @@ config and the shapes; init, optimizer, forward pass and `explain` all read it, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -98,8 +99,15 @@ class Parametrization:
     tensors: dict[str, TensorHyperparameters] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Applies the rules to every tensor."""
-        tensors = {name: self._apply(shape) for name, shape in self.shapes.items()}
+        """Applies the rules to every tensor; once to those that differ by layer or expert number alone."""
+        applied: dict[tuple[int, int, int, bool], TensorHyperparameters] = {}
+        tensors = {}
+        for name, shape in self.shapes.items():
+            # All that the rules see of a tensor; by identity, which join_shapes shares, for hashing costs more.
+            key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None)
+            if key not in applied:
+                applied[key] = self._apply(shape)
+            tensors[name] = dataclasses.replace(applied[key], shape=shape)
         object.__setattr__(self, "tensors", tensors)
 
     @property

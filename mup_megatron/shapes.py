@@ -198,21 +198,34 @@ def join_shapes(
         UserError: the builds have different tensors, or a fixed dimension of the target is not the base's.
     """
     result = {}
+    # Layers and experts of one kind share a spec, and are joined but once; by identity, for hashing one costs more.
+    joined: dict[tuple[int, ...], tuple[tuple[InfDim, ...], dict[str, InfDim] | None]] = {}
     for name, spec in target.items():
         if name not in base or name not in enlarged:
             raise UserError(f"the base model has no tensor {name}; base and target must have the same layers")
-        infshape = _infinite(name, spec.shape, base[name].shape, enlarged[name].shape)
-        blocks = None
-        if spec.fused:
-            sizes = [fused.fan_outs if fused else {} for fused in (spec.fused, base[name].fused, enlarged[name].fused)]
-            names = tuple(sizes[0])
-            dims = _infinite(name, *(tuple(block.get(part, 0) for part in names) for block in sizes))
-            blocks = dict(zip(names, dims, strict=True))
+        specs = (spec, base[name], enlarged[name])
+        key = tuple(map(id, specs))
+        if key not in joined:
+            joined[key] = _join(name, *specs)
+        infshape, blocks = joined[key]
         result[name] = TensorShape(name=name, spec=spec, infshape=infshape, blocks=blocks, layer=layer_number(name))
     missing = set(base) - set(target)
     if missing:
         raise UserError(f"the target has no tensor {min(missing)}, which the base has")
     return result
+
+
+def _join(
+    name: str, target: TensorSpec, base: TensorSpec, enlarged: TensorSpec
+) -> tuple[tuple[InfDim, ...], dict[str, InfDim] | None]:
+    """Dimensions and blocks of one tensor."""
+    infshape = _infinite(name, target.shape, base.shape, enlarged.shape)
+    if target.fused is None:
+        return infshape, None
+    sizes = [fused.fan_outs if fused else {} for fused in (target.fused, base.fused, enlarged.fused)]
+    names = tuple(sizes[0])
+    dims = _infinite(name, *(tuple(block.get(part, 0) for part in names) for block in sizes))
+    return infshape, dict(zip(names, dims, strict=True))
 
 
 def _infinite(

@@ -36,6 +36,15 @@ def values(model: Any) -> dict[str, Any]:
     return {name: parameter.detach().float().cpu().clone().numpy() for name, parameter in named_parameters(model)}
 
 
+def held(rank: runtime.Rank, *, config: Config, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that build_model makes on this rank, by global name."""
+    config = runtime.resolve_auto(config)
+    layout = resolve_layout(config, rank.world_size)
+    device = runtime.start_distributed(layout, rank, config.run.seed)
+    chunks = build_model(config, parametrize(config, vocabulary), layout, rank.rank, device)
+    return {name: tuple(parameter.shape) for name, parameter in named_parameters(chunks)}
+
+
 def train(rank: runtime.Rank, *, config: Config, steps: int, broken: str = "nothing") -> dict[str, Any]:
     """Trains for some steps on real text; returns initial values, losses, norms and the optimizer's groups.
 

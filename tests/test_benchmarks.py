@@ -202,7 +202,14 @@ def test_table_says_what_the_json_says(tmp_path: Path) -> None:
             "seconds_per_billion": {"ours": _spread(6.0), "torch": _spread(3.0)},
             "ours_over": {"torch": _spread(2.0)},
         },
-        "explain": {"config": "c.yaml", "seconds": _spread(5.0), "peak_mebibytes": _spread(400.0)},
+        "explain": {
+            "c.yaml": {
+                "processes": 128,
+                "seconds": _spread(5.0, 1),
+                "cpu_seconds": _spread(4.0, 1),
+                "peak_mebibytes": _spread(400.0, 1),
+            }
+        },
     }
     assert harness.write(result, tmp_path) == tmp_path / "cpu-3.11.json"
     text = table.write(tmp_path).read_text()
@@ -213,6 +220,7 @@ def test_table_says_what_the_json_says(tmp_path: Path) -> None:
         "| 1.000 (0.500 to 2.000) |"
     ) in rows
     assert "| peak of tensors, MiB, vocabulary 7 | 64 | 64 | 1.250 |  |" in rows
+    assert "| c.yaml | 128 | 5.00 | 4.00 | 400 |" in rows
     assert "2030-01-02" in text
     columns = {row.count("|") for row in rows if "vocabulary" in row or row.startswith("| — build")}
     assert columns == {6}

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mup_megatron import cli
+from mup_megatron import cli, runtime
 from mup_megatron.config import load_config
 from mup_megatron.model import parametrize
 from mup_megatron.tuning.budget import flops_per_token, lines, plan
 from mup_megatron.tuning.space import proxy_config, rungs, values_of
-from tests.configs import MIXED, make
+from tests.configs import MIXED, MLA, MOE, make
 
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}}
 
@@ -28,6 +28,26 @@ def test_flops_per_token_by_hand() -> None:
     llama = make(MIXED, "llama")
     expected = 6 * (2 * (qkv + proj + 2 * fc1 + fc2) + readout) + 12 * 2 * 64 * 32
     assert flops_per_token(parametrize(llama, 375)) == expected
+
+
+def test_flops_of_experts_and_further_tokens_by_hand() -> None:
+    """Hidden 96: a dense layer (FFN 128), one of 4 experts of 80 of which 2 see a token, a shared one of 48."""
+    attention, readout = 96 * 3 * 64 + 64 * 96, 384 * 96
+    dense, expert, shared, router, gate = 3 * 96 * 128, 3 * 96 * 80, 3 * 96 * 48, 4 * 96, 96
+    experts = 2 * expert + shared + router + gate
+    expected = 6 * (2 * attention + dense + experts + readout) + 12 * 2 * 64 * 32
+    assert flops_per_token(parametrize(make(MOE, "llama"), 375)) == expected
+    # One more token: a projection of 2 x 96 to 96, a layer of the last kind, the readout again.
+    expected += 6 * (2 * 96 * 96 + attention + experts + readout) + 12 * 64 * 32
+    assert flops_per_token(parametrize(make(MOE, "llama", model__mtp_num_layers=1), 375)) == expected
+
+
+def test_flops_of_multi_latent_attention_by_hand() -> None:
+    """Hidden 96, FFN 160, 8 heads of 12 + 8, values of 14, ranks 24 and 48."""
+    runtime.prepare_process()
+    q, kv, proj = 96 * 24 + 24 * 8 * 20, 96 * (48 + 8) + 48 * 8 * (12 + 14), 8 * 14 * 96
+    expected = 6 * (2 * (q + kv + proj + 3 * 96 * 160) + 384 * 96) + 6 * 2 * 8 * (20 + 14) * 32
+    assert flops_per_token(parametrize(make(MLA, "llama"), 375)) == expected
 
 
 def test_the_plan_by_hand() -> None:

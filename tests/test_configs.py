@@ -1,8 +1,9 @@
-"""Every shipped config, dry: DeepSpeed reads its JSON, its model is built in its own layout, explain is complete."""
+"""Every shipped config, dry: DeepSpeed reads its JSON, its model is built in its own layout, explain tells the same."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,44 @@ def groups(layout: Layout, rank: int) -> Iterator[None]:
     try:
         deepspeed.comm.init_distributed(dist_backend="fake", verbose=False)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor, create_gloo_process_groups=False
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            create_gloo_process_groups=False,
         )
         yield
     finally:
         runtime.stop_distributed()
 
 
-def test_both_families_are_there() -> None:
-    names = {str(path.relative_to(path.parents[1])) for path in CONFIGS if path.parent.name in ("gpt3", "llama")}
-    sizes = ("125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b", "175b")
-    assert names == {f"gpt3/{size}.yaml" for size in sizes} | {f"llama/{size}.yaml" for size in ("1b", "8b", "70b")}
+def test_every_family_is_there() -> None:
+    sizes = {
+        "gpt3": ("125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b", "175b"),
+        "llama": ("1b", "8b", "70b", "1t"),
+        "deepseek": ("v3-671b",),
+    }
+    names = {str(path.relative_to(path.parents[1])) for path in CONFIGS if path.parent.name != "configs"}
+    assert names == {f"{family}/{size}.yaml" for family, of_family in sizes.items() for size in of_family}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "billions"),
+    [
+        ("gpt3/175b", "TP 8, PP 16, DP 8, SP, distributed optimizer", 174.6),
+        # 671.0 without multi-token prediction, whose layer is 11.6 (arXiv 2412.19437, section 4.2: 14 B with the head).
+        ("deepseek/v3-671b", "TP 4, PP 16, EP 64, ETP 1, DP 32, SP, distributed optimizer", 682.6),
+        ("llama/1t", "TP 8, PP 64, DP 4, SP, distributed optimizer", 998.9),
+    ],
+)
+def test_the_largest(name: str, layout: str, billions: float) -> None:
+    runtime.prepare_process()
+    config = load_config(next(path for path in CONFIGS if path.with_suffix("").as_posix().endswith(name)))
+    assert str(resolve_layout(config, world_size(config))) == layout
+    shapes = parametrize(config, known_vocab_size(config)).shapes.values()
+    assert round(sum(math.prod(shape.spec.shape) for shape in shapes) / 1e9, 1) == billions
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -65,12 +93,20 @@ def test_dry_run(path: Path) -> None:
     for rank in (0, layout.world_size - 1):
         with groups(layout, rank):
             chunks = dry_run(config, parametrization, layout, rank)
-            assert all(parameter.device.type == "meta" for _, parameter in named_parameters(chunks))
-            parsed = DeepSpeedConfig(deepspeed_config(config, layout), mpu=Mpu())
+            built = dict(named_parameters(chunks))
+            assert all(parameter.device.type == "meta" for parameter in built.values())
+            deepspeed = config.parallel.engine == "deepspeed"
+            parsed = DeepSpeedConfig(deepspeed_config(config, layout), mpu=Mpu()) if deepspeed else None
+        held = explain(config, parametrization, layout, rank)["parameters"]
+        assert {name: list(parameter.shape) for name, parameter in built.items()} == {
+            parameter["name"]: parameter["local_shape"] for parameter in held
+        }
+        if parsed is None:
+            continue
         assert parsed.train_batch_size == config.training.global_batch_size
         assert parsed.gradient_accumulation_steps == layout.micro_batches
         assert parsed.zero_optimization_stage == config.parallel.zero_stage
-    explained = explain(config, parametrization, layout, layout.world_size - 1)
+    explained = explain(config, parametrization, layout)
     assert len(explained["parameters"]) == len(parametrization.shapes)
     for parameter in explained["parameters"]:
         assert parameter["lr"] > 0

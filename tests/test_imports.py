@@ -24,7 +24,7 @@ LEVELS = [
     {"data", "optim", "runtime"},
     {"layers"},
     {"parametrization", "init"},
-    {"rules", "layout", "patches"},
+    {"rules", "layout", "patches", "representatives"},
     {"shapes"},
     {"config"},
     {"errors"},

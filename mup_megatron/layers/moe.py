@@ -2,7 +2,7 @@
 
 The experts themselves are the linear shims (linear.py) inside megatron-core's SequentialMLP. Router and gate are
 output-like without a forward multiplier: their fan-out, experts or one, never grows.
-Public names: `TopKRouter`, `SharedExpertMLP`, `global_expert_names`.
+Public names: `TopKRouter`, `SharedExpertMLP`, `OneExpertMLP`, `global_expert_names`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,13 @@ class SharedExpertMLP(shared_experts.SharedExpertMLP):
                 self.gate_weight,
                 TensorSpec(shape=shape, fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),
             )
+
+
+class OneExpertMLP(SequentialMLP):
+    """megatron-core's SequentialMLP with the first expert alone, whatever number it is asked for: for shapes."""
+
+    def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(min(1, num_local_experts), *args, **kwargs)
 
 
 def global_expert_names(model: torch.nn.Module) -> Callable[[str], str]:

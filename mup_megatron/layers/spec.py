@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -35,13 +36,19 @@ from mup_megatron.layers.linear import (
     QueryUpColumnParallelLinear,
     RowParallelLinear,
 )
-from mup_megatron.layers.moe import SharedExpertMLP, TopKRouter
+from mup_megatron.layers.moe import OneExpertMLP, SharedExpertMLP, TopKRouter
 from mup_megatron.layers.norm import norm_class
 from mup_megatron.layers.residual import scaled_bias_dropout_add
 
 
 def local_block_spec(
-    config: TransformerConfig, model: Model, *, layers: range, norm_implementation: str, residual_multiplier: float
+    config: TransformerConfig,
+    model: Model,
+    *,
+    layers: Sequence[int],
+    norm_implementation: str,
+    residual_multiplier: float,
+    one_expert: bool = False,
 ) -> TransformerBlockSubmodules:
     """The spec of a decoder built of megatron-core's own modules (its "local" spec), shims in place.
 
@@ -51,10 +58,11 @@ def local_block_spec(
         layers: global numbers of the layers to build, from 0.
         norm_implementation: `torch` or `apex`.
         residual_multiplier: on the output of each residual branch.
+        one_expert: builds the first expert alone; such a model has every shape, and cannot run.
     """
     with_experts = [model.expert_layers[layer] for layer in layers]
     kinds = {
-        experts: _layer(config, model, norm_implementation, residual_multiplier, experts)
+        experts: _layer(config, model, norm_implementation, residual_multiplier, experts, one_expert)
         for experts in set(with_experts)
     }
     return TransformerBlockSubmodules(
@@ -69,6 +77,7 @@ def local_mtp_spec(
     *,
     norm_implementation: str,
     residual_multiplier: float,
+    one_expert: bool = False,
     unsharded: ProcessGroupCollection | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """The spec of multi-token prediction; None without it. Its layers are of the decoder's last kind.
@@ -78,11 +87,12 @@ def local_mtp_spec(
         model: see there.
         norm_implementation: see there.
         residual_multiplier: without the depth factor, which is the decoder's.
+        one_expert: see there.
         unsharded: groups of an unsharded build; megatron-core 0.16 hands its own to the decoder alone.
     """
     if model.mtp_num_layers is None:
         return None
-    layer = _layer(config, model, norm_implementation, residual_multiplier, model.expert_layers[-1])
+    layer = _layer(config, model, norm_implementation, residual_multiplier, model.expert_layers[-1], one_expert)
     spec = get_mtp_layer_spec_for_backend(layer, LocalSpecProvider())
     parts = spec.submodules
     norm = norm_class(config.normalization, norm_implementation, model.norm_gains)
@@ -95,7 +105,12 @@ def local_mtp_spec(
 
 
 def _layer(
-    config: TransformerConfig, model: Model, norm_implementation: str, residual_multiplier: float, experts: bool
+    config: TransformerConfig,
+    model: Model,
+    norm_implementation: str,
+    residual_multiplier: float,
+    experts: bool,
+    one_expert: bool,
 ) -> ModuleSpec:
     """The spec of one layer, with experts or dense."""
     layer = get_gpt_layer_local_spec(
@@ -129,13 +144,11 @@ def _layer(
     if experts:
         moe = _submodules(parts.mlp)
         _replace(moe, "router", MegatronTopKRouter, TopKRouter)
-        _replace_linears(_submodules(moe.experts))
-        shared = _submodules(moe.shared_experts)
-        _replace_linears(shared)
-        if isinstance(moe.shared_experts, ModuleSpec):
-            moe.shared_experts.module = SharedExpertMLP
-        else:
-            moe.shared_experts = functools.partial(SharedExpertMLP, submodules=shared)
+        for name in ("experts", "shared_experts"):
+            _replace_linears(_submodules(getattr(moe, name)))
+        _replace_module(moe, "shared_experts", SharedExpertMLP)
+        if one_expert:
+            _replace_module(moe, "experts", OneExpertMLP)
     else:
         _replace_linears(_submodules(parts.mlp))
     return layer
@@ -149,6 +162,15 @@ def _replace_linears(mlp: Any) -> None:
 def _submodules(spec: Any) -> Any:
     """The submodules of a spec: in a ModuleSpec (megatron-core 0.16), in a partial (0.19)."""
     return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
+
+
+def _replace_module(parts: Any, name: str, shim: type) -> None:
+    """Puts another class over the submodules of a spec: of a ModuleSpec (megatron-core 0.16), of a partial (0.19)."""
+    spec = getattr(parts, name)
+    if isinstance(spec, ModuleSpec):
+        spec.module = shim
+    else:
+        setattr(parts, name, functools.partial(shim, **spec.keywords))
 
 
 def _replace(submodules: Any, name: str, expected: type, shim: type) -> None:

@@ -213,6 +213,6 @@ def _explanation(explanation: dict[str, Any]) -> str:
             f"{parameter['weight_decay']:.4g}",
         )
         rows[row] = None
-    head = ("tensor", "global", "on rank 0", "base", "init std", "lr", "eps", "weight decay")
+    head = ("tensor", "global", "on a rank", "base", "init std", "lr", "eps", "weight decay")
     forward = ", ".join(f"{key} {value:.6g}" for key, value in explanation["forward"].items())
     return f"<p>Forward multipliers: {html.escape(forward)}</p>" + _table(head, rows)

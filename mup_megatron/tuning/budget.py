@@ -80,18 +80,29 @@ def flops_per_token(parametrization: Parametrization) -> float:
     """Floating point operations of training on one token, forward and backward.
 
     6 per weight of a matrix product, the readout included whether tied or not, and 12·L·a·d·s for attention, which
-    is not halved for causality (PaLM, arXiv 2204.02311, appendix B). Recomputation is not counted.
+    is not halved for causality (PaLM, arXiv 2204.02311, appendix B); where values have another head size than queries
+    and keys, d is the mean of the two. Of the experts, those count that see a token; multi-token prediction counts its
+    layers, and the readout again for each. Recomputation is not counted.
     """
     model, config = parametrization.config.model, parametrization.config
-    weights = 0
+    predicted = model.mtp_num_layers or 0
+    weights, of_experts = 0, 0
     for shape in parametrization.shapes.values():
         if len(shape.spec.shape) < 2 or shape.spec.init is Init.EMBEDDING:
             continue
-        weights += math.prod(shape.spec.shape)
+        size = math.prod(shape.spec.shape)
+        if shape.spec.expert:
+            of_experts += size
+        else:
+            weights += size * (1 + predicted) if shape.spec.readout else size
     if model.share_embeddings_and_output_weights:
-        weights += math.prod(parametrization.shapes["embedding.word_embeddings.weight"].spec.shape)
-    attention = 12 * model.num_layers * model.num_attention_heads * model.head_size * config.training.seq_length
-    return 6.0 * weights + attention
+        embedding = parametrization.shapes["embedding.word_embeddings.weight"].spec.shape
+        weights += math.prod(embedding) * (1 + predicted)
+    active = of_experts * model.moe_router_topk / (model.num_moe_experts or 1)
+    value_size = (model.v_head_dim or 0) if model.multi_latent_attention else model.head_size
+    heads = (model.num_layers + predicted) * model.num_attention_heads
+    attention = 6 * heads * (model.head_size + value_size) * config.training.seq_length
+    return 6.0 * (weights + active) + attention
 
 
 def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False) -> Plan:

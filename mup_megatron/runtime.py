@@ -49,6 +49,10 @@ _PATIENCE = datetime.timedelta(minutes=30)
 """How long a rank waits for the others to come, and in a collective."""
 
 
+_set_variables: set[str] = set()
+"""What DeepSpeed reads of a launcher and this process has set for want of one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     """This process among those of the run."""
@@ -232,7 +236,11 @@ def start_distributed(layout: Layout, rank: Rank, seed: int, meeting: Meeting | 
     device = device_of(rank)
     if not torch.distributed.is_initialized():
         meeting = meeting or Meeting(rank)
-    os.environ.update(RANK=str(rank.rank), WORLD_SIZE=str(rank.world_size), LOCAL_RANK=str(rank.local_rank))
+    variables = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.local_rank}
+    for name, value in variables.items():
+        if name not in os.environ:
+            _set_variables.add(name)
+        os.environ[name] = str(value)
     if layout.tensor > 1:
         # megatron-core overlaps the reduction of input gradients with weight gradients only if kernels queue in order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -345,7 +353,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 
 def stop_distributed() -> None:
-    """Ends the process groups, so that another layout can start in this process."""
+    """Ends the process groups, so that another layout, or a process of its own, can start from this one."""
     import deepspeed.comm
     from megatron.core import parallel_state
 
@@ -353,6 +361,8 @@ def stop_distributed() -> None:
     parallel_state.destroy_model_parallel()
     deepspeed.comm.destroy_process_group()
     gc.collect()
+    while _set_variables:
+        os.environ.pop(_set_variables.pop(), None)
 
 
 def resolve_auto(config: Config) -> Config:

@@ -36,7 +36,7 @@ ZERO = {"parametrization__zero_init_readout": True, "parametrization__zero_init_
 
 # growth, overrides, whether it is quick
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
-    "moe": (MOE, {}, True),
+    "moe": (MOE, {}, False),
     "moe-alltoall": (MOE, {"model__moe_token_dispatcher_type": "alltoall"}, False),
     "moe-expert-bias": (MOE, BIAS, True),
     "moe-groups": (MOE, GROUPS, False),

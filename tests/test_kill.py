@@ -95,10 +95,10 @@ def written(process: int) -> list[str]:
     """Files of a checkpoint in the making that a process has open for writing."""
     found = []
     try:
-        for entry in os.scandir(f"/proc/{process}/fd"):
-            target = os.readlink(entry.path)
+        for name in os.listdir(f"/proc/{process}/fd"):
+            target = os.readlink(f"/proc/{process}/fd/{name}")
             if "/checkpoints/step_" in target and ".partial/" in target:
-                flags = Path(f"/proc/{process}/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
+                flags = Path(f"/proc/{process}/fdinfo/{name}").read_text().split("flags:")[1].split()[0]
                 if int(flags, 8) & (os.O_WRONLY | os.O_RDWR):
                     found.append(Path(target).name)
     except OSError:  # closed, or ended, meanwhile

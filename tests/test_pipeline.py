@@ -104,6 +104,7 @@ def test_a_trial_is_the_proxy_trained_alone(whole: Path, tmp_path: Path) -> None
     assert evaluations == trial["reports"]
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(whole: Path, tmp_path: Path, start: Callable[..., Background]) -> None:
     """A trial's process, the launcher mid-study, the launcher mid-target: nothing is lost, nothing done twice.
 
@@ -159,6 +160,7 @@ def test_sigterm_while_tuning(tmp_path: Path, start: Callable[..., Background]) 
     assert [trial.state for trial in Study(load_config(path)).trials()] == ["waiting"]
 
 
+@pytest.mark.slow
 def test_one_bad_trial_costs_that_trial_alone(tmp_path: Path, start: Callable[..., Background]) -> None:
     """A process that hangs, one that is killed each time, a rate that diverges; the rest is as ever."""
     path = pipeline_file(
@@ -281,6 +283,7 @@ def test_bad_input(tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides:
     assert not (tmp_path / "run" / "tuning").exists()
 
 
+@pytest.mark.slow
 def test_the_paper_s_proxy_takes_real_steps(repository: Path, tmp_path: Path) -> None:
     """GPT-3's proxy of 38.7M parameters, 32 layers and 50257 tokens: five steps through the tuning path."""
     import numpy as np

@@ -53,7 +53,7 @@ PAIRS = [
     ("mla", TP2, PP2),
     ("mtp", PP2, ZERO2),
 ]
-QUICK = [("gpt3", ZERO1, ZERO3), ("llama tied", TP2, VPP2), ("moe bias", EP2_PP2, ONE)]
+QUICK = [("llama tied", TP2, VPP2), ("moe bias", EP2_PP2, ONE)]
 
 
 @pytest.fixture(scope="module")

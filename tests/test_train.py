@@ -143,12 +143,14 @@ def test_the_literal_launch_lines(repository: Path, config_file: Path, tmp_path:
     assert json.loads((tmp_path / "run" / "explain.json").read_text())["layout"]["world_size"] == ranks
 
 
+@pytest.mark.slow
 def test_the_shell_half_hands_over_to_deepspeed(repository: Path, tmp_path: Path) -> None:
     result = run("bash", repository / "launch" / "pretrain_gpt.sh", "none.yaml", cwd=tmp_path)
     assert result.returncode == 2
     assert "none.yaml: cannot read the config: No such file" in result.stderr
 
 
+@pytest.mark.slow
 def test_launched_without_a_config(repository: Path, tmp_path: Path) -> None:
     """configs/demo.yaml, overridden to a moment's length."""
     result = run(

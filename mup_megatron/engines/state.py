@@ -33,6 +33,7 @@ from mup_megatron.shapes import Init, TensorSpec
 
 _INDEX = ".metadata"
 _BUFFER = "buffer"
+_COMMON = "common.pt"
 
 
 def save_state(engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path) -> None:
@@ -54,6 +55,10 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
             shards.update(_shards(f"{_BUFFER}.{name}", buffer.detach().float().cpu(), spec, layout, rank))
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     dist_checkpointing.save(shards, str(directory), strategy)
+    if rank == 0 and not (directory / _COMMON).is_file():
+        # megatron-core 0.19 keeps what is common, which is nothing here, as bytes that it unpickles when it loads;
+        # where there is a common.pt, as 0.16 writes it, it takes that, and safely.
+        torch.save({}, directory / _COMMON)
 
 
 def load_state(
@@ -176,6 +181,8 @@ def _keys(directory: Path) -> dict[str, tuple[int, ...]]:
     entries = getattr(index, "state_dict_metadata", None)
     if not isinstance(index, Metadata) or not isinstance(entries, dict):
         raise UserError(f"{path}: expected the index of a distributed checkpoint")
+    if (directory / _COMMON).is_file():
+        entries = {key: entry for key, entry in entries.items() if not str(key).startswith("common_state/")}
     for key, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise UserError(f"{path}: {key} is not a tensor; it will not be loaded")

@@ -42,6 +42,7 @@ UPSTREAM_WARNINGS = (
     "full scope is deprecated",
     "Could not determine rank from torch.distributed",
     "If you are using transformer_engine as the transformer implementation",
+    "`load_state_dict` is deprecated and will be removed",  # dist_checkpointing's own call
 )
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 _MARK = "__mup_megatron_patch__"
 _applied: dict[str, tuple[Any, str, Any]] = {}
+_INHERITED = object()
 
 
 class PatchError(RuntimeError):
@@ -59,13 +61,13 @@ class Patch:
         Args:
             cuda: whether a CUDA device is there.
         """
-        version = importlib.metadata.version(self.distribution)
+        version = _version(self.distribution)
         has_defect = self.needed is None or SpecifierSet(self.needed).contains(version, prereleases=True)
         return has_defect and (self.when == "always" or not cuda)
 
     def _target(self) -> tuple[Any, str, Any]:
         """The object that holds the symbol, the attribute's name and its value."""
-        version = importlib.metadata.version(self.distribution)
+        version = _version(self.distribution)
         if not SpecifierSet(self.versions).contains(version, prereleases=True):
             raise PatchError(
                 f"patch {self.name} is written for {self.distribution} {self.versions}, but {version} is installed; "
@@ -78,8 +80,9 @@ class Patch:
             for name in outer:
                 owner = getattr(owner, name)
             # A class's own entry, so that a static or class method is wrapped as what it is.
-            value = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-        except (AttributeError, KeyError):
+            own = vars(owner) if isinstance(owner, type) else {}
+            value = own[attribute] if attribute in own else getattr(owner, attribute)
+        except AttributeError:
             raise PatchError(
                 f"patch {self.name}: {self.symbol} is not in {self.distribution} {version}; it has moved, and the "
                 "record in patches/ must follow it"
@@ -100,14 +103,29 @@ class Patch:
         replacement = self.wrap(original)
         if callable(_inner(replacement)):
             setattr(_inner(replacement), _MARK, self.name)
+        inherited = isinstance(owner, type) and attribute not in vars(owner)
         setattr(owner, attribute, replacement)
-        _applied[self.name] = (owner, attribute, original)
+        _applied[self.name] = (owner, attribute, _INHERITED if inherited else original)
 
     def revert(self) -> None:
         """Puts the original back; does nothing if the patch is not applied."""
         if self.name in _applied:
             owner, attribute, original = _applied.pop(self.name)
-            setattr(owner, attribute, original)
+            if original is _INHERITED:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, original)
+
+
+def _version(distribution: str) -> str:
+    """The version that is imported; a Megatron-LM checkout on the path is not the one that is installed.
+
+    Without the local part: megatron-core appends the commit of whatever git repository its files lie in, such as that
+    of a virtual environment inside a project.
+    """
+    if distribution == "megatron-core":
+        return Version(importlib.import_module("megatron.core.package_info").__version__).public
+    return importlib.metadata.version(distribution)
 
 
 def _inner(value: Any) -> Any:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from mup_megatron import patches, runtime
+from mup_megatron import megatron_training, patches, runtime
 from mup_megatron.patches import ALL_PATCHES, Patch, PatchError, active_patches, apply_patches, revert_patches
 from mup_megatron.patches.cpu import for_cpu
+from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
 from tests.breakages import break_
 from tests.distributed import Ranks
 
 BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
+RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training))
 NEEDED = {name: patch for name, patch in BY_NAME.items() if patch.is_needed(cuda=False)}
 
 
@@ -94,6 +97,22 @@ def test_twice_is_once_and_undo_restores() -> None:
     assert active_patches() == []
 
 
+def test_those_of_run_twice_and_undone() -> None:
+    """Also where a class has its method from another: undoing leaves it inherited."""
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("megatron.training ships with megatron-core 0.19 and later, which need Python 3.12")
+    needed = [patch for patch in RUN_PATCHES if patch.is_needed(cuda=False)]
+    before = [patch._target()[2] for patch in needed]
+    for _ in range(2):
+        apply_patches(RUN_PATCHES, cuda=False)
+        once = [patch._target()[2] for patch in needed]
+        assert all(now is not original for now, original in zip(once, before, strict=True))
+    assert torch.ones(2).cuda(non_blocking=True).device.type == "cpu"
+    revert_patches(RUN_PATCHES)
+    assert all(patch._target()[2] is original for patch, original in zip(needed, before, strict=True))
+    assert "cuda" not in vars(torch.Tensor)
+
+
 def test_none_of_these_is_applied_where_cuda_is() -> None:
     apply_patches(ALL_PATCHES, cuda=True)
     assert active_patches() == [patch.name for patch in ALL_PATCHES if patch.is_needed(cuda=True)]
@@ -133,10 +152,15 @@ def altered(**changes: Any) -> Patch:
     return dataclasses.replace(BY_NAME["cpu-get-rng-state"], **changes)
 
 
-def test_another_version_is_an_error() -> None:
+def test_another_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local part, a commit where the wheel lies in somebody's git repository, is no part of the version."""
     version = importlib.metadata.version("megatron-core")
+    monkeypatch.setattr("megatron.core.package_info.__version__", f"{version}+0123abc")
     with pytest.raises(PatchError, match=rf"written for megatron-core <0\.1, but {version} is installed; install"):
         altered(versions="<0.1").apply()
+    exact = altered(versions=f"<={version}")
+    exact.apply()
+    exact.revert()
 
 
 def test_a_moved_symbol_is_an_error() -> None:
@@ -158,15 +182,16 @@ def test_failing_patches_change_nothing() -> None:
 
 
 def test_every_record_says_why() -> None:
-    assert len(BY_NAME) == len(ALL_PATCHES)
-    for patch in ALL_PATCHES:
+    everywhere = (*ALL_PATCHES, *RUN_PATCHES)
+    assert len({patch.name for patch in everywhere}) == len(everywhere)
+    for patch in everywhere:
         for text in (patch.why, patch.lower_rung, patch.until):
             assert len(text) > 5, patch.name
 
 
 def test_the_table_lists_every_patch(repository: Any) -> None:
     table = (repository / "patches" / "README.md").read_text()
-    for patch in ALL_PATCHES:
+    for patch in (*ALL_PATCHES, *RUN_PATCHES):
         assert f"`{patch.name}`" in table
         assert patch.symbol.replace(":", ".") in table or patch.symbol in table
     assert patches.__doc__

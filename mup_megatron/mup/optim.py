@@ -1,0 +1,94 @@
+"""Optimizers in µP by microsoft/mup's names: torch's own, over groups whose rates follow the rules.
+
+Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`. Another optimizer that normalises each coordinate of the
+gradient is `MuAdam(params, impl=Optimizer, ...)`, one that does not `MuSGD(params, impl=Optimizer, ...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from mup_megatron import rules
+from mup_megatron.mup.parameters import infshape_of
+
+MULTIPLIER = "lr_multiplier"
+"""Key of a group's learning-rate multiplier; its presence says that the group's rates are µP's already."""
+SOURCE = "source"
+"""Key of the number of the group that a group was split from."""
+
+
+def MuAdam(params: Any, impl: Any = torch.optim.Adam, **kwargs: Any) -> Any:  # microsoft/mup's name
+    """Adam: the rate of a matrix is divided by m_in and its decay multiplied with it (Tensor Programs V, Table 8).
+
+    Args:
+        params: parameters that have infinite shapes, or groups of them.
+        impl: the optimizer's class.
+        kwargs: its arguments; `lr` and `weight_decay` are the base's.
+
+    Raises:
+        UserError: a parameter has no infinite shape, or more than two dimensions that grow.
+    """
+    return impl(split_groups(params, "adam", kwargs, eps=None), **kwargs)
+
+
+def MuAdamW(params: Any, **kwargs: Any) -> Any:
+    """AdamW, as MuAdam."""
+    return MuAdam(params, **{"impl": torch.optim.AdamW, **kwargs})
+
+
+def MuSGD(params: Any, impl: Any = torch.optim.SGD, **kwargs: Any) -> Any:
+    """SGD: the rate of a matrix times m_out/m_in, that of a vector times its own ratio, decay the inverse.
+
+    Args, errors: as of MuAdam.
+    """
+    return impl(split_groups(params, "sgd", kwargs, eps=None), **kwargs)
+
+
+def split_groups(
+    params: Iterable[Any], rule: rules.Rule, defaults: dict[str, Any], *, eps: float | None
+) -> list[dict[str, Any]]:
+    """Optimizer groups in µP: each group given is split into one per set of equal multipliers.
+
+    Args:
+        params: parameters that have infinite shapes, or groups of them with keys of their own.
+        rule: how the optimizer's update scales.
+        defaults: the optimizer's arguments, at the base: `lr`, and perhaps `weight_decay`.
+        eps: Adam's epsilon at the base, which the rules scale where a group names none; None leaves it alone, as
+            microsoft/mup does.
+
+    Returns:
+        Groups in microsoft/mup's order: matrices, vectors, and last what is not scaled, even if that is nothing.
+        Beside `lr` and `weight_decay` (and `eps`) they hold `lr_multiplier`, which a schedule may read, and
+        `source`, the number of the group that they come from.
+    """
+    groups = list(params)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    result = []
+    for number, given in enumerate(groups):
+        base = {"lr": defaults.get("lr"), "weight_decay": defaults.get("weight_decay", 0.0), **given}
+        # Dimensions that grow (of Adam's vectors none matters), multiplier of the rate, of epsilon.
+        split: dict[tuple[int, Fraction | float, Fraction], list[Any]] = {(0, rules.ONE, rules.ONE): []}
+        for parameter in list(given["params"]):
+            infshape = infshape_of(parameter)
+            m_in, m_out, forward = infshape.ratios
+            lr = rules.learning_rate(rule, m_in=m_in, m_out=m_out, forward=forward)
+            epsilon = rules.ONE if eps is None else rules.epsilon(m_out=m_out, forward=forward)
+            kind = infshape.ninf() if rule == "sgd" or infshape.ninf() == 2 else 0
+            split.setdefault((kind, lr, epsilon), []).append(parameter)
+        for (_, lr, epsilon), parameters in sorted(split.items(), key=lambda item: -item[0][0]):
+            group = {**base, "params": parameters, "lr": scaled(base["lr"], lr), MULTIPLIER: float(lr), SOURCE: number}
+            group["weight_decay"] = scaled(base["weight_decay"], rules.weight_decay("independent", lr))
+            if eps is not None:
+                group["eps"] = scaled(base.get("eps", eps), epsilon)
+            result.append(group)
+    return result
+
+
+def scaled(value: Any, multiplier: Fraction | float) -> Any:
+    """A value times a multiplier, rounded once where either the multiplier or its inverse is a whole number."""
+    return value * float(multiplier) if multiplier >= 1 else value / float(1 / multiplier)

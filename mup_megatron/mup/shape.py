@@ -1,0 +1,255 @@
+"""Base shapes by microsoft/mup's names: from models or files to `p.infshape` on every parameter.
+
+Public names: `set_base_shapes`, `make_base_shapes`, `save_base_shapes`, `load_base_shapes`, `get_shapes`,
+`get_infshapes`, `zip_infshapes`, `clear_dims`, `apply_infshapes`, `assert_hidden_size_inf`.
+
+Shapes are global: a DTensor's, what ZeRO 3 has partitioned, what a shim of a megatron-core layer recorded. Base and
+delta models may live on the meta device, where they cost nothing. A .bsh file is data, and read as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+
+from mup_megatron import shapes
+from mup_megatron.errors import UserError
+from mup_megatron.layers.record import recorded
+from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
+from mup_megatron.mup.layer import MuReadout, rescale_linear_bias
+from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of
+from mup_megatron.shapes import TensorShape, TensorSpec
+
+Shapes = Mapping[str, Any]
+"""Sizes, or InfShapes, by parameter name."""
+Source = torch.nn.Module | Shapes | str | Path
+"""Where shapes come from: a model, a dictionary, a .bsh file."""
+
+
+def get_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Global shape of every parameter, by its name without what wrappers add."""
+    clean = clean_names(name for name, _ in model.named_parameters())
+    return {clean[name]: global_shape(parameter) for name, parameter in model.named_parameters()}
+
+
+def get_infshapes(model: torch.nn.Module) -> dict[str, InfShape]:
+    """Infinite shape of every parameter.
+
+    Raises:
+        UserError: a parameter has none.
+    """
+    clean = clean_names(name for name, _ in model.named_parameters())
+    return {clean[name]: infshape_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def save_base_shapes(model_or_shapes: torch.nn.Module | Mapping[str, InfShape], file: str | Path) -> None:
+    """Writes a .bsh file, which microsoft/mup reads too.
+
+    Args:
+        model_or_shapes: a model that has infinite shapes, or these by name.
+        file: to be written.
+    """
+    given = model_or_shapes
+    infshapes = get_infshapes(given) if isinstance(given, torch.nn.Module) else given
+    blocks = {
+        name: {block: dim.base_dim for block, dim in infshape.tensor.blocks.items()}
+        for name, infshape in infshapes.items()
+        if infshape.tensor is not None and infshape.tensor.blocks
+    }
+    dims = {name: infshape.base_shape() for name, infshape in infshapes.items()}
+    shapes.write_base_shapes(file, shapes.BaseShapes(dims, blocks, {}))
+
+
+def load_base_shapes(filename: str | Path) -> dict[str, InfShape]:
+    """Base shapes of a .bsh file, microsoft/mup's or ours; sizes are None.
+
+    Raises:
+        UserError: the file cannot be read, or is no such file.
+    """
+    dims = shapes.load_base_shapes(filename).dims
+    return {name: InfShape.from_base_shape(base) for name, base in dims.items()}
+
+
+def zip_infshapes(base: Source, target: Source) -> dict[str, InfShape]:
+    """Joins base shapes with shapes, by name.
+
+    Raises:
+        UserError: other tensors, or other dimensions; names them.
+    """
+    base_shapes, target_shapes = _shapes(base), _shapes(target)
+    _check_names(set(base_shapes), set(target_shapes))
+    return {name: zip_infshape(base_shapes[name], target_shapes[name], name=name) for name in target_shapes}
+
+
+def clear_dims(infshapes: Mapping[str, InfShape]) -> dict[str, InfShape]:
+    """The same base shapes, sizes forgotten."""
+    return {name: InfShape.from_base_shape(infshape.base_shape()) for name, infshape in infshapes.items()}
+
+
+def make_base_shapes(base_shapes: Source, delta_shapes: Source, savefile: str | Path | None = None) -> dict:
+    """Base shapes from two models of a family: what differs between them grows.
+
+    Args:
+        base_shapes: where hyperparameters are defined.
+        delta_shapes: the same model, larger in every dimension that grows.
+        savefile: a .bsh file to be written.
+
+    Returns:
+        InfShapes by name, sizes None.
+
+    Raises:
+        UserError: the two have different tensors; names them.
+    """
+    result = clear_dims(zip_infshapes(base_shapes, delta_shapes))
+    if savefile is not None:
+        save_base_shapes(result, savefile)
+    return result
+
+
+def apply_infshapes(model: torch.nn.Module, infshapes: Mapping[str, InfShape]) -> None:
+    """Attaches infinite shapes, by name; they stay when parameters are sharded or replaced (parameters.py)."""
+    clean = clean_names(name for name, _ in model.named_parameters())
+    attach(model, {name: infshapes[clean[name]] for name in clean})
+    for module in model.modules():
+        if isinstance(module, MuReadout):
+            module.record_width_mult()
+
+
+def set_base_shapes(
+    model: torch.nn.Module,
+    base: Source | None,
+    rescale_params: bool = True,
+    delta: Source | None = None,
+    savefile: str | Path | None = None,
+    do_assert: bool = True,
+) -> torch.nn.Module:
+    """Gives every parameter of a model its infinite shape, `p.infshape`, and its default init µP's scale.
+
+    Args:
+        model: to be trained.
+        base: a model, shapes by name, or a .bsh file; None takes the model itself, so that nothing grows.
+        rescale_params: torch's own init is rescaled to µP's (readouts, and biases of linear and convolution layers).
+            False where weights come from a checkpoint.
+        delta: as `base`, larger in every dimension that grows; without it, what differs between model and base grows.
+        savefile: a .bsh file to be written.
+        do_assert: refuse a linear layer from a growing dimension to a fixed one that is no MuReadout.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: base and model have different tensors or dimensions (named), a readout is no MuReadout, or the model
+            was rescaled before. Nothing has been changed then.
+    """
+    infshapes = _infshapes(model, model if base is None else base, delta)
+    clean = clean_names(name for name, _ in model.named_parameters())
+    by_identity = {id(parameter): infshapes[clean[name]] for name, parameter in model.named_parameters()}
+    if do_assert:
+        _check_readouts(model, lambda weight: by_identity[id(weight)])
+    if rescale_params:
+        _check_not_rescaled(model)
+    if savefile is not None:
+        save_base_shapes(infshapes, savefile)
+    apply_infshapes(model, infshapes)
+    if rescale_params:
+        for module in model.modules():
+            if isinstance(module, MuReadout):
+                module._rescale_parameters()
+            elif isinstance(module, (torch.nn.Linear, _ConvNd)):
+                rescale_linear_bias(module)
+    return model
+
+
+def assert_hidden_size_inf(model: torch.nn.Module) -> None:
+    """Refuses linear layers from a growing dimension to a fixed one that are no MuReadout.
+
+    Raises:
+        UserError: names the layer.
+    """
+    _check_readouts(model, infshape_of)
+
+
+def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not isinstance(module, MuReadout):
+            fan_in, fan_out = infshape(module.weight).fanin_fanout()
+            if fan_in.grows and not fan_out.grows:
+                raise UserError(
+                    f"{name}: its input grows with the family and its output does not, but it is no MuReadout; make "
+                    "it a MuReadout, or let the base and delta models differ in its output too"
+                )
+
+
+def _check_not_rescaled(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "_has_rescaled_params", False):
+            raise UserError(
+                f"{name or 'the model'}: its init was rescaled to µP's before; pass rescale_params=False to set base "
+                "shapes anew, or for weights from a checkpoint"
+            )
+
+
+def _shapes(source: Source) -> dict[str, Any]:
+    """Shapes of a model, InfShapes of a file; a dictionary, with what wrappers add to names taken off."""
+    if isinstance(source, torch.nn.Module):
+        return dict(get_shapes(source))
+    if isinstance(source, (str, Path)):
+        return dict(load_base_shapes(source))
+    if not isinstance(source, Mapping):
+        raise UserError(f"expected a model, shapes by name or a .bsh file, not {type(source).__name__}")
+    clean = clean_names(source)
+    return {clean[name]: shape for name, shape in source.items()}
+
+
+def _check_names(base: set[str], target: set[str]) -> None:
+    problems = []
+    for names, problem in ((target - base, "the base shapes lack"), (base - target, "the model lacks")):
+        if names:
+            shown = sorted(names)[:5] + (["..."] if len(names) > 5 else [])
+            problems.append(f"{problem} {', '.join(shown)}")
+    if problems:
+        raise UserError(f"the base shapes are another model's: {'; '.join(problems)}")
+
+
+def _infshapes(model: torch.nn.Module, base: Source, delta: Source | None) -> dict[str, InfShape]:
+    specs = _specs(model)
+    if specs is not None:
+        return _of_shims(specs, base, delta)
+    return zip_infshapes(base if delta is None else zip_infshapes(base, delta), model)
+
+
+def _specs(source: Any) -> dict[str, TensorSpec] | None:
+    """What the shims of megatron-core's layers recorded; None for a model without them."""
+    if not isinstance(source, torch.nn.Module):
+        return None
+    clean = clean_names(name for name, _ in source.named_parameters())
+    specs = {clean[name]: recorded(parameter) for name, parameter in source.named_parameters()}
+    if not any(specs.values()):
+        return None
+    lacking = [name for name, spec in specs.items() if spec is None]
+    if lacking:
+        raise UserError(f"{lacking[0]}: no shim recorded this parameter, so no rule can be applied to it")
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def _of_shims(target: dict[str, TensorSpec], base: Source, delta: Source | None) -> dict[str, InfShape]:
+    """Infinite shapes of a model of megatron-core's layers: fan-in, fan-out and blocks are those of the records."""
+    if isinstance(base, (str, Path)):
+        joined = shapes.join_base_shapes(target, shapes.load_base_shapes(base), str(base))
+    else:
+        base_specs, delta_specs = _specs(base), _specs(delta)
+        if base_specs is None or delta_specs is None:
+            raise UserError(
+                "a model of megatron-core's layers needs a base and a delta model of the same layers (on the meta "
+                "device, unsharded), or a .bsh file"
+            )
+        joined = shapes.join_shapes(target, base_specs, delta_specs)
+    return {name: _of_tensor(tensor) for name, tensor in joined.items()}
+
+
+def _of_tensor(tensor: TensorShape) -> InfShape:
+    return InfShape((InfDim(*dim) for dim in tensor.infshape), tensor.name, tensor)

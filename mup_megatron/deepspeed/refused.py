@@ -1,0 +1,66 @@
+"""What DeepSpeed would get silently wrong (docs/upstream.md). Public name: `refuse`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mup_megatron.deepspeed.mpu import tensor_parallel_size
+from mup_megatron.errors import UserError
+
+
+def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
+    """Refuses a combination before anything is built.
+
+    Args:
+        model: to be trained.
+        settings: DeepSpeed's config.
+        mpu: as DeepSpeed wants it; None without model parallelism.
+
+    Raises:
+        UserError: names the key or parameter, and what works.
+    """
+    stage = (settings.get("zero_optimization") or {}).get("stage", 0)
+    if _enabled(settings, "bf16") and stage == 0:
+        raise UserError(
+            "zero_optimization.stage: DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); "
+            "expected stage 1 to 3"
+        )
+    if (settings.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
+        raise UserError(
+            "tensor_parallel.autotp_size: DeepSpeed would put layers of its own in the place of the model's, readouts "
+            "included, and lose multipliers and infinite shapes; expected megatron-core's layers, or none"
+        )
+    parameters = dict(model.named_parameters())
+    size = tensor_parallel_size()
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise UserError(f"{name}: is a DTensor, which DeepSpeed does not know; expected fully_shard for the rest")
+        if size > 1 and mpu is None and getattr(parameter, "tensor_model_parallel", False):
+            raise UserError(
+                f"mpu: missing; {name} is split over {size} tensor-parallel ranks, whose first DeepSpeed would "
+                "broadcast over all; expected mpu=megatron.core.parallel_state"
+            )
+        if not getattr(parameter, "allreduce", True):
+            _refuse_experts(name, parameter, stage)
+    pipeline = getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
+    if pipeline > 1:
+        raise UserError(f"mpu: {pipeline} pipeline stages, which DeepSpeed's engine does not run; expected 1")
+
+
+def _refuse_experts(name: str, parameter: Any, stage: int) -> None:
+    if stage == 3:
+        raise UserError(
+            f"zero_optimization.stage: {name} is an expert's, which ZeRO 3 would treat as all ranks'; expected 0 to 2"
+        )
+    if not hasattr(parameter, "group_name"):
+        raise UserError(
+            f"{name}: is an expert's, and DeepSpeed was not told over which ranks (no group_name), so that it would "
+            "average it over all; expected deepspeed.moe layers, or parallel.engine: deepspeed of this project"
+        )
+
+
+def _enabled(settings: dict[str, Any], block: str) -> bool:
+    return bool((settings.get(block) or {}).get("enabled", False))

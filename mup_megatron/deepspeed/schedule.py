@@ -1,0 +1,93 @@
+"""Learning-rate schedules that keep the ratios between groups. Public names: `per_group`, `guard`.
+
+DeepSpeed's own schedules set one rate for all groups (WarmupLR with a scalar `warmup_max_lr` turns rates of 1e-3 and
+1.25e-4 into 1e-3 and 1e-3), but take a list with a rate per group, which is what they are given here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mup_megatron.errors import UserError
+from mup_megatron.mup.optim import MULTIPLIER, SOURCE
+
+# Parameters that are rates, with DeepSpeed's defaults (None: it takes the groups' own, or the key is required).
+_RATES: dict[str, dict[str, float | None]] = {
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None},
+    "WarmupDecayLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001},
+    "OneCycle": {"cycle_min_lr": None, "cycle_max_lr": None},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.001},
+    "WarmupCosineLR": {},  # ratios
+}
+_TORCH_RATES = ("eta_min", "min_lr", "max_lr", "base_lr", "swa_lr")
+
+
+def per_group(settings: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Turns the base rates of the config's `scheduler` block into a rate per group.
+
+    Args:
+        settings: DeepSpeed's config, changed in place.
+        groups: that the optimizer will have, in order.
+
+    Raises:
+        UserError: a schedule of torch's that is given rates, or a list that fits no groups.
+    """
+    block = settings.get("scheduler")
+    if not block or block.get("type") is None:
+        return
+    kind, keys = block["type"], block.setdefault("params", {})
+    if kind not in _RATES:
+        given = [key for key in _TORCH_RATES if keys.get(key)]
+        if given:
+            raise UserError(
+                f"scheduler.params.{given[0]}: one rate for all groups, which would erase µP's; expected another "
+                f"schedule, e.g. {', '.join(_RATES)}"
+            )
+        return
+    for key, default in _RATES[kind].items():
+        value = keys.get(key, default)
+        if value is not None:
+            keys[key] = [_base_rate(value, group, groups, key) * group[MULTIPLIER] for group in groups]
+
+
+def _base_rate(value: Any, group: dict[str, Any], groups: list[dict[str, Any]], key: str) -> float:
+    if not isinstance(value, (list, tuple)):
+        return float(value)
+    sources = 1 + max(each.get(SOURCE, 0) for each in groups)
+    if len(value) != sources:
+        raise UserError(f"scheduler.params.{key}: {len(value)} rates for {sources} groups as they were given")
+    return float(value[group.get(SOURCE, 0)])
+
+
+def guard(engine: Any) -> None:
+    """Looks before every forward pass whether a schedule has moved groups apart, and first now.
+
+    Args:
+        engine: DeepSpeed's.
+
+    Raises:
+        UserError: now or from the engine; the rates are no longer in µP's ratios.
+    """
+    _check(engine)
+    engine.register_forward_pre_hook(lambda *_: _check(engine))
+
+
+def _check(engine: Any) -> None:
+    base: dict[int, float] = {}
+    for group in engine.basic_optimizer.param_groups:
+        if MULTIPLIER not in group:
+            raise UserError(
+                "the optimizer's groups are no longer those that were made here: one has no multiplier; a checkpoint "
+                "of another optimizer was loaded, or a group was added"
+            )
+        if not group[MULTIPLIER]:
+            continue
+        rate = float(group["lr"]) / group[MULTIPLIER]
+        expected = base.setdefault(group.get(SOURCE, 0), rate)
+        if not math.isclose(rate, expected, rel_tol=1e-6, abs_tol=1e-30):
+            raise UserError(
+                f"the learning rates are no longer µP's: a group has {float(group['lr']):g} where its multiplier "
+                f"makes it {expected * group[MULTIPLIER]:g}; a scheduler has set one rate for all groups; expected "
+                "one that scales each group's own rate (LambdaLR), or the config's scheduler block"
+            )

@@ -1,0 +1,379 @@
+"""`mup_megatron.deepspeed.initialize` on two ranks of the real DeepSpeed, ZeRO 0 to 3."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mup_megatron import mup
+from mup_megatron.deepspeed import initialize
+from mup_megatron.deepspeed.optimizer import split_in_place
+from mup_megatron.errors import UserError
+from mup_megatron.optim import set_learning_rates
+from tests import torch_bodies as bodies
+from tests.configs import MIXED, make
+from tests.distributed import Ranks
+from tests.torch_bodies import ADAMW, DECAY, EPS, LR
+
+STEPS = 6
+SLOW = pytest.mark.slow
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """Plain torch, one process, the same groups."""
+    net = bodies.model()
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY, eps=EPS)
+    split_in_place(net, optimizer)
+    losses = bodies.train(net, optimizer, 1)
+    updates = {name: (p - before[name]).abs().max().item() for name, p in net.named_parameters()}
+    net = bodies.model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY, eps=EPS)
+    split_in_place(net, optimizer)
+    losses = bodies.train(net, optimizer, STEPS)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    rules = {
+        n: (groups[id(p)]["lr"], groups[id(p)]["eps"], groups[id(p)]["weight_decay"]) for n, p in net.named_parameters()
+    }
+    return {"losses": losses, "updates": updates, "rules": rules}
+
+
+def test_rules_by_hand(alone: dict[str, Any]) -> None:
+    """Width 32 over 8 (4), inner 96 over 32 (3): Adam 1/m_in, epsilon A/m_out, decay 1 over the rate's multiplier."""
+    expected = {
+        "embedding.weight": (LR, EPS / 4, DECAY),
+        "fc1.weight": (LR / 4, EPS / 3, DECAY * 4),
+        "fc1.bias": (LR, EPS / 3, DECAY),
+        "fc2.weight": (LR / 3, EPS / 4, DECAY * 3),
+        "fc2.bias": (LR, EPS / 4, DECAY),
+        "norm.weight": (LR, EPS / 4, DECAY),
+        "norm.bias": (LR, EPS / 4, DECAY),
+        "readout.weight": (LR, EPS / 4, DECAY),
+        "readout.bias": (LR, EPS, DECAY),
+    }
+    assert alone["rules"].keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert alone["rules"][name] == pytest.approx(numbers), name
+
+
+@pytest.mark.parametrize(("stage", "how"), [(0, "optimizer"), (1, "config"), (2, "function"), (3, "optimizer")])
+def test_as_plain_torch(ranks: Ranks, alone: dict[str, Any], stage: int, how: str) -> None:
+    for result in ranks.run(2, bodies.in_deepspeed, stage=stage, how=how):
+        assert result["losses"] == pytest.approx(alone["losses"], abs=2e-5)
+        assert result["updates"] == pytest.approx(alone["updates"], rel=1e-3)
+        rules = {(g["lr"], g["eps"], g["weight_decay"]) for g in result["groups"]}
+        assert rules == set(alone["rules"].values())
+        for rates in result["rates"]:
+            assert sorted(set(rates)) == pytest.approx([LR / 4, LR / 3, LR])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["optimizer", "function", "config"])
+def test_every_way_at_every_stage(ranks: Ranks, alone: dict[str, Any], stage: int, how: str) -> None:
+    test_as_plain_torch(ranks, alone, stage, how)
+
+
+@pytest.mark.parametrize(("stage", "how"), [(1, "MuAdamW"), pytest.param(3, "config's MuAdamW", marks=SLOW)])
+def test_groups_that_are_in_mup_already(ranks: Ranks, stage: int, how: str) -> None:
+    """Not scaled twice, epsilon as microsoft/mup has it."""
+    net = bodies.model()
+    losses = bodies.train(net, mup.MuAdamW(net.parameters(), lr=LR, weight_decay=DECAY, eps=EPS), STEPS)
+    for result in ranks.run(2, bodies.in_deepspeed, stage=stage, how=how):
+        assert result["losses"] == pytest.approx(losses, abs=2e-5)
+        assert {group["eps"] for group in result["groups"]} == {EPS}
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=SLOW)])
+def test_deepspeeds_own_loses_the_rates(ranks: Ranks, alone: dict[str, Any], stage: int) -> None:
+    """Negative control: the same arguments, without the import changed."""
+    for result in ranks.run(2, bodies.in_deepspeed, stage=stage, plain=True):
+        assert {rate for rates in result["rates"] for rate in rates} == {LR}
+        assert abs(result["losses"][-1] - alone["losses"][-1]) > 1e-2
+        assert result["updates"]["fc1.weight"] > 2 * alone["updates"]["fc1.weight"]
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=SLOW)])
+def test_rates_survive_a_checkpoint(ranks: Ranks, alone: dict[str, Any], tmp_path: Path, stage: int) -> None:
+    """DeepSpeed's own; groups that are not ours are noticed."""
+    for result in ranks.run(2, bodies.resumed, stage=stage, folder=str(tmp_path)):
+        assert result["losses"] == pytest.approx(alone["losses"][:4], abs=2e-5)
+        assert result["rates"] == [pytest.approx([LR / 4, LR / 3, LR])] * 2
+        assert "one has no multiplier" in result["said"]
+
+
+# --- schedules ---
+
+
+def schedule(kind: str, **keys: Any) -> dict[str, Any]:
+    return {"type": kind, "params": keys}
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], list[float] | None]] = {
+    "WarmupLR": ({"warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 1 / 4, 2 / 4, 3 / 4, 1]),
+    "WarmupDecayLR": (
+        {"warmup_max_lr": LR, "warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 6},
+        [0, 0, 1 / 2, 1, 3 / 4, 2 / 4],
+    ),
+    "OneCycle": (
+        {"cycle_min_lr": LR / 4, "cycle_max_lr": LR, "cycle_first_step_size": 3, "cycle_momentum": False},
+        [1 / 4, 2 / 4, 3 / 4, 1, 3 / 4, 2 / 4],
+    ),
+    "LRRangeTest": (
+        {"lr_range_test_min_lr": LR, "lr_range_test_step_size": 1, "lr_range_test_step_rate": 1.0},
+        [1, 2, 3, 4, 5, 6],
+    ),
+    "WarmupCosineLR": ({"warmup_num_steps": 2, "total_num_steps": 100}, None),
+    "StepLR": ({"step_size": 2, "gamma": 0.5}, [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4]),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "WarmupDecayLR" else SLOW) for k in SCHEDULES])
+def test_schedules_keep_the_ratios(ranks: Ranks, kind: str) -> None:
+    """The rates of each group at each step: its multiplier times what the schedule makes of the base rate."""
+    keys, factors = SCHEDULES[kind]
+    stage = 0 if kind == "StepLR" else 1  # torch's refuse DeepSpeed's wrapper of the optimizer
+    (result,) = ranks.run(1, bodies.in_deepspeed, stage=stage, how="config", scheduler=schedule(kind, **keys))
+    multipliers = [group["lr_multiplier"] for group in result["groups"]]
+    assert sorted(set(multipliers)) == pytest.approx([1 / 4, 1 / 3, 1])
+    for step, rates in enumerate(result["rates"]):
+        base = [rate / multiplier for rate, multiplier in zip(rates, multipliers, strict=True)]
+        assert base == pytest.approx([base[0]] * len(base))
+        if factors is not None:
+            assert base[0] == pytest.approx(LR * factors[step], abs=1e-12)
+
+
+def test_deepspeeds_own_erases_the_ratios(ranks: Ranks) -> None:
+    """Negative control: MuAdamW in DeepSpeed's initialize, under one of its schedules."""
+    keys = SCHEDULES["WarmupLR"][0]
+    (result,) = ranks.run(
+        1, bodies.in_deepspeed, stage=1, how="MuAdamW", plain=True, scheduler=schedule("WarmupLR", **keys)
+    )
+    assert len({group["lr_multiplier"] for group in result["groups"]}) == 3
+    assert len(set(result["rates"][-1])) == 1
+
+
+def scheduled(rank: Any, *, how: str) -> str:
+    """A scheduler of the user's; returns what is said against it."""
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    net = bodies.model()
+    ours = how != "object"
+    kind = mup.MuAdamW if ours else torch.optim.AdamW
+    optimizer = kind(net.parameters(), lr=LR)
+    scheduler: Any = {
+        "function": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "object": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "object in mup": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "one rate": lambda optimizer: WarmupLR(optimizer, warmup_min_lr=1e-4, warmup_max_lr=LR),
+        "one rate, later": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3, eta_min=5e-3),
+    }[how]
+    try:
+        engine, _, _, returned = initialize(
+            model=net, optimizer=optimizer, lr_scheduler=scheduler, config=bodies.settings(1, 1)
+        )
+        for batch in bodies.batches(4):
+            engine.backward(bodies.loss_of(engine, batch))
+            engine.step()
+    except UserError as error:
+        return str(error)
+    assert returned is engine.lr_scheduler
+    rates = sorted({group["lr"] for group in engine.basic_optimizer.param_groups})
+    assert rates == pytest.approx([LR / 4 / 5, LR / 3 / 5, LR / 5])
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("function", ""),
+        pytest.param("object in mup", "", marks=SLOW),
+        ("object", "pass a function of the optimizer"),
+        ("one rate", "the learning rates are no longer µP's: a group has 0.0001 where its multiplier makes it"),
+        pytest.param("one rate, later", "the learning rates are no longer µP's", marks=SLOW),
+    ],
+)
+def test_schedulers_of_the_users(ranks: Ranks, how: str, message: str) -> None:
+    (said,) = ranks.run(1, scheduled, how=how)
+    assert message in said
+    assert bool(message) == bool(said)
+
+
+# --- what is partitioned, split, or megatron-core's ---
+
+
+def test_born_partitioned(ranks: Ranks) -> None:
+    """Under deepspeed.zero.Init a parameter is empty; sizes are global, and what is rescaled is its partition."""
+    expected = {name: [tuple(dim) for dim in p.infshape] for name, p in bodies.model().named_parameters()}
+    for result in ranks.run(2, bodies.born_partitioned):
+        assert set(result["local"].values()) == {(0,)}
+        assert result["infshapes"] == expected
+        assert all(result["equal"].values())
+        assert "fc1.weight: ZeRO 3 has partitioned this parameter" in result["message"]
+
+
+def megatron(**overrides: Any) -> Any:
+    keys = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True, "parallel__zero_stage": 1}
+    return make(MIXED, "gpt3", **{**keys, **overrides})
+
+
+def test_megatrons_layers(ranks: Ranks) -> None:
+    """Rates, epsilons and decays are the parametrization's, and losses one process's, under TP 2 with SP."""
+    from mup_megatron.data.prepare import prepare
+
+    config = megatron()
+    prepare(config)
+    whole = megatron(parallel__tensor_model_parallel_size=1, parallel__sequence_parallel=False)
+    (one,) = ranks.run(1, bodies.megatrons, config=whole)
+    for result in [one, *ranks.run(2, bodies.megatrons, config=config)]:
+        assert result["losses"] == pytest.approx(one["losses"], abs=2e-5)
+        for name, rule in result["rules"].items():
+            assert rule == pytest.approx(result["expected"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mpu": False}, "mpu: missing; .* split over 2 tensor-parallel"),
+        ({"hooked": True}, "has gradient hooks already"),
+    ],
+)
+def test_megatrons_layers_gone_wrong(ranks: Ranks, keys: dict[str, bool], message: str) -> None:
+    for result in ranks.run(2, bodies.megatrons, config=megatron(), **keys):
+        assert re.search(message, result["said"])
+
+
+# --- what is refused, before anything is built ---
+
+
+def parameters_of(net: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"bf16": {"enabled": True}}, r"^zero_optimization\.stage: DeepSpeed's bf16 without ZeRO takes a wrong first"),
+        ({"tensor_parallel": {"autotp_size": 2}}, r"^tensor_parallel\.autotp_size: DeepSpeed would put layers"),
+        (
+            {"optimizer": {"type": "Lamb", "params": {"lr": 1.0}}},
+            r"^optimizer\.type: there is no rule for 'Lamb'; expec",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {}}}, r"^optimizer\.params\.lr: missing"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 1.0, "adam_w_mode": False, "weight_decay": 0.1}}},
+            r"^optimizer\.params\.adam_w_mode: false adds weight decay",
+        ),
+        (
+            {"optimizer": ADAMW, "scheduler": schedule("CosineAnnealingLR", T_max=3, eta_min=1e-4)},
+            r"^scheduler\.params\.eta_min: one rate for all groups",
+        ),
+        (
+            {"optimizer": ADAMW, "scheduler": schedule("WarmupLR", warmup_max_lr=[1.0, 2.0])},
+            r"^scheduler\.params\.warmup_max_lr: 2 rates for 1 groups",
+        ),
+    ],
+)
+def test_configs_that_are_refused(keys: dict[str, Any], message: str) -> None:
+    config = bodies.settings(0, 1, **keys)
+    before = json.dumps(config)
+    with pytest.raises(UserError, match=message):
+        initialize(model=bodies.model(), config=config)
+    assert json.dumps(config) == before
+
+
+class Unruly(torch.optim.SGD):
+    """Ours has a rule by its parent."""
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda p: torch.optim.Adafactor(p, lr=LR),
+            "^optimizer: there is no rule for Adafactor; expected one of Adagrad",
+        ),
+        (
+            lambda p: torch.optim.Adam(p, lr=LR, weight_decay=0.1),
+            "^optimizer: Adam adds its weight decay of 0.1 to the gra",
+        ),
+    ],
+)
+def test_optimizers_that_are_refused(build: Any, message: str) -> None:
+    net = bodies.model()
+    optimizer = build(net.parameters())
+    with pytest.raises(UserError, match=message):
+        initialize(model=net, optimizer=optimizer, config=bodies.settings(0, 1))
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.param_groups[0]["lr"] == LR
+
+
+def test_an_optimizer_that_has_stepped() -> None:
+    net = bodies.model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
+    bodies.train(net, optimizer, 1)
+    with pytest.raises(UserError, match="AdamW has state already"):
+        initialize(model=net, optimizer=optimizer, config=bodies.settings(0, 1))
+
+
+def test_what_is_split_in_place() -> None:
+    """Groups keep their own keys; SGD's rule holds for what derives from it; decoupled Adam decays."""
+    net = bodies.model()
+    groups = [{"params": net.fc1.parameters(), "lr": 0.5}, {"params": net.readout.parameters()}]
+    sgd = Unruly(groups, lr=0.1, momentum=0.9)
+    split_in_place(net, sgd)
+    assert [(g["lr"], g["source"]) for g in sgd.param_groups] == [
+        (0.5 * 3 / 4, 0),
+        (0.5 * 3, 0),
+        (0.1 * 4, 1),
+        (0.1, 1),
+    ]
+    set_learning_rates(sgd, 1.0)
+    assert [g["lr"] for g in sgd.param_groups] == pytest.approx([3 / 4, 3, 4, 1])
+    adam = torch.optim.Adam(net.parameters(), lr=0.1, weight_decay=0.1, decoupled_weight_decay=True)
+    split_in_place(net, adam)
+    assert len(adam.param_groups) > 2
+
+
+def test_models_without_infinite_shapes() -> None:
+    with pytest.raises(
+        UserError, match=r"no infinite shape on embedding\.weight, .*, \.\.\.; call mup_megatron\.mup\."
+    ):
+        initialize(model=bodies.Model(32, 96), config=bodies.settings(0, 1, optimizer=ADAMW))
+    with pytest.raises(UserError, match=r"^model: missing"):
+        initialize(config={})
+
+
+def test_config_files(tmp_path: Path) -> None:
+    net = bodies.model()
+    with pytest.raises(UserError, match=r"^config: missing"):
+        initialize(model=net)
+    for name, content in (("cut.json", '{"a": '), ("list.json", "[1]"), ("none.json", None)):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=rf"{name}: (cannot read the|not a) DeepSpeed config"):
+            initialize(model=net, config=tmp_path / name)
+
+
+def from_arguments(rank: Any, *, path: Path) -> tuple[int, str]:
+    """The config comes from --deepspeed_config."""
+    import argparse
+
+    arguments = argparse.Namespace(deepspeed_config=str(path), local_rank=rank.local_rank)
+    engine, _, _, _ = initialize(arguments, bodies.model())
+    return len(engine.basic_optimizer.param_groups), arguments.deepspeed_config
+
+
+def test_a_config_by_argument(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(bodies.settings(1, 1, optimizer=ADAMW)))
+    assert ranks.run(1, from_arguments, path=path) == [(5, str(path))]

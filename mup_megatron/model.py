@@ -2,7 +2,8 @@
 
 Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part:
 a list of model chunks, one unless the pipeline is interleaved), `dry_run` (a rank's part on the meta device),
-`unsharded_model`, `named_parameters`, `named_buffers`.
+`unsharded_model`, `named_parameters`, `named_modules`, `named_buffers`; for a model that somebody else builds,
+`INIT_METHODS`, `attach`, `check_recorded` and `initialise`.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
 the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows. Of each
@@ -27,7 +28,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.layers.embedding import record_embedding, record_readout, scale_input, scale_output
 from mup_megatron.layers.moe import global_expert_names
 from mup_megatron.layers.record import InitMethod, recorded
-from mup_megatron.layers.spec import local_block_spec, local_mtp_spec
+from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import ForwardMultipliers, Parametrization
 from mup_megatron.representatives import layer_kinds, replicate, representatives
@@ -38,6 +39,14 @@ ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "relu": torch.nn.functional.relu,
     "squared_relu": lambda x: torch.square(torch.nn.functional.relu(x)),
+}
+
+
+INIT_METHODS = {
+    # The weights are filled by init.py; what goes into TransformerConfig only names the distribution.
+    "init_method": InitMethod(Init.WEIGHT),
+    "output_layer_init_method": InitMethod(Init.OUTPUT_PROJECTION),
+    "embedding_init_method": InitMethod(Init.EMBEDDING),
 }
 
 
@@ -95,19 +104,33 @@ def build_model(
         UserError: a parameter that no shim recorded, or that was recorded differently than in the unsharded build.
     """
     chunks = _chunks(config, parametrization, layout, rank, device)
-    for name, parameter in named_parameters(chunks):
+    initialise(chunks, parametrization, layout, rank)
+    return chunks
+
+
+def initialise(
+    model: GPTModel | Sequence[GPTModel], parametrization: Parametrization, layout: Layout, rank: int
+) -> None:
+    """Fills this rank's part of the model with its initial values.
+
+    Args:
+        model: this rank's part, or its chunks; recorded (`check_recorded`).
+        parametrization: of the same model.
+        layout: how ranks split the model.
+        rank: global rank of this process.
+    """
+    for name, parameter in named_parameters(model):
         tensor = parametrization.tensors[name]
         slice_rank, slices = layout.slice_of(tensor.shape.spec, rank)
         init.fill(
             parameter.data,
-            seed=config.run.seed,
+            seed=parametrization.config.run.seed,
             name=name,
             spec=tensor.shape.spec,
             std=tensor.init_std,
             rank=slice_rank,
             ranks=slices,
         )
-    return chunks
 
 
 def dry_run(config: Config, parametrization: Parametrization, layout: Layout, rank: int) -> list[GPTModel]:
@@ -144,19 +167,36 @@ def _chunks(
             for chunk in range(layout.virtual_pipeline)
         ]
     for chunk, model in enumerate(chunks):
-        built = [layer.layer_number - 1 for layer in model.decoder.layers]
-        if built != list(layout.stages[stage][chunk]):
-            raise UserError(
-                f"rank {rank}: megatron-core numbers the layers of chunk {chunk} of stage {stage} {built}, the layout "
-                f"{list(layout.stages[stage][chunk])}"
-            )
-    for name, parameter in named_parameters(chunks):
+        check_recorded(model, parametrization, layout, rank, chunk)
+    return chunks
+
+
+def check_recorded(model: GPTModel, parametrization: Parametrization, layout: Layout, rank: int, chunk: int) -> None:
+    """Whether a chunk holds the layers that the layout says, every parameter recorded as in the unsharded model.
+
+    Args:
+        model: the chunk.
+        parametrization: of the whole model.
+        layout: how ranks split the model.
+        rank: global rank of this process.
+        chunk: its number on this rank.
+
+    Raises:
+        UserError: names the layers or the parameter.
+    """
+    stage = layout.pipeline_rank(rank)
+    built = [layer.layer_number - 1 for layer in model.decoder.layers]
+    if built != list(layout.stages[stage][chunk]):
+        raise UserError(
+            f"rank {rank}: megatron-core numbers the layers of chunk {chunk} of stage {stage} {built}, the layout "
+            f"{list(layout.stages[stage][chunk])}"
+        )
+    for name, parameter in named_parameters(model):
         tensor = parametrization.tensors.get(name)
         if tensor is None or recorded(parameter) != tensor.shape.spec:
             raise UserError(
                 f"{name}: on rank {rank} recorded as {recorded(parameter)}, but the unsharded model has {tensor}"
             )
-    return chunks
 
 
 def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -177,6 +217,15 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
             if recorded(parameter) is None:
                 raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
             yield name, parameter
+
+
+def named_modules(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules by global name, as `named_parameters`; lists of modules and the chunks themselves are left out."""
+    for chunk in [model] if isinstance(model, GPTModel) else model:
+        global_name = _global_names(chunk)
+        for name, module in chunk.named_modules():
+            if name and not isinstance(module, torch.nn.ModuleList):
+                yield global_name(f"{name}.").removesuffix("."), module
 
 
 def named_buffers(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -283,7 +332,9 @@ def _gpt_model(
     one_expert: bool = False,
 ) -> GPTModel:
     transformer_config = _transformer_config(config, model, forward, layout, device)
-    norm = "torch" if device.type == "meta" else model.norm_implementation
+    if device.type == "meta":
+        # Which kernels compute changes no shape, and on the meta device nothing is computed.
+        model = model.model_copy(update=Model.PLAIN_KERNELS)
     arguments: dict[str, Any] = {}
     if unsharded:
         one = _OneRank()
@@ -308,21 +359,19 @@ def _gpt_model(
         groups.embd = None  # whose two ranks would exchange a tied weight, and a dry run has none
         arguments["pg_collection"] = groups
     is_last = (stage, chunk) == (layout.pipeline - 1, layout.virtual_pipeline - 1)
-    multi_token_prediction = local_mtp_spec(
+    multi_token_prediction = mtp_spec(
         transformer_config,
         model,
-        norm_implementation=norm,
         residual_multiplier=config.hparams.residual_multiplier,
         one_expert=one_expert,
         unsharded=arguments.get("pg_collection"),
     )
     built = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=local_block_spec(
+        transformer_layer_spec=block_spec(
             transformer_config,
             model,
             layers=layout.stages[stage][chunk],
-            norm_implementation=norm,
             residual_multiplier=forward.residual,
             one_expert=one_expert,
         ),
@@ -338,13 +387,18 @@ def _gpt_model(
         rotary_base=model.rotary_base,
         **arguments,
     )
+    attach(built, forward)
+    return built.to(device) if device.type == "cuda" else built
+
+
+def attach(built: GPTModel, forward: ForwardMultipliers) -> None:
+    """Records and scales what no layer spec reaches: embedding and readout."""
     if hasattr(built, "embedding"):
         record_embedding(built.embedding)
         scale_output(built.embedding, forward.embedding)
     if built.post_process:
-        record_readout(built.output_layer, tied=model.share_embeddings_and_output_weights)
+        record_readout(built.output_layer, tied=built.share_embeddings_and_output_weights)
         scale_input(built.output_layer, forward.readout)
-    return built.to(device) if device.type == "cuda" else built
 
 
 def _transformer_config(
@@ -377,12 +431,9 @@ def _transformer_config(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         softmax_scale=forward.softmax_scale,
-        # The weights are filled by init.py; what goes in here only names the distribution.
         perform_initialization=False,
         use_cpu_initialization=device.type != "cuda",
-        init_method=InitMethod(Init.WEIGHT),
-        output_layer_init_method=InitMethod(Init.OUTPUT_PROJECTION),
-        embedding_init_method=InitMethod(Init.EMBEDDING),
+        **INIT_METHODS,
         bf16=bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -279,8 +279,13 @@ def save_base_shapes(path: str | Path, shapes: Mapping[str, TensorShape], extra:
         for name, shape in shapes.items()
         if shape.blocks
     }
-    comment = _BSH_EXTRA + json.dumps({"blocks": blocks, **extra}, sort_keys=True)
-    text = f"{_BSH_HEADER}{comment}\n{yaml.safe_dump(dims, default_flow_style=None, sort_keys=False)}"
+    write_base_shapes(path, BaseShapes(dims, blocks, dict(extra)))
+
+
+def write_base_shapes(path: str | Path, base: BaseShapes) -> None:
+    """Writes what `load_base_shapes` reads."""
+    comment = _BSH_EXTRA + json.dumps({"blocks": base.blocks, **base.extra}, sort_keys=True)
+    text = f"{_BSH_HEADER}{comment}\n{yaml.safe_dump(base.dims, default_flow_style=None, sort_keys=False)}"
     Path(path).write_text(text, encoding="utf-8")
 
 

@@ -13,10 +13,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -42,8 +43,8 @@ class SdpaAttention(MegatronModule):
         attention_type: unused, as upstream.
         attention_dropout: probability; the config's unless given.
         softmax_scale: of the logits; 1/sqrt(d) unless given.
-        cp_comm_type: unused: there is no context parallelism here.
-        pg_collection: unused: sizes come with the tensors.
+        cp_comm_type: unused: keys and values are gathered (as `all_gather` of Transformer Engine).
+        pg_collection: whose `cp` splits the sequence; parallel_state's unless given.
         k_channels: unused, as `v_channels`: MLA's head sizes come with the tensors.
         v_channels: see there.
     """
@@ -65,6 +66,9 @@ class SdpaAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.cp = None
+        if config.context_parallel_size > 1:
+            self.cp = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
 
     def forward(
         self,
@@ -83,7 +87,8 @@ class SdpaAttention(MegatronModule):
             key: [k, b, g, d]; k is above s when decoding with a KV cache.
             value: [k, b, g, d_v].
             attention_mask: bool, broadcastable to [b, a, s, k], True where attention is masked; None means causal
-                (the last query sees all keys) if the mask type is causal.
+                (the last query sees all keys) if the mask type is causal. Unused under context parallelism, where
+                s is this rank's part of the sequence and the mask is causal.
             attn_mask_type: instead of the constructor's.
             attention_bias: not supported.
             packed_seq_params: not supported.
@@ -93,7 +98,11 @@ class SdpaAttention(MegatronModule):
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError("sdpa attention takes neither attention_bias nor packed_seq_params")
-        mask, is_causal = self._mask(attention_mask, attn_mask_type or self.attn_mask_type, query, key)
+        if self.cp is None:
+            mask, is_causal = self._mask(attention_mask, attn_mask_type or self.attn_mask_type, query, key)
+        else:
+            mask, is_causal = _causal_part(query.size(0), self.cp, query.device), False
+            key, value = (gather_from_sequence_parallel_region(tensor, group=self.cp) for tensor in (key, value))
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         scale = 1.0 / math.sqrt(query.size(-1)) if self.softmax_scale is None else self.softmax_scale
         dropout = self.dropout if self.training else 0.0
@@ -137,6 +146,17 @@ def _is_causal(mask: torch.Tensor, size: int) -> bool:
         known = (mask._version, causal)
         setattr(mask, _CAUSAL, known)
     return known[1]
+
+
+def _causal_part(size: int, cp: torch.distributed.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """True where this rank's queries attend, [s, cp · s]; keys come rank by rank, s positions each.
+
+    Each rank holds two of 2 · cp equal parts of the sequence, one from either end: `data.batches.sequence_part`.
+    """
+    ranks, half = cp.size(), size // 2
+    parts = torch.arange(2 * ranks * half, device=device).view(2 * ranks, half)
+    positions = torch.stack([parts[:ranks], parts[ranks:].flip(0)], dim=1).view(ranks, size)
+    return positions[cp.rank()][:, None] >= positions.flatten()
 
 
 class MegatronAttention(DotProductAttention):

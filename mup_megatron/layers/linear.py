@@ -1,8 +1,10 @@
-"""Shims of megatron-core's parallel linear layers (local spec).
+"""Shims of megatron-core's parallel linear layers: its own ("local"), and what Transformer Engine's share with them.
 
 Upstream's layers take global sizes and divide them by the tensor-parallel size inside; here the sizes are recorded
 before that. Weights are [fan-out, fan-in]. Public names: `ColumnParallelLinear`, `QKVColumnParallelLinear`,
-`QueryUpColumnParallelLinear`, `KeyValueUpColumnParallelLinear`, `FC1ColumnParallelLinear`, `RowParallelLinear`.
+`QueryUpColumnParallelLinear`, `KeyValueUpColumnParallelLinear`, `FC1ColumnParallelLinear`, `RowParallelLinear`; the
+mixins `RecordsColumns`, `RecordsRows` over any of upstream's layers, and `QKV`, `QueryUp`, `KeyValueUp`, `FC1`, which
+say what the rows are.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from mup_megatron.layers.record import InitMethod, record
 from mup_megatron.shapes import Fused, Init, TensorSpec
 
 
-class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """megatron-core's ColumnParallelLinear, recorded: the fan-out (dimension 0) is what tensor parallelism splits."""
+class RecordsColumns:
+    """Over a column-parallel layer of upstream's: the fan-out (dimension 0) is what tensor parallelism splits."""
+
+    weight: Any
+    bias: Any
 
     def __init__(
         self,
@@ -29,8 +34,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         stride: int = 1,
         **kwargs: Any,
     ) -> None:
-        super().__init__(input_size, output_size, config=config, init_method=init_method, stride=stride, **kwargs)
-        fused, expert = self.fused(config), kwargs.get("is_expert", False)
+        upstream: Any = super()
+        upstream.__init__(input_size, output_size, config=config, init_method=init_method, stride=stride, **kwargs)
+        fused, expert = self.fused(config, output_size), kwargs.get("is_expert", False)
         if self.weight is not None:
             record(
                 self.weight,
@@ -46,7 +52,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
                     **self.rules(config),
                 ),
             )
-        if self.bias is not None:
+        if kwargs.get("bias", True):
             record(
                 self.bias,
                 TensorSpec(
@@ -61,8 +67,8 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
                 ),
             )
 
-    def fused(self, config: TransformerConfig) -> Fused | None:
-        """Blocks of the fan-out; None for a layer that is one block."""
+    def fused(self, config: TransformerConfig, rows: int) -> Fused | None:
+        """Blocks of the fan-out, `rows` in all; None for a layer that is one block."""
         return None
 
     def rules(self, config: TransformerConfig) -> dict[str, Any]:
@@ -70,61 +76,17 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         return {}
 
 
-class QKVColumnParallelLinear(ColumnParallelLinear):
-    """The fused QKV projection, in Megatron's order: group by group, the group's query heads, one key, one value."""
+class RecordsRows:
+    """Over a row-parallel layer of upstream's: the fan-in (dimension 1) is split, the bias is whole everywhere."""
 
-    def fused(self, config: TransformerConfig) -> Fused:
-        """Query rows: heads · d; key and value rows: query groups · d."""
-        head_size, groups = config.kv_channels, config.num_query_groups
-        query = config.num_attention_heads // groups * head_size
-        return Fused(runs=(("query", query), ("key", head_size), ("value", head_size)), repeats=groups)
-
-    def rules(self, config: TransformerConfig) -> dict[str, Any]:
-        """Under QK-norm the norm removes the scale of queries and keys, and g would only slow their direction."""
-        normed = (("query", "hidden_like"), ("key", "hidden_like")) if config.qk_layernorm else ()
-        return {"query": True, "block_fixed_fan_out": normed}
-
-
-class QueryUpColumnParallelLinear(ColumnParallelLinear):
-    """MLA's queries, from their latent or the hidden state: per head the part without positions, then the rotary."""
-
-    def fused(self, config: MLATransformerConfig) -> Fused:
-        """Per head qk_head_dim and qk_pos_emb_head_dim rows."""
-        runs = (("nope", config.qk_head_dim), ("rope", config.qk_pos_emb_head_dim))
-        return Fused(runs=runs, repeats=config.num_attention_heads)
-
-    def rules(self, config: TransformerConfig) -> dict[str, Any]:
-        """All of it is the query."""
-        return {"query": True}
-
-
-class KeyValueUpColumnParallelLinear(ColumnParallelLinear):
-    """MLA's keys and values from their latent: per head the key's part without positions, then the value."""
-
-    def fused(self, config: MLATransformerConfig) -> Fused:
-        """Per head qk_head_dim and v_head_dim rows."""
-        runs = (("nope", config.qk_head_dim), ("value", config.v_head_dim))
-        return Fused(runs=runs, repeats=config.num_attention_heads)
-
-
-class FC1ColumnParallelLinear(ColumnParallelLinear):
-    """The MLP's first layer: gate|up where the linear unit is gated, one block otherwise."""
-
-    def fused(self, config: TransformerConfig) -> Fused | None:
-        """Gate and up, half of the rows each."""
-        if not config.gated_linear_unit:
-            return None
-        half = self.output_size // 2
-        return Fused(runs=(("gate", half), ("up", half)))
-
-
-class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """megatron-core's RowParallelLinear, recorded: the fan-in (dimension 1) is split, the bias is whole everywhere."""
+    weight: Any
+    bias: Any
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: InitMethod, **kwargs: Any
     ) -> None:
-        super().__init__(input_size, output_size, config=config, init_method=init_method, **kwargs)
+        upstream: Any = super()
+        upstream.__init__(input_size, output_size, config=config, init_method=init_method, **kwargs)
         expert = kwargs.get("is_expert", False)
         record(
             self.weight,
@@ -137,5 +99,74 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
                 expert=expert,
             ),
         )
-        if self.bias is not None:
+        if kwargs["bias"]:
             record(self.bias, TensorSpec(shape=(output_size,), fan_in=None, fan_out=0, init=Init.ZEROS, expert=expert))
+
+
+class QKV:
+    """The fused QKV projection, in Megatron's order: group by group, the group's query heads, one key, one value."""
+
+    def fused(self, config: TransformerConfig, rows: int) -> Fused:
+        """Query rows: heads · d; key and value rows: query groups · d."""
+        head_size, groups = config.kv_channels, config.num_query_groups
+        query = config.num_attention_heads // groups * head_size
+        return Fused(runs=(("query", query), ("key", head_size), ("value", head_size)), repeats=groups)
+
+    def rules(self, config: TransformerConfig) -> dict[str, Any]:
+        """Under QK-norm the norm removes the scale of queries and keys, and g would only slow their direction."""
+        normed = (("query", "hidden_like"), ("key", "hidden_like")) if config.qk_layernorm else ()
+        return {"query": True, "block_fixed_fan_out": normed}
+
+
+class QueryUp:
+    """MLA's queries, from their latent or the hidden state: per head the part without positions, then the rotary."""
+
+    def fused(self, config: MLATransformerConfig, rows: int) -> Fused:
+        """Per head qk_head_dim and qk_pos_emb_head_dim rows."""
+        runs = (("nope", config.qk_head_dim), ("rope", config.qk_pos_emb_head_dim))
+        return Fused(runs=runs, repeats=config.num_attention_heads)
+
+    def rules(self, config: TransformerConfig) -> dict[str, Any]:
+        """All of it is the query."""
+        return {"query": True}
+
+
+class KeyValueUp:
+    """MLA's keys and values from their latent: per head the key's part without positions, then the value."""
+
+    def fused(self, config: MLATransformerConfig, rows: int) -> Fused:
+        """Per head qk_head_dim and v_head_dim rows."""
+        runs = (("nope", config.qk_head_dim), ("value", config.v_head_dim))
+        return Fused(runs=runs, repeats=config.num_attention_heads)
+
+
+class FC1:
+    """The MLP's first layer: gate|up where the linear unit is gated, one block otherwise."""
+
+    def fused(self, config: TransformerConfig, rows: int) -> Fused | None:
+        """Gate and up, half of the rows each."""
+        return Fused(runs=(("gate", rows // 2), ("up", rows // 2))) if config.gated_linear_unit else None
+
+
+class ColumnParallelLinear(RecordsColumns, tensor_parallel.ColumnParallelLinear):
+    """megatron-core's ColumnParallelLinear, recorded."""
+
+
+class QKVColumnParallelLinear(QKV, ColumnParallelLinear):
+    """The same for queries, keys and values."""
+
+
+class QueryUpColumnParallelLinear(QueryUp, ColumnParallelLinear):
+    """The same for MLA's queries."""
+
+
+class KeyValueUpColumnParallelLinear(KeyValueUp, ColumnParallelLinear):
+    """The same for MLA's keys and values."""
+
+
+class FC1ColumnParallelLinear(FC1, ColumnParallelLinear):
+    """The same for the MLP's first layer."""
+
+
+class RowParallelLinear(RecordsRows, tensor_parallel.RowParallelLinear):
+    """megatron-core's RowParallelLinear, recorded."""

@@ -1,8 +1,8 @@
-"""Norms of the local spec: torch's and Apex's, recorded.
+"""Norms: torch's and Apex's, recorded, and the choice among them and Transformer Engine's.
 
 megatron-core picks its norm class when it is imported (Apex's if Apex is importable), and its torch norm refuses
 sequence parallelism although torch's norms compute it well; here the class is the config's, and gains are marked
-`sequence_parallel` as megatron-core's own fused norms mark them. Public name: `norm_class`.
+`sequence_parallel` as megatron-core's own fused norms mark them. Public names: `norm_class`, `record_gains`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ from mup_megatron.shapes import Init, TensorSpec
 Gains = Literal["trained", "frozen", "none"]
 
 
-def _record_gains(norm: Any, size: int, sequence_parallel: bool) -> None:
+def record_gains(norm: Any, size: int, sequence_parallel: bool, gains: Gains, per_head: bool) -> None:
+    """Records what a norm scales (and shifts) by, and marks it as megatron-core's own norms do.
+
+    Args:
+        norm: with `weight` and `bias`, either of which may be absent.
+        size: of the last dimension.
+        sequence_parallel: whether it sees a part of the sequence on each tensor-parallel rank.
+        gains: see `norm_class`, as `per_head`.
+        per_head: see there.
+    """
     for name, init in (("weight", Init.ONES), ("bias", Init.ZEROS)):
         parameter = getattr(norm, name, None)
         if parameter is not None:
-            frozen = norm.gains == "frozen"
+            frozen = gains == "frozen"
             record(parameter, TensorSpec(shape=(size,), fan_in=None, fan_out=0, init=init, frozen=frozen))
             parameter.requires_grad_(not frozen)
             # A norm of single heads sees a part of the heads on each tensor-parallel rank: its gradients are summed
             # over them as those of a part of the sequence are.
-            parameter.sequence_parallel = sequence_parallel or norm.per_head
+            parameter.sequence_parallel = sequence_parallel or per_head
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -38,7 +47,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
-        _record_gains(self, hidden_size, config.sequence_parallel)
+        record_gains(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -49,7 +58,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
-        _record_gains(self, hidden_size, config.sequence_parallel)
+        record_gains(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
 
 
 def norm_class(normalization: str, implementation: str, gains: Gains = "trained", per_head: bool = False) -> Any:
@@ -57,11 +66,17 @@ def norm_class(normalization: str, implementation: str, gains: Gains = "trained"
 
     Args:
         normalization: `LayerNorm` or `RMSNorm`.
-        implementation: `torch` or `apex` (`auto` is resolved before, see runtime.py).
+        implementation: `torch`, `apex` or `transformer_engine` (`auto` is resolved before, see runtime.py).
         gains: whether gains (and LayerNorm's biases) are trained, frozen at 1 (0), or not there.
         per_head: whether it norms the heads of queries or keys, which tensor parallelism splits.
     """
-    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization] if implementation == "torch" else _apex_norm()
+    norm: Any
+    if implementation == "torch":
+        norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
+    elif implementation == "apex":
+        norm = _apex_norm()
+    else:
+        from mup_megatron.layers.transformer_engine import TENorm as norm
     return type(norm.__name__, (norm,), {"gains": gains, "per_head": per_head})
 
 
@@ -77,6 +92,6 @@ def _apex_norm() -> Any:
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
             super().__init__(config, hidden_size, eps)
-            _record_gains(self, hidden_size, config.sequence_parallel)
+            record_gains(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
 
     return ApexLayerNorm

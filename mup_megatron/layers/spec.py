@@ -1,6 +1,6 @@
 """megatron-core's layer specs with the shims in their places.
 
-Public names: `local_block_spec` (the decoder), `local_mtp_spec` (multi-token prediction).
+Public names: `block_spec` (the decoder), `mtp_spec` (multi-token prediction).
 """
 
 from __future__ import annotations
@@ -27,55 +27,43 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mup_megatron.config import Model
+from mup_megatron.layers import linear
 from mup_megatron.layers.attention import MegatronAttention, MLASelfAttention, SdpaAttention
-from mup_megatron.layers.linear import (
-    ColumnParallelLinear,
-    FC1ColumnParallelLinear,
-    KeyValueUpColumnParallelLinear,
-    QKVColumnParallelLinear,
-    QueryUpColumnParallelLinear,
-    RowParallelLinear,
-)
 from mup_megatron.layers.moe import OneExpertMLP, SharedExpertMLP, TopKRouter
 from mup_megatron.layers.norm import norm_class
 from mup_megatron.layers.residual import scaled_bias_dropout_add
 
 
-def local_block_spec(
+def block_spec(
     config: TransformerConfig,
     model: Model,
     *,
     layers: Sequence[int],
-    norm_implementation: str,
     residual_multiplier: float,
     one_expert: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The spec of a decoder built of megatron-core's own modules (its "local" spec), shims in place.
+    """The spec of a decoder: megatron-core's "local" spec, with shims of its own or Transformer Engine's modules.
 
     Args:
         config: of the model.
-        model: the same as the run's config has it; its `core_attention` other than sdpa means megatron-core's.
+        model: the same as the run's config has it; what its `transformer_impl`, `norm_implementation` and
+            `core_attention` leave open is megatron-core's or torch's.
         layers: global numbers of the layers to build, from 0.
-        norm_implementation: `torch` or `apex`.
         residual_multiplier: on the output of each residual branch.
         one_expert: builds the first expert alone; such a model has every shape, and cannot run.
     """
     with_experts = [model.expert_layers[layer] for layer in layers]
-    kinds = {
-        experts: _layer(config, model, norm_implementation, residual_multiplier, experts, one_expert)
-        for experts in set(with_experts)
-    }
+    kinds = {experts: _layer(config, model, residual_multiplier, experts, one_expert) for experts in set(with_experts)}
     return TransformerBlockSubmodules(
         layer_specs=[kinds[experts] for experts in with_experts],
-        layer_norm=norm_class(config.normalization, norm_implementation, model.norm_gains),
+        layer_norm=_norm(model),
     )
 
 
-def local_mtp_spec(
+def mtp_spec(
     config: TransformerConfig,
     model: Model,
     *,
-    norm_implementation: str,
     residual_multiplier: float,
     one_expert: bool = False,
     unsharded: ProcessGroupCollection | None = None,
@@ -83,23 +71,22 @@ def local_mtp_spec(
     """The spec of multi-token prediction; None without it. Its layers are of the decoder's last kind.
 
     Args:
-        config: as there, as `model` and `norm_implementation`.
+        config: as there, as `model`.
         model: see there.
-        norm_implementation: see there.
         residual_multiplier: without the depth factor, which is the decoder's.
         one_expert: see there.
         unsharded: groups of an unsharded build; megatron-core 0.16 hands its own to the decoder alone.
     """
     if model.mtp_num_layers is None:
         return None
-    layer = _layer(config, model, norm_implementation, residual_multiplier, model.expert_layers[-1], one_expert)
+    layer = _layer(config, model, residual_multiplier, model.expert_layers[-1], one_expert)
     spec = get_mtp_layer_spec_for_backend(layer, LocalSpecProvider())
     parts = spec.submodules
-    norm = norm_class(config.normalization, norm_implementation, model.norm_gains)
-    parts.enorm = parts.hnorm = parts.layer_norm = norm
-    _replace(parts, "eh_proj", tensor_parallel.ColumnParallelLinear, ColumnParallelLinear)
+    shims = _shims(model)
+    parts.enorm = parts.hnorm = parts.layer_norm = _norm(model)
+    _replace(parts, "eh_proj", tensor_parallel.ColumnParallelLinear, shims.ColumnParallelLinear)
     if unsharded is not None and hasattr(parts, "transformer_layer"):
-        parts.eh_proj = ModuleSpec(module=ColumnParallelLinear, params={"tp_group": unsharded.tp})
+        parts.eh_proj = ModuleSpec(module=shims.ColumnParallelLinear, params={"tp_group": unsharded.tp})
         parts.transformer_layer = dataclasses.replace(layer, params={**layer.params, "pg_collection": unsharded})
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * model.mtp_num_layers)
 
@@ -107,7 +94,6 @@ def local_mtp_spec(
 def _layer(
     config: TransformerConfig,
     model: Model,
-    norm_implementation: str,
     residual_multiplier: float,
     experts: bool,
     one_expert: bool,
@@ -119,25 +105,26 @@ def _layer(
         num_experts=config.num_moe_experts if experts else None,
         multi_latent_attention=config.multi_latent_attention,
     )
-    norm = functools.partial(norm_class, config.normalization, norm_implementation, model.norm_gains)
+    norm, shims = functools.partial(_norm, model), _shims(model)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = norm()
     parts.self_attn_bda = parts.mlp_bda = scaled_bias_dropout_add(residual_multiplier)
 
     attention = parts.self_attention.submodules
-    core = SdpaAttention if model.core_attention == "sdpa" else MegatronAttention
-    _replace(attention, "core_attention", DotProductAttention, core)
-    _replace(attention, "linear_proj", tensor_parallel.RowParallelLinear, RowParallelLinear)
+    _replace(attention, "core_attention", DotProductAttention, _core_attention(model))
+    _replace(attention, "linear_proj", tensor_parallel.RowParallelLinear, shims.RowParallelLinear)
     if config.multi_latent_attention:
         _replace(parts.self_attention, "module", multi_latent_attention.MLASelfAttention, MLASelfAttention)
         for name in ("linear_q_proj", "linear_q_up_proj"):
-            _replace(attention, name, tensor_parallel.ColumnParallelLinear, QueryUpColumnParallelLinear)
-        _replace(attention, "linear_kv_up_proj", tensor_parallel.ColumnParallelLinear, KeyValueUpColumnParallelLinear)
+            _replace(attention, name, tensor_parallel.ColumnParallelLinear, shims.QueryUpColumnParallelLinear)
+        _replace(
+            attention, "linear_kv_up_proj", tensor_parallel.ColumnParallelLinear, shims.KeyValueUpColumnParallelLinear
+        )
         if config.qk_layernorm:
             attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm()
             attention.kv_layernorm = norm()
     else:
-        _replace(attention, "linear_qkv", tensor_parallel.ColumnParallelLinear, QKVColumnParallelLinear)
+        _replace(attention, "linear_qkv", tensor_parallel.ColumnParallelLinear, shims.QKVColumnParallelLinear)
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = norm(per_head=True)
 
@@ -145,18 +132,42 @@ def _layer(
         moe = _submodules(parts.mlp)
         _replace(moe, "router", MegatronTopKRouter, TopKRouter)
         for name in ("experts", "shared_experts"):
-            _replace_linears(_submodules(getattr(moe, name)))
+            _replace_linears(_submodules(getattr(moe, name)), shims)
         _replace_module(moe, "shared_experts", SharedExpertMLP)
         if one_expert:
             _replace_module(moe, "experts", OneExpertMLP)
     else:
-        _replace_linears(_submodules(parts.mlp))
+        _replace_linears(_submodules(parts.mlp), shims)
     return layer
 
 
-def _replace_linears(mlp: Any) -> None:
-    _replace(mlp, "linear_fc1", tensor_parallel.ColumnParallelLinear, FC1ColumnParallelLinear)
-    _replace(mlp, "linear_fc2", tensor_parallel.RowParallelLinear, RowParallelLinear)
+def _shims(model: Model) -> Any:
+    """The module whose linear layers are built: linear.py's, or Transformer Engine's by the same names."""
+    if model.transformer_impl != "transformer_engine":
+        return linear
+    from mup_megatron.layers import transformer_engine
+
+    return transformer_engine
+
+
+def _core_attention(model: Model) -> type:
+    if model.core_attention == "sdpa":
+        return SdpaAttention
+    if model.core_attention != "transformer_engine":
+        return MegatronAttention
+    from mup_megatron.layers.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention
+
+
+def _norm(model: Model, per_head: bool = False) -> Any:
+    implementation = "torch" if model.norm_implementation == "auto" else model.norm_implementation
+    return norm_class(model.normalization, implementation, model.norm_gains, per_head=per_head)
+
+
+def _replace_linears(mlp: Any, shims: Any) -> None:
+    _replace(mlp, "linear_fc1", tensor_parallel.ColumnParallelLinear, shims.FC1ColumnParallelLinear)
+    _replace(mlp, "linear_fc2", tensor_parallel.RowParallelLinear, shims.RowParallelLinear)
 
 
 def _submodules(spec: Any) -> Any:

@@ -6,7 +6,6 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from mup_megatron.patches.cpu import for_cpu
 from mup_megatron.patches.record import Patch
 
 
@@ -75,17 +74,5 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
         when="always",
         wrap=_in_this_process,
         needed="<0.17",
-    ),
-    Patch(
-        name="cpu-checkpoint-preload",
-        distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
-        symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
-        parameters=None,
-        why="waits for CUDA before it writes",
-        lower_rung="torch.cuda.synchronize() stands in the function's body",
-        until="megatron-core asks whether there is CUDA",
-        when="cpu",
-        wrap=for_cpu,
     ),
 )

@@ -36,6 +36,16 @@ def _set_cpu_rng_state(_original: Callable[..., None]) -> Callable[..., None]:
     return set_cuda_rng_state
 
 
+def _rotary_part(_original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def get_pos_emb_on_this_cp_rank(
+        pos_emb: torch.Tensor, seq_dim: int, cp_group: torch.distributed.ProcessGroup
+    ) -> torch.Tensor:
+        pieces, rank = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim), cp_group.rank()
+        return torch.cat([pieces[rank], pieces[-1 - rank]], dim=seq_dim)
+
+    return get_pos_emb_on_this_cp_rank
+
+
 def for_cpu(original: Any) -> Any:
     """The same function, class or static method, with CUDA's names in its code replaced by the CPU's.
 
@@ -131,6 +141,22 @@ CPU_PATCHES: tuple[Patch, ...] = (
         wrap=_set_cpu_rng_state,
     ),
     *(
+        Patch(
+            name=f"cpu-context-parallel-{name}",
+            distribution="megatron-core",
+            versions=">=0.16.1,<0.20",
+            symbol=f"megatron.core.models.common.embeddings.{module}:get_pos_emb_on_this_cp_rank",
+            parameters=("pos_emb", "seq_dim", "cp_group"),
+            why="under context parallelism a rank takes its part of the rotary embedding by an index in pinned memory, "
+            "which it sends to CUDA",
+            lower_rung="RotaryEmbedding.forward calls it by name",
+            until="megatron-core makes the index on the device of the embedding",
+            when="cpu",
+            wrap=_rotary_part,
+        )
+        for name, module in (("rotary", "rotary_pos_embedding"), ("yarn", "yarn_rotary_pos_embedding"))
+    ),
+    *(
         _named_for_cpu(name, f"pipeline_parallel.schedules:{symbol}", "counts tokens on device='cuda'")
         for name, symbol in (
             ("schedule", "forward_backward_no_pipelining"),
@@ -179,5 +205,10 @@ CPU_PATCHES: tuple[Patch, ...] = (
         "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
         "asks for the current CUDA stream",
         needed=">=0.19",
+    ),
+    _named_for_cpu(
+        "checkpoint-preload",
+        "dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
+        "waits for CUDA before it writes",
     ),
 )

@@ -1,0 +1,175 @@
+"""What a run of megatron.training calls to be in µP: six decorators, each on one symbol of upstream's.
+
+`mup-megatron run` puts them on at run time (patches/megatron_training.py), a patched tree has them in its source
+(patches/megatron-lm-*/): both build the same model and the same groups, for both call this and nothing else. Without
+`--mup-base` and `--mup-config` on the command line every one of them is upstream's function and nothing more.
+
+Public names: `adds_arguments`, `reads_arguments`, `builds_model`, `builds_optimizer`, `saves_checkpoint`,
+`loads_checkpoint`; `current` and `end` (the run at hand), for tests and for `mup-megatron run`.
+
+Importing this imports nothing heavy: upstream's files import it while they are being imported themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mup_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from mup_megatron.megatron_training.run import MegatronRun
+
+Function = Callable[..., Any]
+_MARK = "__mup_megatron_training__"
+
+_current: MegatronRun | None = None
+
+
+def _once(decorator: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """A decorator that leaves alone what it has decorated (`mup-megatron run` on a script of a patched tree).
+
+    Where the user is wrong, the process says so in one sentence and ends with status 2, whoever started it.
+    """
+
+    @functools.wraps(decorator)
+    def decorate(function: Function) -> Function:
+        if getattr(function, _MARK, None) == decorator.__name__:
+            return function
+        decorated = decorator(function)
+
+        @functools.wraps(decorated)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return decorated(*args, **kwargs)
+            except UserError as error:
+                from mup_megatron.runtime import read_rank, say_error
+
+                say_error(str(error), read_rank())
+                sys.exit(2)
+
+        setattr(call, _MARK, decorator.__name__)
+        return call
+
+    return decorate
+
+
+def current() -> MegatronRun | None:
+    """The run in µP that this process is in, from the moment its arguments are read."""
+    return _current
+
+
+def end() -> None:
+    """Forgets the run at hand."""
+    global _current
+    _current = None
+
+
+@_once
+def adds_arguments(add_megatron_arguments: Function) -> Function:
+    """On `megatron.training.arguments.add_megatron_arguments`: the options of µP in Megatron's own parser.
+
+    It is the first that upstream calls, so the patches that this machine needs are applied here.
+    """
+
+    @functools.wraps(add_megatron_arguments)
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        from mup_megatron.megatron_training.options import add_options, prepare
+
+        prepare()
+        return add_options(add_megatron_arguments(parser))
+
+    return add
+
+
+@_once
+def reads_arguments(validate_args: Function) -> Function:
+    """On `megatron.training.arguments.validate_args`: reads what the options name, before upstream derives from it.
+
+    Ends the process where an option is refused or a file cannot be used.
+    """
+
+    @functools.wraps(validate_args)
+    def validate(args: Namespace, defaults: Any = {}) -> Any:  # noqa: B006  (upstream's signature)
+        from mup_megatron.megatron_training.options import check, read_options
+
+        global _current
+        settings = read_options(args)
+        result = validate_args(args, defaults)
+        _current = None
+        if settings is not None:
+            from mup_megatron.megatron_training.run import MegatronRun
+
+            check(args)
+            _current = MegatronRun(args, settings)
+        return result
+
+    return validate
+
+
+@_once
+def builds_model(init: Function) -> Function:
+    """On `megatron.core.models.gpt.gpt_model.GPTModel.__init__`: shims, multipliers and initial values.
+
+    Ends the process where the model has no rules here, or does not belong to the base.
+    """
+
+    @functools.wraps(init)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        run = _current
+        if run is None or run.building:
+            init(self, *args, **kwargs)
+        else:
+            run.build(init, self, *args, **kwargs)
+
+    return build
+
+
+@_once
+def builds_optimizer(get_megatron_optimizer: Function) -> Function:
+    """On `megatron.core.optimizer.get_megatron_optimizer`, where `megatron.training` calls it: groups by rule.
+
+    Ends the process where the model that is trained was built without µP.
+    """
+
+    @functools.wraps(get_megatron_optimizer)
+    def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            kwargs["config_overrides"] = _current.overrides(model_chunks)
+        return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+
+    return build
+
+
+@_once
+def saves_checkpoint(save_checkpoint: Function) -> Function:
+    """On `megatron.training.checkpointing.save_checkpoint`: the record beside the weights."""
+
+    @functools.wraps(save_checkpoint)
+    def save(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        result = save_checkpoint(iteration, *args, **kwargs)
+        if _current is not None:
+            _current.write_record(iteration)
+        return result
+
+    return save
+
+
+@_once
+def loads_checkpoint(load_checkpoint: Function) -> Function:
+    """On `megatron.training.checkpointing.load_checkpoint`: the guard on resume, before anything is read.
+
+    Ends the process where the checkpoint has no record, or one of another run.
+    """
+
+    @functools.wraps(load_checkpoint)
+    def load(ddp_model: Any, *args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            _current.check_checkpoint()
+        return load_checkpoint(ddp_model, *args, **kwargs)
+
+    return load

@@ -1,0 +1,251 @@
+"""The options of µP in Megatron's own parser, what they name, and what is refused beside them.
+
+Public names: `Settings`, `add_options`, `prepare`, `read_options`, `check`.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.config.load import parse_yaml
+from mup_megatron.config.schema import Growth, Hparams, Parametrization
+from mup_megatron.errors import UserError
+
+FLAGS = ("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-allow-change")
+_SECTIONS = ("base", "parametrization", "hparams")
+# Hyperparameters that are Megatron's own options, by our name: its name, and its default.
+_MEGATRONS: dict[str, tuple[str, Any]] = {
+    "lr": ("lr", None),
+    "init_method_std": ("init_method_std", 0.02),
+    "embedding_init_method_std": ("embedding_init_method_std", None),
+    "weight_decay": ("weight_decay", 0.01),
+    "lr_schedule": ("lr_decay_style", "linear"),
+}
+_MULTIPLIERS = tuple(name for name in Hparams.model_fields if name not in _MEGATRONS)
+
+# What would change the model or the groups beyond what the shims know: attribute, the values that are known.
+_KNOWN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("transformer_impl", ("local", "transformer_engine"), "no shims are known for its layers"),
+    ("spec", (None,), "the shims bring layer specs of their own"),
+    ("optimizer", ("adam", "sgd"), "no rule is known for it"),
+    ("experimental_attention_variant", (None,), "no shim is known for it"),
+    ("heterogeneous_layers_config_path", (None,), "no shim is known for its layers"),
+    ("hybrid_layer_pattern", (None,), "no shim is known for its layers"),
+    ("fp8", (None,), "the rules for it are not tested"),
+    ("fp4", (None,), "the rules for it are not tested"),
+    ("fp16", (False,), "the rules for loss scaling are not tested; use --bf16 or neither"),
+    ("moe_grouped_gemm", (False,), "experts are recorded one by one"),
+    ("moe_use_upcycling", (False,), "it copies weights of another parametrization"),
+    ("qk_l2_norm", (False,), "no shim is known for it"),
+    ("softmax_type", ("vanilla",), "no shim records its offset"),
+    ("apply_query_key_layer_scaling", (False,), "it changes the scale of attention by layer"),
+    ("apply_layernorm_1p", (False,), "it changes what a norm's gain is"),
+    ("use_rope_scaling", (False,), "it is not carried over to the base model"),
+    ("init_method_xavier_uniform", (False,), "initial values are normal, with the rules' standard deviation"),
+    ("init_model_with_meta_device", (False,), "initial values are drawn where the model is built"),
+    ("use_torch_fsdp2", (False,), "groups are those of megatron-core's own optimizers"),
+    ("use_megatron_fsdp", (False,), "groups are those of megatron-core's own optimizers"),
+    ("use_tp_pp_dp_mapping", (False,), "ranks are ordered as megatron-core orders them by default"),
+    ("pipeline_model_parallel_layout", (None,), "stages are divided evenly, or by first and last"),
+    ("account_for_embedding_in_pipeline_split", (False,), "stages are divided evenly, or by first and last"),
+    ("account_for_loss_in_pipeline_split", (False,), "stages are divided evenly, or by first and last"),
+    ("decoupled_lr", (None,), "rates are the rules'; tune hparams.output_multiplier instead"),
+    ("lr_warmup_init", (0.0,), "megatron-core's warm-up does not scale it by group"),
+    ("non_persistent_save_interval", (None,), "such checkpoints get no record"),
+    ("yaml_cfg", (None,), "its model is not read here; use command-line options"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the options name, read and checked; plain data of the sections of a config.
+
+    Args:
+        base: of `base:`.
+        parametrization: of `parametrization:`.
+        hparams: the multipliers of `hparams:`.
+        record: the transfer record's file.
+        explain: print the table and leave.
+        allowed: keys that may differ from the checkpoint's.
+        kv_channels: as typed, before upstream derives it.
+        ffn_hidden_size: as typed.
+        command: what to call the command line in messages.
+    """
+
+    base: dict[str, Any]
+    parametrization: dict[str, Any]
+    hparams: dict[str, Any]
+    record: Path | None
+    explain: bool
+    allowed: tuple[str, ...]
+    kv_channels: int | None
+    ffn_hidden_size: int | None
+
+
+def add_options(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the options of µP to Megatron's parser; where they are there already, leaves it alone."""
+    if any("--mup-base" in action.option_strings for action in parser._actions):
+        return parser
+    group = parser.add_argument_group("mup-megatron", "maximal update parametrization by the size of every tensor")
+    group.add_argument("--mup-base", metavar="FILE", help="Base sizes (YAML), or base shapes (.bsh): turns µP on.")
+    group.add_argument("--mup-config", metavar="FILE", help="YAML with base:, parametrization: and hparams:.")
+    group.add_argument("--mup-hparams", metavar="FILE", help="Transfer record (transfer.json) to take values from.")
+    group.add_argument("--mup-explain", action="store_true", help="Print what each tensor gets, and leave.")
+    group.add_argument(
+        "--mup-allow-change", metavar="KEY", action="append", help="A key that may differ from the checkpoint's."
+    )
+    return parser
+
+
+def prepare() -> None:
+    """Applies the patches that this machine needs to run megatron.training. Idempotent."""
+    import torch
+
+    from mup_megatron import runtime
+    from mup_megatron.patches import apply_patches
+    from mup_megatron.patches.megatron_training import TRAINING_PATCHES
+
+    runtime.prepare_process()
+    apply_patches(TRAINING_PATCHES, cuda=torch.cuda.is_available())
+
+
+def read_options(args: Namespace) -> Settings | None:
+    """Reads what the options name, and puts the transfer record's values into `args`; None without any option.
+
+    Args:
+        args: as Megatron's parser returns them, nothing derived yet.
+
+    Raises:
+        UserError: a file cannot be used, or two options contradict each other.
+    """
+    named = (args.mup_base, args.mup_config, args.mup_hparams, args.mup_explain)
+    if not any(named):
+        return None
+    if getattr(args, "use_mup", False):
+        others = {word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--mup-")} - set(FLAGS)
+        raise UserError(
+            "--use-mup: megatron-core's native MuP cannot be combined with this project's; remove "
+            + ", ".join(["--use-mup", *sorted(others)])
+        )
+    sections = _read_config(args.mup_config) if args.mup_config else {}
+    base = _read_base(args.mup_base) if args.mup_base else sections.get("base", {})
+    if args.mup_base and sections.get("base"):
+        raise UserError(f"{args.mup_config}: base: is given by --mup-base too; expected one of them")
+    hparams = sections.get("hparams", {})
+    if args.mup_hparams:
+        hparams = _put_values(args, args.mup_hparams, hparams)
+    if args.lr is None:
+        raise UserError(
+            "--lr: missing; expected the learning rate at the base, or --mup-hparams with a transfer record"
+        )
+    return Settings(
+        base=base,
+        parametrization=sections.get("parametrization", {}),
+        hparams=hparams,
+        record=Path(args.mup_hparams) if args.mup_hparams else None,
+        explain=args.mup_explain,
+        allowed=tuple(args.mup_allow_change or ()),
+        kv_channels=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+    )
+
+
+def check(args: Namespace) -> None:
+    """Refuses what the shims or the rules do not know, by the option's name.
+
+    Args:
+        args: after Megatron's own checks.
+
+    Raises:
+        UserError: names the option and what works.
+    """
+    for name, known, why in _KNOWN:
+        value = getattr(args, name, known[0])
+        if value not in known:
+            option = f"--{name.replace('_', '-')}"
+            expected = " or ".join("none" if one is None else str(one) for one in known)
+            said = f"{option} {value}" if not isinstance(value, bool) else option
+            raise UserError(f"{said}: not under µP here ({why}); expected {expected if value is not True else 'not'}")
+    import torch
+
+    if not torch.cuda.is_available() and args.distributed_backend == "nccl":
+        raise UserError("--distributed-backend nccl: there is no CUDA device; expected --distributed-backend gloo")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text file") from None
+
+
+def _read_base(path: str) -> dict[str, Any]:
+    """`base:` of a file of sizes, or a .bsh file's own name."""
+    if path.endswith(".bsh"):
+        return {"file": path}
+    sizes = parse_yaml(_text(path), path)
+    if not isinstance(sizes, dict) or not sizes:
+        raise UserError(f"{path}: expected base sizes such as hidden_size: 256, or a file that ends in .bsh")
+    for name in sizes:
+        if name not in Growth.model_fields:
+            raise UserError(f"{path}: {name}: unknown size; known here: {', '.join(Growth.model_fields)}")
+    return sizes
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    """The sections of a config that Megatron has no options for."""
+    sections = parse_yaml(_text(path), path)
+    if not isinstance(sections, dict):
+        raise UserError(f"{path}: expected {', '.join(f'{name}:' for name in _SECTIONS)} and nothing else")
+    for name, section in sections.items():
+        if name not in _SECTIONS:
+            raise UserError(
+                f"{path}: {name}: unknown key; expected {', '.join(f'{known}:' for known in _SECTIONS)} "
+                "(the rest is Megatron's own options)"
+            )
+        if not isinstance(section, dict):
+            raise UserError(f"{path}: {name}: expected keys and values")
+    for name in sections.get("hparams", {}):
+        if name in _MEGATRONS:
+            option = f"--{_MEGATRONS[name][0].replace('_', '-')}"
+            raise UserError(f"{path}: hparams.{name}: is Megatron's own option; expected {option} instead")
+        if name not in _MULTIPLIERS:
+            raise UserError(f"{path}: hparams.{name}: unknown key; known here: {', '.join(_MULTIPLIERS)}")
+    for name in sections.get("parametrization", {}):
+        if name not in Parametrization.model_fields:
+            known = ", ".join(Parametrization.model_fields)
+            raise UserError(f"{path}: parametrization.{name}: unknown key; known here: {known}")
+    return sections
+
+
+def _put_values(args: Namespace, path: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Puts a record's values into Megatron's options; returns those that are multipliers."""
+    from mup_megatron.tuning.record import read_record
+
+    record = read_record(Path(path), None)
+    if record is None:
+        raise UserError(f"{path}: cannot read the transfer record: No such file or directory")
+    hparams = dict(given)
+    for name, value in record["values"].items():
+        if name in _MEGATRONS:
+            attribute, default = _MEGATRONS[name]
+            typed = getattr(args, attribute)
+            if typed not in (default, value):
+                option = f"--{attribute.replace('_', '-')}"
+                raise UserError(f"{option} {typed}: {path} says {value}; remove {option}, or --mup-hparams")
+            setattr(args, attribute, value)
+        elif name in _MULTIPLIERS:
+            if name in given and given[name] != value:
+                raise UserError(
+                    f"hparams.{name}: {given[name]} in --mup-config, {value} in {path}; expected one of them"
+                )
+            hparams[name] = value
+        else:
+            raise UserError(f"{path}: values: {name}: not a hyperparameter that is known here")
+    return hparams

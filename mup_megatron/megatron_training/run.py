@@ -1,0 +1,233 @@
+"""A run of megatron.training in µP: what the decorators of this package do, from its arguments on.
+
+Public name: `MegatronRun`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from mup_megatron import checkpoint
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.explain import print_table
+from mup_megatron.layers.spec import block_spec, mtp_spec
+from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.megatron_training.options import Settings
+from mup_megatron.megatron_training.translate import config_of
+from mup_megatron.model import INIT_METHODS, attach, check_recorded, initialise, named_parameters, parametrize
+from mup_megatron.optim import megatron_overrides
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.runtime import resolve_auto
+from mup_megatron.tuning.record import read_record, write_record
+
+
+class MegatronRun:
+    """One run, from the moment Megatron's arguments are read.
+
+    Args:
+        args: Megatron's.
+        settings: what the options of µP name.
+    """
+
+    def __init__(self, args: Namespace, settings: Settings) -> None:
+        self._args, self._settings = args, settings
+        self._made: tuple[Config, Parametrization, Layout] | None = None
+        self.building = False
+        """Whether the models at hand are the unsharded ones that shapes are read from."""
+
+    @property
+    def config(self) -> Config:
+        """The run in this project's terms."""
+        return self._parts[0]
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The rules for every tensor of the whole model."""
+        return self._parts[1]
+
+    @property
+    def layout(self) -> Layout:
+        """How ranks split the model."""
+        return self._parts[2]
+
+    @property
+    def _parts(self) -> tuple[Config, Parametrization, Layout]:
+        if self._made is None:
+            raise UserError(
+                "the script built no GPTModel before it was asked for; mup-megatron run knows no other model"
+            )
+        return self._made
+
+    def build(self, init: Callable[..., None], model: GPTModel, *args: Any, **kwargs: Any) -> None:
+        """GPTModel's constructor with the shims in its layer specs; the chunk is then recorded, scaled and filled.
+
+        Args:
+            init: upstream's.
+            model: the object under construction.
+            args: upstream's.
+            kwargs: upstream's.
+
+        Raises:
+            UserError: the model has no rules here, or its sizes do not belong to the base's.
+        """
+        bound = inspect.signature(init).bind(model, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if self._made is None:
+            self._made = self._parametrize(given)
+            if self._settings.explain:
+                self._explain_and_leave()
+        config, chunk = given["config"], given["vp_stage"] or 0
+        self._put_shims(given, chunk)
+        init(*bound.args, **bound.kwargs)
+        rank = torch.distributed.get_rank()
+        attach(model, self.parametrization.forward)
+        check_recorded(model, self.parametrization, self.layout, rank, chunk)
+        initialise(model, self.parametrization, self.layout, rank)
+        if not torch.cuda.is_available():
+            _communicate_over_gloo(config)
+
+    def _parametrize(self, given: dict[str, Any]) -> tuple[Config, Parametrization, Layout]:
+        from megatron.training.global_vars import get_tokenizer
+
+        vocab_size = self._args.vocab_size or get_tokenizer().vocab_size
+        config = resolve_auto(config_of(self._args, given, self._settings, vocab_size))
+        if self._settings.record is not None:
+            _check_family(self._settings.record, config)
+        layout = resolve_layout(config, torch.distributed.get_world_size())
+        self.building = True
+        try:
+            parametrization = parametrize(config, given["vocab_size"])
+        finally:
+            self.building = False
+        return config, parametrization, layout
+
+    def _put_shims(self, given: dict[str, Any], chunk: int) -> None:
+        """Layer specs with shims; softmax scale and names of distributions in the TransformerConfig."""
+        config, model, forward = given["config"], self.config.model, self.parametrization.forward
+        config.perform_initialization = False
+        config.softmax_scale = forward.softmax_scale
+        for name, method in INIT_METHODS.items():
+            setattr(config, name, method)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        given["transformer_layer_spec"] = block_spec(
+            config,
+            model,
+            layers=self.layout.stages[stage][chunk],
+            residual_multiplier=forward.residual,
+        )
+        if given["mtp_block_spec"] is not None:
+            given["mtp_block_spec"] = mtp_spec(
+                config,
+                model,
+                residual_multiplier=self.config.hparams.residual_multiplier,
+            )
+
+    def _explain_and_leave(self) -> None:
+        from rich.console import Console
+
+        if torch.distributed.get_rank() == 0:
+            console = Console(width=None if sys.stdout.isatty() else 140)
+            print_table(self.config, self.parametrization, self.layout, console)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        sys.exit(0)
+
+    def overrides(self, model_chunks: Any) -> dict[Any, Any]:
+        """`config_overrides` of megatron-core's optimizers for the model that is trained.
+
+        Args:
+            model_chunks: as the script hands them over, in whatever they are wrapped.
+
+        Raises:
+            UserError: they are no GPTModels, or were built without µP.
+        """
+        chunks = []
+        for chunk in model_chunks:
+            while not isinstance(chunk, GPTModel) and hasattr(chunk, "module"):
+                chunk = chunk.module
+            if not isinstance(chunk, GPTModel):
+                raise UserError(
+                    f"the script trains a {type(chunk).__name__}; mup-megatron run knows megatron-core's GPTModel"
+                )
+            chunks.append(chunk)
+        overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
+        for override in overrides.values():
+            # Up to 0.18 a checkpoint's groups are told apart by four keys, of which this one does nothing else.
+            override["lr_mult"] = override["rule"]
+            # Whose rate is logged: without this none is, for every group has a rate of its own.
+            override["default_config"] = override["lr_multiplier"] == 1.0
+        return overrides
+
+    def write_record(self, iteration: int) -> None:
+        """Writes what the weights were made with beside a checkpoint."""
+        from megatron.training.checkpointing import get_checkpoint_name
+
+        if torch.distributed.get_rank() == 0:
+            directory = get_checkpoint_name(self._args.save, iteration, return_base_dir=True)
+            write_record(Path(directory) / checkpoint.RECORD, self._record(iteration))
+
+    def check_checkpoint(self) -> None:
+        """The guard on resume.
+
+        Raises:
+            UserError: the checkpoint has no record, or one of another run; says what differs.
+        """
+        from megatron.training.checkpointing import get_checkpoint_tracker_filename, get_load_checkpoint_path_by_args
+
+        for name in ("load", "pretrained_checkpoint"):
+            directory = getattr(self._args, name)
+            if directory is None or not Path(get_checkpoint_tracker_filename(directory)).is_file():
+                continue
+            path = Path(get_load_checkpoint_path_by_args(self._args, name))
+            if not (path / checkpoint.RECORD).is_file():
+                raise UserError(
+                    f"{path}: has no {checkpoint.RECORD}, so it was not written in µP; expected a checkpoint that "
+                    "mup-megatron run (or a patched tree) wrote"
+                )
+            found = checkpoint.Checkpoints(path.parent, 1).read(path)
+            advice = "change the options back, choose another --save and --load, or name a deliberate change with"
+            checkpoint.check_resume(
+                found, self._record(0), path, self._settings.allowed, advice=f"{advice} --mup-allow-change KEY"
+            )
+
+    def _record(self, step: int) -> dict[str, Any]:
+        args = self._args
+        data = json.dumps([args.data_path, args.split, args.seq_length, args.mock_data], default=str)
+        record = checkpoint.make_record(
+            self.config, self.parametrization, self.layout, hashlib.sha256(data.encode()).hexdigest(), step
+        )
+        return json.loads(json.dumps(record))
+
+
+def _check_family(path: Path, config: Config) -> None:
+    """Whether a transfer record belongs to this family; a tokenizer that tuning trained itself has no path there.
+
+    Raises:
+        UserError: it belongs to another; says which keys differ.
+    """
+    record = read_record(path, None)
+    if record is not None and record["family"].get("data.tokenizer.path") is None:
+        tokenizer = config.data.tokenizer.model_copy(update={"path": None})
+        config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    read_record(path, config)
+
+
+def _communicate_over_gloo(config: Any) -> None:
+    """What model.py sets on a CPU: gloo may still be sending an output when its memory is let go of."""
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    config.deallocate_pipeline_outputs = False
+    config.batch_p2p_sync = False
+    config.overlap_p2p_comm, config.batch_p2p_comm = interleaved, not interleaved

@@ -1,0 +1,143 @@
+"""`mup-megatron run`: an unmodified script written against megatron.training, in µP.
+
+    mup-megatron run [--config mup.yaml] pretrain_gpt.py ARGS...
+    torchrun --nproc-per-node 8 -m mup_megatron.run [--config mup.yaml] pretrain_gpt.py ARGS...
+    deepspeed --module mup_megatron.run [--config mup.yaml] pretrain_gpt.py ARGS...
+
+Public name: `run_script`.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mup_megatron.errors import UserError
+
+_USAGE = (
+    "expected mup-megatron run [--config mup.yaml] SCRIPT ARGS..., for example pretrain_gpt.py --mup-base base.yaml"
+)
+
+
+def run_script(arguments: Sequence[str]) -> None:
+    """Runs a script under the entry patches, as if Python had been started on it.
+
+    Args:
+        arguments: `[--config FILE] SCRIPT ARGS...`; a launcher's `--local_rank` before the script is left out.
+
+    Raises:
+        UserError: no script, one that is not Megatron's, or no base sizes.
+    """
+    script, args = _split(arguments)
+    _check_script(script)
+    if not any(word.partition("=")[0] in ("--mup-base", "--mup-config") for word in args):
+        raise UserError(
+            "--mup-base: missing; expected a YAML file of the sizes where hyperparameters are defined, such as "
+            "hidden_size: 256, or --config with base: in it"
+        )
+    _announce_rank()
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.resolve().parent))  # as `python SCRIPT` does: a checkout's own megatron comes first
+    _check_training(script)
+
+    import torch
+
+    from mup_megatron import megatron_training
+    from mup_megatron.megatron_training.options import prepare
+    from mup_megatron.patches import PatchError, apply_patches
+    from mup_megatron.patches.megatron_training import entry_patches
+
+    try:
+        prepare()
+        apply_patches(entry_patches(megatron_training), cuda=torch.cuda.is_available())
+    except PatchError as error:
+        raise UserError(f"{script}: {error}") from None
+    runpy.run_path(str(script), run_name="__main__")
+    if megatron_training.current() is None:
+        raise UserError(f"{script}: ended without reading Megatron's arguments; {_NOT_MEGATRONS}")
+
+
+_NOT_MEGATRONS = "expected a script written against megatron.training, as Megatron-LM's pretrain_gpt.py is"
+
+
+def _split(arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    """The script, and its arguments with the options of this command as Megatron's parser will know them."""
+    words, own = list(arguments), []
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("--local_rank", "--local-rank"):
+            if not equals and words:
+                words.pop(0)
+        elif name == "--config":
+            if not equals and not words:
+                raise UserError(f"--config: expected a file; {_USAGE}")
+            own += ["--mup-config", value if equals else words.pop(0)]
+        else:
+            raise UserError(f"{word}: unknown option before the script; {_USAGE}")
+    if not words:
+        raise UserError(f"no script was named; {_USAGE}")
+    return Path(words[0]), [*words[1:], *own]
+
+
+def _check_script(script: Path) -> None:
+    """Whether the script, or a module beside it that it imports, imports megatron.training."""
+    waiting, seen = [script], set()
+    while waiting:
+        path = waiting.pop()
+        seen.add(path)
+        try:
+            tree = ast.parse(path.read_bytes(), str(path))
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the script: {error.strerror or error}") from None
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"{path}: not Python ({error}); {_NOT_MEGATRONS}") from None
+        for name in _imports(tree):
+            if name == "megatron.training" or name.startswith("megatron.training."):
+                return
+            beside = script.parent.joinpath(*name.split(".")).with_suffix(".py")
+            if beside not in seen and beside.is_file():
+                waiting.append(beside)
+    raise UserError(f"{script}: imports megatron.training nowhere; {_NOT_MEGATRONS}")
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _check_training(script: Path) -> None:
+    import importlib.util
+
+    try:
+        found = importlib.util.find_spec("megatron.training")
+    except ImportError:
+        found = None
+    if found is None:
+        raise UserError(
+            f"{script}: megatron.training is not installed, nor beside the script; expected a Megatron-LM checkout's "
+            "script, or megatron-core 0.19 or later"
+        )
+
+
+def _announce_rank() -> None:
+    """Tells megatron.training, which knows torchrun's variables alone, where this process stands."""
+    from mup_megatron.runtime import read_rank
+
+    rank = read_rank()
+    for name, value in (("RANK", rank.rank), ("WORLD_SIZE", rank.world_size), ("LOCAL_RANK", rank.local_rank)):
+        os.environ.setdefault(name, str(value))
+    if not rank.launched and "MASTER_PORT" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))

@@ -1,0 +1,195 @@
+"""A config of this project from what a Megatron script says: its arguments, and what it hands to GPTModel.
+
+Public name: `config_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mup_megatron.config import Config, Model, parse_config
+from mup_megatron.config.schema import PRESETS
+from mup_megatron.errors import UserError
+from mup_megatron.megatron_training.options import Settings
+from mup_megatron.model import ACTIVATIONS
+
+SOURCE = "Megatron's options"
+# The tokenizers of Megatron's options by the names of this project's configs.
+_TOKENIZERS = {
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "HuggingFaceTokenizer": "huggingface",
+    "TikTokenizer": "tiktoken",
+}
+
+
+def config_of(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_size: int) -> Config:
+    """The config of a run of megatron.training.
+
+    Args:
+        args: Megatron's, checked.
+        given: what GPTModel is constructed with, by parameter name.
+        settings: what the options of µP name.
+        vocab_size: entries of the tokenizer, before padding.
+
+    Raises:
+        UserError: the model has something that no shim knows, or sizes contradict the base's.
+    """
+    data = {
+        "run": {"name": "megatron.training", "dir": args.save or ".", "seed": args.seed},
+        "model": _model(args, given, settings),
+        "base": settings.base,
+        "parametrization": settings.parametrization,
+        "hparams": {
+            "lr": float(args.lr),
+            "init_method_std": float(args.init_method_std),
+            "embedding_init_method_std": args.embedding_init_method_std,
+            "weight_decay": float(args.weight_decay),
+            **settings.hparams,
+        },
+        "training": _training(args),
+        "optimizer": _optimizer(args),
+        "parallel": _parallel(args, given["config"]),
+        "data": {
+            "data_path": list(args.data_path or ["mock"]),
+            "split": args.split or "98,2,0",
+            "tokenizer": {
+                "library": _TOKENIZERS.get(args.tokenizer_type, "null"),
+                "path": args.tokenizer_model,
+                "vocab_size": vocab_size,
+            },
+        },
+    }
+    return parse_config(data, SOURCE)
+
+
+def _model(args: Namespace, given: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """`model:` from the TransformerConfig that the script built; what is a default there is left out."""
+    config = given["config"]
+    activation = [name for name, function in ACTIVATIONS.items() if _same(function, config.activation_func)]
+    if not activation:
+        raise UserError(
+            f"activation {config.activation_func}: not known here; expected one of {', '.join(ACTIVATIONS)}"
+        )
+    fields = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "ffn_hidden_size": _ffn_hidden_size(config, settings),
+        "num_query_groups": config.num_query_groups if args.group_query_attention else None,
+        "kv_channels": settings.kv_channels,
+        "max_position_embeddings": _unless(given["max_sequence_length"], args.seq_length),
+        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+        "share_embeddings_and_output_weights": given["share_embeddings_and_output_weights"],
+        "normalization": config.normalization,
+        "layernorm_epsilon": float(config.layernorm_epsilon),
+        "activation_func": activation[0],
+        "gated_linear_unit": config.gated_linear_unit,
+        "position_embedding_type": given["position_embedding_type"],
+        "rotary_base": int(given["rotary_base"]),
+        "rotary_percent": float(given["rotary_percent"]),
+        "add_bias_linear": config.add_bias_linear,
+        # Biases everywhere are biases there too, whatever this says.
+        "add_qkv_bias": config.add_qkv_bias and not config.add_bias_linear,
+        "hidden_dropout": float(config.hidden_dropout),
+        "attention_dropout": float(config.attention_dropout),
+        "qk_layernorm": config.qk_layernorm,
+        "transformer_impl": args.transformer_impl,
+        "core_attention": "megatron"
+        if args.transformer_impl == "local" and args.context_parallel_size == 1
+        else "auto",
+    }
+    optional = ["mtp_num_layers", *(["mtp_loss_scaling_factor"] if config.mtp_num_layers else [])]
+    if config.num_moe_experts is not None:
+        optional += ["num_moe_experts", *(name for name in Model.model_fields if name.startswith("moe_"))]
+    if config.multi_latent_attention:
+        optional += ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"]
+        optional += ["v_head_dim", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings"]
+        optional += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
+        fields["num_query_groups"] = fields["kv_channels"] = None
+    for name in optional:
+        value = getattr(config, name, None)
+        if value != Model.model_fields[name].default:
+            fields[name] = value
+    architecture = max(PRESETS, key=lambda name: sum(fields[key] == value for key, value in PRESETS[name].items()))
+    return {"architecture": architecture, **fields}
+
+
+def _unless(value: int, default: int) -> int | None:
+    """A value as a config has it that does not name its defaults."""
+    return None if value == default else value
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether two activations are one; megatron-core writes some of its own."""
+    x = torch.linspace(-3, 3, 13)
+    return torch.equal(ours(x), theirs(x))
+
+
+def _ffn_hidden_size(config: Any, settings: Settings) -> int | None:
+    if settings.ffn_hidden_size is None and not config.gated_linear_unit:
+        return None  # 4 * hidden_size, and grows with it
+    named = settings.base.get("ffn_hidden_size") or settings.base.get("file")
+    if settings.ffn_hidden_size is None and settings.base and not named:
+        raise UserError(
+            f"--ffn-hidden-size: not given, so Megatron makes it {config.ffn_hidden_size} of --hidden-size; expected "
+            "it given, or ffn_hidden_size among the base sizes"
+        )
+    return int(config.ffn_hidden_size)
+
+
+def _training(args: Namespace) -> dict[str, Any]:
+    batch = args.global_batch_size
+    steps = args.train_iters or math.ceil((args.train_samples or batch) / batch)
+    return {
+        "global_batch_size": batch,
+        "micro_batch_size": args.micro_batch_size,
+        "seq_length": args.seq_length,
+        "train_steps": steps,
+        "lr_schedule": args.lr_decay_style,
+        "lr_warmup_steps": min(_warmup_steps(args, batch, steps), (args.lr_decay_iters or steps) - 1),
+        "lr_decay_steps": args.lr_decay_iters,
+        "lr_wsd_decay_steps": args.lr_wsd_decay_iters,
+        "min_lr_ratio": float(args.min_lr / args.lr),
+        "clip_grad": float(args.clip_grad),
+        "precision": "bf16" if args.bf16 else "fp32",
+    }
+
+
+def _warmup_steps(args: Namespace, batch: int, steps: int) -> int:
+    if args.lr_warmup_fraction is not None:
+        return int(args.lr_warmup_fraction * (args.lr_decay_iters or steps))
+    return int(args.lr_warmup_iters or (args.lr_warmup_samples or 0) // batch)
+
+
+def _optimizer(args: Namespace) -> dict[str, Any]:
+    if args.optimizer == "sgd":
+        return {"name": "sgd", "momentum": float(args.sgd_momentum)}
+    return {
+        "name": "adamw" if getattr(args, "decoupled_weight_decay", True) else "adam",
+        "betas": [float(args.adam_beta1), float(args.adam_beta2)],
+        "eps": float(args.adam_eps),
+    }
+
+
+def _parallel(args: Namespace, config: Any) -> dict[str, Any]:
+    stages = args.pipeline_model_parallel_size > 1
+    return {
+        "engine": "megatron",
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size if stages else None,
+        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage if stages else None,
+        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage if stages else None,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size if args.num_experts else None,
+        "context_parallel_size": args.context_parallel_size,
+        "sequence_parallel": bool(args.sequence_parallel),
+        "use_distributed_optimizer": bool(args.use_distributed_optimizer),
+    }

@@ -1,0 +1,246 @@
+"""megatron.training under µP (`mup-megatron run`, or a tree that patches/ has patched), and on a machine without CUDA.
+
+`entry_patches` puts the calls of mup_megatron/megatron_training in their places at run time; the source diffs beside
+this file put the same calls into a tree. They are handed in, for this package imports nothing of the rooms above it.
+`TRAINING_PATCHES` are what megatron.training needs to run at all as the wheel ships it, and on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mup_megatron.patches.cpu import for_cpu
+from mup_megatron.patches.record import Patch
+
+_VERSIONS = ">=0.16.1,<0.20"
+
+
+def entry_patches(entry: ModuleType) -> tuple[Patch, ...]:
+    """The calls of the entry library, as wrapped symbols: what `mup-megatron run` applies and nothing else does.
+
+    Args:
+        entry: mup_megatron.megatron_training.
+    """
+
+    def patch(name: str, symbol: str, wrap: Callable[[Any], Any], why: str, lower_rung: str, **record: Any) -> Patch:
+        return Patch(
+            name=name,
+            distribution="megatron-core",
+            versions=_VERSIONS,
+            symbol=symbol,
+            parameters=record.pop("parameters", None),
+            why=why,
+            lower_rung=lower_rung,
+            until="a script's own lines call mup_megatron.megatron_training, or megatron-core takes base shapes",
+            when="always",
+            wrap=wrap,
+            **record,
+        )
+
+    reads = "the options are read, and values of a transfer record become Megatron's own, before they are checked"
+    validates = {"parameters": ("args", "defaults"), "wrap": entry.reads_arguments, "why": reads}
+    validates["lower_rung"] = "`args_defaults` is the script's argument, and sees no command line"
+    return (
+        patch(
+            "mup-arguments",
+            "megatron.training.arguments:add_megatron_arguments",
+            entry.adds_arguments,
+            "adds --mup-base, --mup-hparams, --mup-config and --mup-explain to Megatron's own parser",
+            "`extra_args_provider` is the script's argument, and the script is not touched",
+            parameters=("parser",),
+        ),
+        patch("mup-validate", "megatron.training.arguments:validate_args", needed=">=0.18", **validates),
+        patch("mup-validate-0.17", "megatron.training.initialize:validate_args", needed="<0.18", **validates),
+        patch(
+            "mup-model",
+            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            entry.builds_model,
+            "the shims go into the layer specs, multipliers and layout-invariant initial values into the model",
+            "`--spec` reaches the layers alone; embedding, readout and softmax scale are the constructor's, and every "
+            "script's own model provider calls it",
+        ),
+        patch(
+            "mup-optimizer",
+            "megatron.training.training:get_megatron_optimizer",
+            entry.builds_optimizer,
+            "each tensor's rate, epsilon and decay, as `config_overrides`",
+            "`get_megatron_optimizer_config`, which makes the overrides, sees no model",
+        ),
+        patch(
+            "mup-save",
+            "megatron.training.training:save_checkpoint",
+            entry.saves_checkpoint,
+            "writes base shapes, multipliers and hyperparameters beside a checkpoint's weights",
+            "a checkpoint's common state holds arguments, and no hook adds to it",
+        ),
+        patch(
+            "mup-load",
+            "megatron.training.training:load_checkpoint",
+            entry.loads_checkpoint,
+            "a checkpoint of another parametrization does not go on as if it were this one's",
+            "Megatron compares some sizes of the model alone",
+        ),
+    )
+
+
+def _compiled_already(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(compile_helpers)
+    def compile_unless_there() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    return compile_unless_there
+
+
+def _nothing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing
+
+
+def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def cuda(
+        self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None
+    ) -> torch.Tensor:
+        return self
+
+    return cuda
+
+
+def _cpu_state(_original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    return get_rng_state
+
+
+def _set_cpu_state(_original: Callable[..., None]) -> Callable[..., None]:
+    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+        torch.set_rng_state(new_state)
+
+    return set_rng_state
+
+
+def _no_architecture(original: Callable[[], int]) -> Callable[[], int]:
+    @functools.wraps(original)
+    def get_device_arch_version() -> int:
+        return 10
+
+    return get_device_arch_version
+
+
+def _also_the_tracker(set_random_seed: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_random_seed)
+    def seed(seed_: int, *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+
+        set_random_seed(seed_, *args, **kwargs)
+        # As model_parallel_cuda_manual_seed offsets them, which draws on CUDA's generators.
+        seed = seed_ + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        tensor, expert = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+        names = {
+            random.get_data_parallel_rng_tracker_name(): seed,
+            random._MODEL_PARALLEL_RNG_TRACKER_NAME: seed + 2718 + tensor,
+            random.get_expert_parallel_rng_tracker_name(): seed
+            + 1024
+            + 100 * expert
+            + parallel_state.get_expert_tensor_parallel_rank(),
+        }
+        states = {name: torch.Generator().manual_seed(value).get_state() for name, value in names.items()}
+        random.get_cuda_rng_tracker().set_states(states)
+
+    return seed
+
+
+def _on_cpu(name: str, symbol: str, why: str, wrap: Callable[[Any], Any] = for_cpu) -> Patch:
+    rung = "no argument, field or spec reaches it"
+    return Patch(
+        name=f"cpu-training-{name}",
+        distribution="megatron-core",
+        versions=_VERSIONS,
+        symbol=symbol,
+        parameters=None,
+        why=why,
+        lower_rung=f"the device is a literal in the function's body: {rung}" if wrap is for_cpu else rung,
+        until="megatron.training runs on devices other than CUDA",
+        when="cpu",
+        wrap=wrap,
+        needed=">=0.19",
+    )
+
+
+_LITERALS = "names device='cuda', or asks CUDA for streams and synchronisation"
+
+TRAINING_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="training-helpers-compiled",
+        distribution="megatron-core",
+        versions=_VERSIONS,
+        symbol="megatron.core.datasets.utils:compile_helpers",
+        parameters=(),
+        why="megatron.training runs `make` in megatron-core; the wheel has no Makefile, but the helpers compiled",
+        lower_rung="initialize_megatron calls it unconditionally",
+        until="megatron.training does not compile what is there",
+        when="always",
+        wrap=_compiled_already,
+    ),
+    _on_cpu("tensor-cuda", "torch:Tensor.cuda", "scripts and megatron.training move tensors with .cuda()", _stays),
+    _on_cpu(
+        "get-rng-state", "torch:cuda.get_rng_state", "every step and every checkpoint keeps CUDA's state", _cpu_state
+    ),
+    _on_cpu(
+        "set-rng-state", "torch:cuda.set_rng_state", "the counterpart of `cpu-training-get-rng-state`", _set_cpu_state
+    ),
+    _on_cpu(
+        "seed", "megatron.training.initialize:_set_random_seed", "seeds CUDA's generators alone", _also_the_tracker
+    ),
+    _on_cpu(
+        "jit", "megatron.training.training:set_jit_fusion_options", "warms kernels up that only CUDA has", _nothing
+    ),
+    _on_cpu("memory", "megatron.training.training:report_memory", "reports CUDA's memory", _nothing),
+    _on_cpu("pretrain", "megatron.training:pretrain", _LITERALS),
+    _on_cpu("pretrain-module", "megatron.training.training:pretrain", _LITERALS),
+    _on_cpu("initialize", "megatron.training.training:initialize_megatron", "refuses to start without CUDA"),
+    _on_cpu(
+        "distributed",
+        "megatron.training.initialize:_initialize_distributed",
+        "starts megatron-core's groups only where it counts CUDA devices",
+    ),
+    *(
+        _on_cpu(name.strip("_").replace("_", "-"), f"megatron.training.training:{name}", _LITERALS)
+        for name in (
+            "train_step",
+            "training_log",
+            "post_training_step_callbacks",
+            "checkpoint_and_decide_exit",
+            "train",
+            "evaluate",
+            "build_train_valid_test_data_loaders",
+            "build_train_valid_test_data_iterators",
+        )
+    ),
+    _on_cpu("rerun", "megatron.core.rerun_state_machine:RerunStateMachine._reduce_any", _LITERALS),
+    _on_cpu(
+        "architecture",
+        "megatron.training.arguments:get_device_arch_version",
+        "asks a GPU whether tensor parallelism needs CUDA_DEVICE_MAX_CONNECTIONS",
+        _no_architecture,
+    ),
+    _on_cpu("read-metadata", "megatron.training.checkpointing:read_metadata", _LITERALS),
+    _on_cpu("ddp", "megatron.training.models.dist_utils:_ddp_wrap", _LITERALS),
+    _on_cpu("timer-start", "megatron.core.timers:Timer.start", "waits for CUDA"),
+    _on_cpu("timer-stop", "megatron.core.timers:Timer.stop", "waits for CUDA"),
+)

@@ -1,4 +1,6 @@
-"""The main job: tune the proxy, transfer its values, train the target. Public names: `run_pipeline`, `apply_record`.
+"""The main job: tune the proxy, transfer its values, train the target.
+
+Public names: `run_pipeline`, `join_study`, `apply_record`.
 
 Every rank of a launch first works on one shared study, then all train the target. The first rank plans, moves the study
 on, chooses, and writes the record; the others hear of it where the ranks have met (runtime.Meeting).
@@ -6,10 +8,13 @@ on, chooses, and writes the record; the others hear of it where the ranks have m
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +27,13 @@ from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import CONTROL, PLAN, own_run_directory, write_whole
-from mup_megatron.tuning import budget, record
+from mup_megatron.run_directory import CONTROL, PLAN, Busy, own_run_directory, write_whole
+from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
 _BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
+_LEAD_SECONDS = 1.0
 
 
 def run_pipeline(
@@ -192,13 +198,132 @@ def _tune(config: Config, layout: Layout, rank: runtime.Rank, meeting: runtime.M
         return
     study = Study.create(config)
     meeting.tell("study", "")
-    leader = _Leader(config, study, progress, _Heartbeat(meeting, rank))
+    leader = _Leader(study, progress, _Heartbeat(meeting, rank).listen)
     try:
         work(config, study, rank, leader.done, progress.say)
     finally:
         leader.announce()
     _write_record(config, layout, rank, study, progress)
     meeting.tell("tuned", "")
+
+
+def join_study(config: Config, rank: runtime.Rank) -> bool:
+    """Works on the config's study beside whoever does so already, until its record is written.
+
+    Workers come and go, on any node that sees run.dir: whoever holds the folder's lock leads (plans, takes back the
+    trials of workers that are gone, chooses, writes the record), and when it goes another one does.
+
+    Args:
+        config: the target's run.
+        rank: this process; its local rank chooses the GPU. Nothing else of its launcher counts.
+
+    Returns:
+        Whether this process led at the end.
+
+    Raises:
+        UserError: bad input.
+        Stopped: SIGTERM.
+    """
+    runtime.prepare_process()
+    config = runtime.resolve_auto(config)
+    directory = Path(config.run.dir)
+    with ExitStack() as held:
+        number = _free_number(directory, held)
+        alone = runtime.Rank(rank=number, local_rank=rank.local_rank)
+        member = _Member(config, alone, held)
+        with runtime.sigterm() as terminated:
+            while (study := member.study()) is None and not member.recorded():
+                if terminated():
+                    raise Stopped
+                time.sleep(0.2)
+        if study is not None:
+            _work_as_member(config, study, alone, member)
+        return member.leads
+
+
+def _work_as_member(config: Config, study: Any, rank: runtime.Rank, member: _Member) -> None:
+    from mup_megatron.tuning.worker import work
+
+    with member.progress as progress:
+        try:
+            work(config, study, rank, member.done, progress.say)
+        finally:
+            member.announce()
+        if member.leads and not member.recorded():
+            _write_record(config, _smallest_layout(config), rank, study, progress)
+
+
+def _free_number(directory: Path, held: ExitStack) -> int:
+    """A number that no other worker of the folder has, as long as `held` is open."""
+    (directory / "tuning").mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        with suppress(Busy):
+            held.enter_context(own_run_directory(directory / "tuning", runtime.Rank(), f".worker-{number}.lock"))
+            return number
+    raise AssertionError
+
+
+class _Member:
+    """One of the workers that come and go: it leads where nobody else does.
+
+    Args:
+        config: the run.
+        rank: this process.
+        held: what this process holds until it ends.
+    """
+
+    def __init__(self, config: Config, rank: runtime.Rank, held: ExitStack) -> None:
+        from mup_megatron.tuning.lease import Leases
+
+        self._config, self._rank, self._held = config, rank, held
+        self._directory = Path(config.run.dir)
+        self._leases = Leases(self._directory / "tuning", config.tuning.lease_timeout)
+        self._tried = -math.inf
+        self._study: Any = None
+        self._leader: _Leader | None = None
+        self.leads = False
+        self.progress = Progress(True)
+
+    def recorded(self) -> bool:
+        """Whether the record is there: nothing is left to tune."""
+        return record.record_path(self._config).exists()
+
+    def study(self) -> Any:
+        """The study, once it is there; whoever leads makes it. None if it is not, or is not needed."""
+        from mup_megatron.tuning.study import Study
+
+        if self._try_to_lead():
+            if not _decide(self._config, self._rank, self.progress):
+                return None
+            self._study = Study.create(self._config, self._leases)
+        else:
+            self._study = Study.join(self._config, self._leases)
+        return self._study
+
+    def done(self) -> bool:
+        """Whether every trial is done; the leader moves the study on."""
+        if self.recorded():
+            return True
+        if self._leader is None and self._try_to_lead():
+            self._leader = _Leader(self._study, self.progress, self._take_back)
+        return self._leader is not None and self._leader.done()
+
+    def announce(self) -> None:
+        """Says which trials ended."""
+        if self._leader is not None:
+            self._leader.announce()
+
+    def _take_back(self) -> None:
+        for name in self._study.take_back():
+            self.progress.say(f"{name}: its worker is gone; it waits for another one")
+
+    def _try_to_lead(self) -> bool:
+        if not self.leads and time.monotonic() - self._tried > _LEAD_SECONDS:
+            self._tried = time.monotonic()
+            with suppress(Busy):
+                self._held.enter_context(own_run_directory(self._directory, runtime.Rank(), ".pipeline.lock"))
+                self.leads = True
+        return self.leads
 
 
 class _Heartbeat:
@@ -234,8 +359,8 @@ class _Heartbeat:
 class _Leader:
     """What the first rank does between and during trials: says what ended, and moves the study on."""
 
-    def __init__(self, config: Config, study: Any, progress: Progress, heartbeat: _Heartbeat) -> None:
-        self._config, self._study, self._progress, self._heartbeat = config, study, progress, heartbeat
+    def __init__(self, study: Any, progress: Progress, listen: Callable[[], None]) -> None:
+        self._study, self._progress, self._listen = study, progress, listen
         self._said = {
             (trial.name, trial.state) for trial in study.trials() if trial.state not in ("waiting", "running")
         }
@@ -245,7 +370,7 @@ class _Leader:
 
     def done(self) -> bool:
         """Whether every trial is done, repetitions included."""
-        self._heartbeat.listen()
+        self._listen()
         trials = self.announce()
         if any(trial.state in ("waiting", "running") for trial in trials):
             return False

@@ -102,7 +102,8 @@ def train(
             progress.say(
                 f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
                 f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "
-                f"norms {config.model.norm_implementation}"
+                f"{config.model.transformer_impl} layers, norms {config.model.norm_implementation}, attention "
+                f"{config.model.core_attention}"
             )
             for warning in parametrization.clip_warnings()[:1]:
                 progress.say(f"warning: {warning}")

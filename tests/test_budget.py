@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from mup_megatron import cli, runtime
 from mup_megatron.config import load_config
+from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
-from mup_megatron.tuning.budget import flops_per_token, lines, plan
+from mup_megatron.tuning.budget import flops_per_token, guidance, lines, plan, six_nd, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, values_of
 from tests.configs import MIXED, MLA, MOE, make
 
@@ -80,6 +82,49 @@ def test_the_paper_s_proxy(repository: Path) -> None:
     found = plan(load_config(repository / "configs" / "gpt3" / "6.7b.yaml"), 50257, 8)
     assert found.target.parameters == pytest.approx(6.7e9, rel=0.01)
     assert found.share < 0.07
+
+
+def test_the_paper_s_own_budget() -> None:
+    """350 trials of 4B tokens and 117 of 16B of 40M parameters, over 300B of 6.7B: its 7 %, by arithmetic 6.5."""
+    share = six_nd(40e6, 350 * 4e9 + 117 * 16e9) / six_nd(6.7e9, 300e9)
+    assert share == pytest.approx(0.0651, abs=1e-4)
+
+
+def test_both_counts_are_shown() -> None:
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__search=SEARCH)
+    found = plan(config, 375, 1)
+    head, tuning, target = lines(config, found)[1:4]
+    assert head.split() == ["parameters", "tokens", "FLOPs", "share", "6ND", "share", "time", "at", "least"]
+    for line, cost in ((tuning, found.tuning), (target, found.target)):
+        assert f"{cost.flops:.2e}" in line
+        assert f"{6 * cost.parameters * cost.tokens:.2e}" in line
+    assert found.as_json()["six_nd"]["target"] == found.target.six_nd
+
+
+def test_bytes_per_process_by_hand() -> None:
+    """The model of `test_flops_per_token_by_hand`, with norms, biases and positions, whole and split."""
+
+    def found(world_size: int, **keys: Any) -> int:
+        config = make(MIXED, "gpt3", training__micro_batch_size=1, **keys)
+        return state_bytes(parametrize(config, 375), resolve_layout(config, world_size))
+
+    fc, qkv, norms = 2 * 96 * 160, 96 * 128, 4 * 96
+    split = 384 * 96 + 2 * (qkv + 128 + 64 * 96 + fc + 160)  # over tensor-parallel ranks
+    whole = 32 * 96 + 2 * (norms + 96 + 96) + 2 * 96  # positions, norms, biases of row-parallel layers
+    keys = {"parallel__tensor_model_parallel_size": 1, "training__precision": "fp32"}
+    assert found(1, **keys) == (split + whole) * 16
+    assert found(4, **keys) == (split + whole) * (4 + 4 + 8 / 4)
+    assert found(4, **keys, parallel__zero_stage=3) == (split + whole) * 16 / 4
+    keys = {"parallel__tensor_model_parallel_size": 2, "training__precision": "bf16"}
+    assert found(4, **keys) == (split / 2 + whole) * (2 + 2 + 12 / 2)
+    keys["parallel__engine"] = "megatron"
+    assert found(4, **keys) == (split / 2 + whole) * (2 + 4 + 12 / 2)
+
+
+def test_trials_smaller_than_the_paper_advises(repository: Path) -> None:
+    small = guidance(load_config(repository / "configs" / "demo.yaml"))
+    assert small == ["width 64 < 256", "batch 16 < 32", "steps 120 < 5000"]
+    assert guidance(load_config(repository / "configs" / "gpt3" / "6.7b.yaml")) == []
 
 
 def test_the_share_that_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

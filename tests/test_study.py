@@ -13,6 +13,7 @@ import pytest
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
+from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.outcome import Trial, choose
 from mup_megatron.tuning.study import Study
 from tests.configs import MIXED, make
@@ -322,3 +323,88 @@ def test_nothing_to_choose_from(tmp_path: Path) -> None:
     trials = [trial(0, math.inf, state="diverged"), trial(1, None, state="failed")]
     with pytest.raises(UserError, match="none of the 2 trials ended with a finite loss"):
         choose(study_config(tmp_path), trials)
+
+
+def joined(config: Config, path: Path, seconds: float = 1.0) -> Study:
+    """The study as another worker sees it."""
+    study = Study.join(config, Leases(path / "tuning", seconds))
+    assert study is not None
+    return study
+
+
+def silence(study: Study) -> None:
+    """The worker is gone: nothing touches its leases any more."""
+    assert study._leases is not None
+    study._leases._held.clear()
+
+
+def taken_back(leader: Study, seconds: float) -> list[str]:
+    names, until = [], time.monotonic() + seconds
+    while time.monotonic() < until:
+        names += leader.take_back()
+        time.sleep(0.05)
+    return names
+
+
+def test_a_study_is_joined_once_it_is_there(tmp_path: Path) -> None:
+    config = study_config(tmp_path)
+    assert Study.join(config, Leases(tmp_path / "tuning", 1.0)) is None
+    Study.create(config, Leases(tmp_path / "tuning", 1.0))
+    assert len(joined(config, tmp_path).trials()) == 8
+    with pytest.raises(UserError, match="started with other settings"):
+        joined(study_config(tmp_path, tuning__train_steps=32), tmp_path)
+
+
+def test_a_trial_of_a_worker_that_is_gone(tmp_path: Path) -> None:
+    """It is taken back once, by its lease alone; those of workers that live stay theirs, however long they take."""
+    config = study_config(tmp_path)
+    leader = Study.create(config, Leases(tmp_path / "tuning", 1.0))
+    gone, slow = joined(config, tmp_path), joined(config, tmp_path)
+    lost, kept = gone.claim(), slow.claim()
+    assert lost is not None
+    assert kept is not None
+    assert taken_back(leader, 2.0) == []  # longer than the lease
+    silence(gone)
+    assert taken_back(leader, 2.0) == [lost.name]
+    slow.check_held(kept)
+    with pytest.raises(Lost):  # it was only slow, and lets go
+        gone.check_held(lost)
+    again = slow.claim()
+    assert again is not None
+    assert again.name == lost.name
+    with pytest.raises(Lost):  # the new owner's lease is not the old one's
+        gone.check_held(lost)
+
+
+def test_a_trial_that_takes_its_workers_with_it(tmp_path: Path) -> None:
+    config = study_config(tmp_path, tuning__trials=1)
+    leader = Study.create(config, Leases(tmp_path / "tuning", 0.2))
+    for _ in range(5):
+        worker = joined(config, tmp_path, 0.2)
+        assert worker.claim() is not None
+        silence(worker)
+        assert len(taken_back(leader, 0.5)) == 1
+    [trial] = leader.trials()
+    assert (trial.state, trial.reason) == ("failed", "its worker was lost, 5 times")
+    assert joined(config, tmp_path).claim() is None
+
+
+def test_nobody_waits_for_a_trial_that_nobody_runs(tmp_path: Path) -> None:
+    """The only worker left waits at a rung for a trial of a lower slot that is taken back then: it takes that one."""
+    config = study_config(tmp_path)
+    leader = Study.create(config, Leases(tmp_path / "tuning", 0.3))
+    gone, left = joined(config, tmp_path, 0.3), joined(config, tmp_path)
+    first, second = gone.claim(), left.claim()
+    assert first is not None
+    assert second is not None
+    silence(gone)
+
+    def alive() -> None:
+        leader.take_back()
+
+    with pytest.raises(Overtaken):
+        left.survives(second, 4, loss_of(second, 4), alive)
+    left.finish(second, "waiting")
+    again = left.claim()
+    assert again is not None
+    assert again.slot == first.slot

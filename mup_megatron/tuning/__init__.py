@@ -3,6 +3,7 @@
 space.py     what may be tuned; a config with values put in; the proxy's config
 budget.py    what tuning and pretraining cost, before they cost anything
 study.py     the shared Optuna study: planned trials, halving in order, repetitions
+lease.py     whose worker is gone, where workers come and go
 outcome.py   its trials, and the one that is chosen
 trial.py     one trial, in the process that runs it
 worker.py    starts that process, watches it, tells the study

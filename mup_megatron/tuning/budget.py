@@ -1,6 +1,6 @@
 """What tuning and pretraining cost, before they cost anything: tokens, FLOPs, share, time.
 
-Public names: `plan`, `Plan`, `flops_per_token`.
+Public names: `plan`, `Plan`, `flops_per_token`, `six_nd`, `state_bytes`, `guidance`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError
+from mup_megatron.explain import holds
+from mup_megatron.init import local_shape
+from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.shapes import Init
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of
@@ -41,6 +44,16 @@ class Cost:
     flops: float
     hours: float | None = None
 
+    @property
+    def six_nd(self) -> float:
+        """The same by the rule of thumb."""
+        return six_nd(self.parameters, self.tokens)
+
+
+def six_nd(parameters: float, tokens: float) -> float:
+    """6 operations per parameter and token (arXiv 2001.08361, section 2.1): no attention, all parameters."""
+    return 6.0 * parameters * tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -55,6 +68,7 @@ class Plan:
         tuning: what tuning costs if halving stops the expected share of the trials.
         most: the same if no trial is stopped.
         target: what pretraining costs.
+        memory: bytes of the target's weights, gradients and optimizer state per process; None without a layout.
     """
 
     trials: int
@@ -65,6 +79,7 @@ class Plan:
     tuning: Cost
     most: Cost
     target: Cost
+    memory: int | None = None
 
     @property
     def share(self) -> float:
@@ -73,7 +88,13 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "share": self.share, "most_share": self.most.flops / self.target.flops}
+        rule = {name: getattr(self, name).six_nd for name in ("tuning", "target")}
+        return {
+            **asdict(self),
+            "share": self.share,
+            "most_share": self.most.flops / self.target.flops,
+            "six_nd": {**rule, "share": rule["tuning"] / rule["target"]},
+        }
 
 
 def flops_per_token(parametrization: Parametrization) -> float:
@@ -105,7 +126,7 @@ def flops_per_token(parametrization: Parametrization) -> float:
     return 6.0 * (weights + active) + attention
 
 
-def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False) -> Plan:
+def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False, layout: Layout | None = None) -> Plan:
     """The budget of a config.
 
     Args:
@@ -113,6 +134,7 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         vocab_size: entries of the tokenizer, before padding.
         workers: processes that tune, and that then train the target.
         measure: whether to time a matrix product of each model's size on this machine, for hours.
+        layout: the target's, for its memory per process.
     """
     from mup_megatron.model import parametrize
 
@@ -135,6 +157,34 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         tuning=_cost(proxy, proxy_parametrization, tuning.trials * expected + repetitions * steps, workers, measure),
         most=_cost(proxy, proxy_parametrization, (tuning.trials + repetitions) * steps, workers, False),
         target=_cost(config, target_parametrization, config.training.train_steps, workers, measure),
+        memory=None if layout is None else state_bytes(target_parametrization, layout),
+    )
+
+
+def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
+    """Bytes of weights, gradients and optimizer state on the process that holds most of them; no activations.
+
+    Per parameter (ZeRO, arXiv 1910.02054, section 3.1, with this project's fp32 beside its bf16): weights 2 or 4,
+    gradients as much (4 in Megatron's buffers), Adam's two moments 8, SGD's momentum 4, bf16's master copy 4.
+    What is split over data-parallel ranks is divided by their number, experts' state (whose replicas are fewer) too.
+    """
+    config = parametrization.config
+    bf16, megatron = config.training.precision == "bf16", config.parallel.engine == "megatron"
+    weights, gradients = (2, 4 if megatron else 2) if bf16 else (4, 4)
+    state = (4 if config.optimizer.name == "sgd" else 8) + (4 if bf16 else 0)
+    replicas = layout.data * layout.context
+    split = [layout.zero_stage >= 1 or layout.distributed_optimizer, layout.zero_stage >= 2, layout.zero_stage >= 3]
+    each = sum(size / (replicas if over else 1) for size, over in zip((state, gradients, weights), split, strict=True))
+    stages = range(0, layout.world_size, layout.world_size // layout.pipeline)
+    return round(max(_held(parametrization, layout, rank) for rank in stages) * each)
+
+
+def _held(parametrization: Parametrization, layout: Layout, rank: int) -> int:
+    """Parameters on a rank, whole ones where ZeRO splits them further."""
+    return sum(
+        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
+        for name, shape in parametrization.shapes.items()
+        if holds(parametrization.config, layout, rank, name)
     )
 
 
@@ -206,20 +256,40 @@ def lines(config: Config, budget: Plan) -> list[str]:
     again = f"; then {budget.repetitions} repetitions of the best with other seeds" if budget.repetitions else ""
     rows = [
         f"plan: {budget.trials} trials of {budget.steps} steps on the proxy{halved}{again}",
-        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'time at least':>15}",
+        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}"
+        f"{'6ND':>12}{'share':>10}{'time at least':>15}",
     ]
     for name, cost in (("tuning", budget.tuning), ("target", budget.target)):
         share = f"{cost.flops / budget.target.flops:.3g}"
+        rule = f"{cost.six_nd:>12.2e}{cost.six_nd / budget.target.six_nd:>10.3g}"
         rows.append(
             f"{name:8}{_si(cost.parameters):>12}{_si(cost.tokens):>12}{cost.flops:>12.2e}{share:>10}"
-            f"{_duration(cost.hours):>15}"
+            f"{rule}{_duration(cost.hours):>15}"
         )
     most = budget.most.flops / budget.target.flops
     rows.append(
         f"{budget.workers} process{'es' if budget.workers > 1 else ''}; at most {most:.3g} of the target's compute "
         f"if no trial is stopped early; allowed {config.tuning.max_compute_share:g}"
     )
+    if budget.memory is not None:
+        rows.append(f"target: {_si(budget.memory)}B of weights, gradients and optimizer state per process at most")
+    if below := guidance(config):
+        rows.append(f"warning: trials below what Tensor Programs V advises (appendix D): {', '.join(below)}")
     return rows
+
+
+def guidance(config: Config) -> list[str]:
+    """Where trials are smaller than Tensor Programs V, appendix D, advises, such as "width 64 < 256"."""
+    training, proxy = config.training, config.proxy_model
+    sizes = {
+        "width": (proxy.hidden_size, 256),
+        "depth": (proxy.num_layers, 4),
+        "head size": (proxy.head_size, 32),
+        "batch": (config.tuning.global_batch_size or training.global_batch_size, 32),
+        "sequence": (training.seq_length, 128),
+        "steps": (tuning_steps(config), 5000),
+    }
+    return [f"{name} {size} < {least}" for name, (size, least) in sizes.items() if size < least]
 
 
 def _si(number: float) -> str:

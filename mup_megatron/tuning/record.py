@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError, one_line
 from mup_megatron.explain import explain, family
 from mup_megatron.layout import Layout
@@ -35,7 +35,7 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
 
 def record_path(config: Config) -> Path:
     """`tuning.record`, else transfer.json in the run's folder."""
-    return Path(config.tuning.record or Path(config.run.dir) / "transfer.json")
+    return Path(config.record_path)
 
 
 def digested(config: Config) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def digested(config: Config) -> dict[str, Any]:
     grows = set(config.base.sizes)
     if config.parametrization.depth != "none":
         grows.add("num_layers")
-    model = config.model.model_dump(exclude={"norm_implementation", "core_attention", "vocab_size", *grows})
+    model = config.model.model_dump(exclude={*Model.PLAIN_KERNELS, "vocab_size", *grows})
     tokenizer = config.data.tokenizer
     settings = {
         "model": {**model, "vocab_size": config.vocab_size},

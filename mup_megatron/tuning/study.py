@@ -22,13 +22,15 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
+from mup_megatron.tuning.lease import Leases, Overtaken
 from mup_megatron.tuning.outcome import FINISHED, State, Trial, best
 from mup_megatron.tuning.record import differences, digest, digested
 from mup_megatron.tuning.space import Value, distributions, proxy_config, rungs, values_of
 
 _POLL_SECONDS = 0.2
+_MOST_LOST = 5
 # Brackets of hyperband over slots, 4 : 3 : 3 as Optuna shares them among three brackets at reduction factor 2. Trials
 # of bracket b may be stopped at the last 2 - b rungs only.
 _BRACKETS = (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
@@ -41,7 +43,7 @@ def _decided(config: Config) -> dict[str, Any]:
         exclude={"train_steps", "log_interval", "checkpoint_interval", "checkpoints_kept", "eval_interval"}
     )
     sections = {
-        "proxy": proxy.model.model_dump(exclude={"norm_implementation"}),
+        "proxy": proxy.model.model_dump(exclude={*Model.PLAIN_KERNELS}),
         "hparams": config.hparams.model_dump(),
         "training": training,
         "data": config.data.model_dump(exclude={"dir", "cache_dir", "tokenizer"}),
@@ -61,9 +63,10 @@ class Study:
 
     Args:
         config: the target's run.
+        leases: where workers come and go; None where one launch starts all of them.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, leases: Leases | None = None) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._config = config
         self.directory = Path(config.run.dir) / "tuning"
@@ -72,6 +75,7 @@ class Study:
         # A database may hold the studies of many folders.
         self._name = f"{config.run.name}-{digest({'dir': str(Path(config.run.dir).resolve())})[:8]}"
         self._study: optuna.Study | None = None
+        self._leases = leases
 
     @property
     def study(self) -> optuna.Study:
@@ -91,35 +95,81 @@ class Study:
         return digest(_decided(self._config))
 
     @classmethod
-    def create(cls, config: Config) -> Study:
+    def create(cls, config: Config, leases: Leases | None = None) -> Study:
         """Makes the study or finds it, plans what is missing, and takes back what nobody runs any more.
 
-        Only where no other worker is at work: a trial that is running then was lost with its worker.
+        Without leases only where no other worker is at work: a trial that is running then was lost with its worker.
+        With leases, `take_back` finds what was lost.
 
         Raises:
             UserError: a study of the same name was made with other settings; names the keys.
         """
-        _mend(journal_path(config))
-        study = cls(config)
+        if leases is None:
+            _mend(journal_path(config))
+        study = cls(config, leases)
         study._make()
         return study
 
+    @classmethod
+    def join(cls, config: Config, leases: Leases) -> Study | None:
+        """The study that another worker made; None if none has yet.
+
+        Raises:
+            UserError: it was made with other settings; names the keys.
+        """
+        if config.tuning.storage == "journal" and not journal_path(config).exists():
+            return None
+        study = cls(config, leases)
+        try:
+            made = study._check()
+        except KeyError:  # Optuna knows no study of this name
+            return None
+        return study if made else None
+
     def _make(self) -> None:
         optuna.create_study(study_name=self._name, storage=self._storage, direction="minimize", load_if_exists=True)
-        decided = json.loads(json.dumps(_decided(self._config)))
+        if not self._check():
+            self.study.set_user_attr("decided", _plain(_decided(self._config)))
+        if self._leases is None:
+            for trial in self.trials():
+                if trial.state == "running":
+                    self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
+        self._plan()
+
+    def _check(self) -> bool:
+        """Whether the study says already what decides its outcome. Raises UserError where that is something else."""
+        decided = _plain(_decided(self._config))
         found = self.study.user_attrs.get("decided")
-        if found is None:
-            self.study.set_user_attr("decided", decided)
-        elif found != decided:
+        if found is not None and found != decided:
             differing = differences(found, decided, "then", "now")
             raise UserError(
                 f"{self.directory}: this study was started with other settings ({'; '.join(differing[:8])}); change "
                 f"the config back, choose another run.dir, or remove that folder to start again"
             )
-        for trial in self.trials():
-            if trial.state == "running":
+        return found is not None
+
+    def take_back(self) -> list[str]:
+        """Gives trials back whose workers are gone; their names. For the worker that leads, where there are leases.
+
+        A trial that has taken too many workers with it has failed.
+        """
+        running = {trial.name: trial for trial in self.trials() if trial.state == "running"}
+        lost = self._leases.lost(running) if self._leases else []
+        for name in lost:
+            trial = running[name]
+            times = self._storage.get_trial(trial.id).user_attrs.get("lost", 0) + 1
+            self._storage.set_trial_user_attr(trial.id, "lost", times)
+            if times < _MOST_LOST:
                 self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
-        self._plan()
+            else:
+                self._storage.set_trial_user_attr(trial.id, "reason", f"its worker was lost, {times} times")
+                self._storage.set_trial_state_values(trial.id, TrialState.FAIL)
+        return lost
+
+    def check_held(self, trial: Trial) -> None:
+        """Raises Lost where a trial of this process's was taken back."""
+        if self._leases is not None:
+            self._leases.check(trial.name)
 
     def _plan(self) -> None:
         planned = [trial for trial in self.trials() if not trial.repeats]
@@ -182,6 +232,8 @@ class Study:
             except optuna.exceptions.UpdateFinishedTrialError:
                 continue
             if ours:
+                if self._leases is not None:
+                    self._leases.take(waiting.name)
                 self.study.sampler = _sampler(self._config, waiting.slot)  # else every process draws the same points
                 trial = optuna.trial.Trial(self.study, waiting.id)
                 for name, distribution in self._distributions.items():
@@ -201,6 +253,9 @@ class Study:
             step: that was reached.
             loss: evaluation loss there.
             alive: called while waiting for trials of lower slots; may raise.
+
+        Raises:
+            Overtaken: one of them was taken back from its worker; if all others wait for it here, nobody would run it.
         """
         self._storage.set_trial_intermediate_value(trial.id, step, loss)
         tuning = self._config.tuning
@@ -218,6 +273,8 @@ class Study:
             ]
             if all(step in other.reports or other.state in FINISHED for other in earlier):
                 break
+            if self._leases is not None and any(other.state == "waiting" for other in earlier):
+                raise Overtaken
             alive()
             time.sleep(_POLL_SECONDS)
         reached = [other.reports[step] for other in earlier if step in other.reports]
@@ -262,6 +319,13 @@ class Study:
             storage.set_trial_state_values(trial.id, TrialState.PRUNED)
         else:
             storage.set_trial_state_values(trial.id, TrialState.FAIL)
+        if self._leases is not None:
+            self._leases.drop(trial.name)
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As a storage gives it back."""
+    return json.loads(json.dumps(settings))
 
 
 def journal_path(config: Config) -> Path:

@@ -29,6 +29,7 @@ from mup_megatron.config import Config
 from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.runtime import Rank, sigterm
 from mup_megatron.tuning import Stopped
+from mup_megatron.tuning.lease import Lost, Overtaken
 from mup_megatron.tuning.outcome import Trial
 from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
@@ -207,6 +208,7 @@ def _run(
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
     def alive() -> None:
+        study.check_held(trial)
         done()
         if terminated():
             raise Stopped
@@ -228,6 +230,14 @@ def _run(
             if trial.attempts >= _ATTEMPTS:
                 return end("failed", reason=f"{died}, twice")
             say(f"{trial.name}: {died}; it goes on from its last checkpoint")
+    except Lost:
+        process.stop()
+        say(f"{trial.name}: this worker had been silent for too long, another one has it now")
+        return None
+    except Overtaken:
+        process.save_and_stop()
+        end("waiting")
+        return None
     except (Stopped, UserError):
         # SIGTERM, or the first rank is gone: the trial is saved, and waits for the next launch.
         process.save_and_stop()

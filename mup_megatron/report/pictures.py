@@ -1,4 +1,4 @@
-"""Pictures of a run. Public names: `draw_curves`, `draw_search`."""
+"""Pictures of a run. Public names: `draw_curves`, `draw_search`; for other pictures `load_pyplot`, `save_figure`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ STATES = {
 """How a trial that ended so is drawn: label, marker, color."""
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """Matplotlib's pyplot, which draws into files alone."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,7 +34,7 @@ def draw_curves(run: Run) -> Path:
     Returns:
         Path of the picture, `loss.png` in the run's folder.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(7, 4.6), sharex=True, height_ratios=[4, 1], layout="constrained"
     )
@@ -61,7 +62,7 @@ def draw_curves(run: Run) -> Path:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     path = run.directory / "loss.png"
-    _save(figure, path)
+    save_figure(figure, path)
     pyplot.close(figure)
     return path
 
@@ -74,7 +75,7 @@ def draw_search(run: Run) -> Path | None:
     """
     if run.record is None:
         return None
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     from matplotlib import ticker
 
     study = run.record["study"]
@@ -113,7 +114,7 @@ def draw_search(run: Run) -> Path | None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     path = run.directory / "search.png"
-    _save(figure, path)
+    save_figure(figure, path)
     pyplot.close(figure)
     return path
 
@@ -129,7 +130,7 @@ def _limits(trials: list[dict[str, Any]]) -> tuple[float, float]:
     return low - 0.05 * (high - low), high
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     """Whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, dpi=150, format="png")

@@ -1,0 +1,354 @@
+"""Negative controls: one rule taken out, in a regime that excites it; and the plane between standard and µP.
+
+Public names: `Control`, `CONTROLS`, `control`, `processes`, `interpolate`, `retuned`. A control changes the table of
+rules (`Parametrization`) that init, optimizer and forward pass read, so that the model which then trains is a real one
+with a wrong rule.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from mup_megatron import rules
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.layout import Layout
+from mup_megatron.parametrization import GroupKey, Parametrization, TensorHyperparameters
+from mup_megatron.proof.family import Axis
+from mup_megatron.shapes import Init
+
+Break = Callable[[Parametrization, Layout], Parametrization]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """How a rule is taken out.
+
+    Args:
+        rule: what is taken out, for people.
+        break_: the parametrization without it.
+        regime: config keys under which the rule matters, from the config and the steps of the check.
+        axis: what has to grow.
+        growing_tensor: whether the tensor-parallel size has to grow with the width.
+        factors: sizes over the base's, where not any will do.
+    """
+
+    rule: str
+    break_: Break
+    regime: Callable[[Config, int], dict[str, Any]] = lambda config, steps: {}
+    axis: Axis = "width"
+    growing_tensor: bool = False
+    factors: tuple[int, ...] = ()
+
+
+def interpolate(init: float, lr: float) -> Break:
+    """A point in the plane of parametrizations (Tensor Programs V's blog post): (0, 0) is standard, (1, 1) is µP.
+
+    The readout is taken in the form without a forward multiplier, in which its init and rate have exponents of their
+    own (paper, Table 8 to Table 3, by abc-symmetry); a tied one, whose init is the embedding's, takes the init's
+    exponent in its forward multiplier.
+
+    Args:
+        init: exponent on µP's init multipliers.
+        lr: exponent on those of rate, epsilon and attention scale.
+    """
+
+    def between(parametrization: Parametrization, layout: Layout) -> Parametrization:
+        def tensor(name: str, held: TensorHyperparameters) -> TensorHyperparameters:
+            # Of a readout, what W's init and rate would be without the multiplier A.
+            forward = float(1 / held.shape.fan_in.ratio) if held.shape.spec.readout else 1.0
+            std = {
+                block: base * (value / base * forward) ** init if base else 0.0
+                for (block, value), base in zip(held.init_std.items(), _base_stds(parametrization, held), strict=True)
+            }
+            power = 2 if parametrization.rule == "sgd" else 1
+            eps = (held.eps_multiplier or 1.0) / forward
+            return retuned(
+                parametrization,
+                dataclasses.replace(held, init_std=std),
+                lr=(held.lr_multiplier * forward**power) ** lr,
+                eps=eps**lr,
+                decay=((held.weight_decay_multiplier or 1.0) / forward**power) ** lr,
+            )
+
+        tied = not any(shape.spec.readout for shape in parametrization.shapes.values())
+        alpha = parametrization.config.hparams.output_multiplier
+        forward = parametrization.forward
+        model = parametrization.config.model
+        growth = math.sqrt(parametrization.base_head_size / model.head_size)
+        return _with(
+            parametrization,
+            tensor,
+            readout=alpha * (forward.readout / alpha) ** init if tied else alpha,
+            softmax_scale=forward.softmax_scale / growth * growth**lr,
+        )
+
+    return between
+
+
+def retuned(
+    parametrization: Parametrization,
+    tensor: TensorHyperparameters,
+    *,
+    lr: float | Fraction | None = None,
+    eps: float | Fraction | None = None,
+    decay: float | Fraction | None = None,
+) -> TensorHyperparameters:
+    """A tensor with other multipliers on rate, epsilon or decay, in the optimizer group that these make.
+
+    Args:
+        parametrization: that the tensor is of.
+        tensor: as the rules have it.
+        lr: multiplier instead of the rule's, as the others.
+        eps: ignored where the optimizer has no epsilon.
+        decay: ignored where the tensor is not decayed.
+    """
+    config, group = parametrization.config, tensor.group
+    lr = group.lr if lr is None else lr
+    eps = group.eps if eps is None or tensor.eps is None else eps
+    decay = group.weight_decay if decay is None or not group.weight_decay else decay
+    return dataclasses.replace(
+        tensor,
+        lr=config.hparams.lr * float(lr),
+        lr_multiplier=float(lr),
+        eps=None if tensor.eps is None else config.optimizer.eps * float(eps),
+        eps_multiplier=None if tensor.eps is None else float(eps),
+        weight_decay=config.hparams.weight_decay * float(decay),
+        weight_decay_multiplier=float(decay),
+        group=GroupKey(lr=lr, eps=eps, weight_decay=decay),
+    )
+
+
+def _with(
+    parametrization: Parametrization,
+    change: Callable[[str, TensorHyperparameters], TensorHyperparameters] | None = None,
+    **forward: float,
+) -> Parametrization:
+    """A copy with other tensors, and other forward multipliers."""
+    result = copy.copy(parametrization)
+    values = vars(result)  # frozen: the copy is not anybody's yet
+    values["forward"] = dataclasses.replace(parametrization.forward, **forward)
+    if change is not None:
+        values["tensors"] = {name: change(name, tensor) for name, tensor in parametrization.tensors.items()}
+    values.pop("groups", None)
+    return result
+
+
+def _base_stds(parametrization: Parametrization, tensor: TensorHyperparameters) -> list[float]:
+    return [parametrization._base_std(tensor.shape.spec.init) if std else 0.0 for std in tensor.init_std.values()]
+
+
+def _m_in(tensor: TensorHyperparameters) -> Fraction:
+    return tensor.shape.fan_in.ratio
+
+
+def _m_out(tensor: TensorHyperparameters) -> Fraction:
+    return max(dim.ratio for dim in tensor.shape.fan_outs.values())
+
+
+def _is_hidden(tensor: TensorHyperparameters) -> bool:
+    return not tensor.shape.spec.readout and tensor.shape.fan_in.grows
+
+
+def _embedding_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """The embedding's rate falls as a hidden tensor's does."""
+
+    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+        if tensor.shape.spec.init is not Init.EMBEDDING:
+            return tensor
+        return retuned(parametrization, tensor, lr=tensor.group.lr / _m_out(tensor))
+
+    return _with(parametrization, change)
+
+
+def _hidden_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """Hidden tensors are drawn with the base's standard deviation."""
+
+    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+        if not _is_hidden(tensor):
+            return tensor
+        factor = math.sqrt(_m_in(tensor))
+        return dataclasses.replace(tensor, init_std={block: std * factor for block, std in tensor.init_std.items()})
+
+    return _with(parametrization, change)
+
+
+def _hidden_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """Hidden tensors take the base's rate."""
+
+    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return retuned(parametrization, tensor, lr=tensor.group.lr * _m_in(tensor)) if _is_hidden(tensor) else tensor
+
+    return _with(parametrization, change)
+
+
+def _readout_multiplier(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """Logits are W h, without A = 1/m_in; init and rate are those that go with it."""
+    return _with(parametrization, readout=parametrization.config.hparams.output_multiplier)
+
+
+def _attention_scale(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """1/sqrt(d) instead of 1/d."""
+    growth = math.sqrt(parametrization.config.model.head_size / parametrization.base_head_size)
+    return _with(parametrization, softmax_scale=parametrization.forward.softmax_scale * growth)
+
+
+def _head_size_grows(config: Config, steps: int) -> dict[str, Any]:
+    """Heads stay as many and grow; queries start from zero (appendix D.2), so that all that logits are was learned.
+
+    A few tokens: the more of them share an update, the less of it is aligned with any one key, and only what is aligned
+    tells 1/d from 1/sqrt(d) (logits go as d^-0.1 and d^0.4 with 16 tokens, as d^-0.4 and d^0.1 with 256).
+    """
+    base = config.model.resized(config.base.width)
+    if config.model.multi_latent_attention:
+        raise config.error("model.multi_latent_attention", "--break attention_scale has no regime for it")
+    return {
+        "model.num_attention_heads": base.num_attention_heads,
+        "model.num_query_groups": base.query_groups,
+        "model.kv_channels": base.head_size,
+        "base.num_attention_heads": None,
+        "base.num_query_groups": None,
+        "base.kv_channels": base.head_size,
+        "parametrization.zero_init_query": not config.model.qk_layernorm,
+        "training.seq_length": min(8, config.training.seq_length),
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": config.training.global_batch_size // config.training.micro_batch_size,
+    }
+
+
+def _output_like_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """The readout, and whatever else is output-like, is drawn without g."""
+
+    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+        factor = math.sqrt(_m_in(tensor))
+        fan_outs = tensor.shape.fan_outs
+        std = {block: value if fan_outs[block].grows else value * factor for block, value in tensor.init_std.items()}
+        return dataclasses.replace(tensor, init_std=std)
+
+    return _with(parametrization, change)
+
+
+def _epsilon(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """One epsilon for all tensors at all widths."""
+    return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, eps=rules.ONE))
+
+
+def _large_epsilon(config: Config, steps: int) -> dict[str, Any]:
+    """Near a gradient's coordinates at the base; unclipped."""
+    _adam(config, "eps")
+    return {"optimizer.eps": 1e-3, "training.clip_grad": 0.0}
+
+
+def _weight_decay(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """λ is the same at all widths, so that lr·λ falls as the rate does."""
+    return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, decay=rules.ONE))
+
+
+def _large_decay(config: Config, steps: int) -> dict[str, Any]:
+    """lr·λ·steps is 1, and the rate small: most of what changes is decay."""
+    _adam(config, "decay")
+    lr = config.hparams.lr / 100
+    return {
+        "hparams.lr": lr,
+        "hparams.weight_decay": 1.0 / (lr * steps),
+        "parametrization.weight_decay": "independent",
+    }
+
+
+def _depth_factor(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """Branches are added whole, whatever the depth."""
+    return _with(parametrization, residual=parametrization.config.hparams.residual_multiplier)
+
+
+def _depth_grows(config: Config, steps: int) -> dict[str, Any]:
+    rule = config.parametrization.depth
+    layers = config.num_layers_base
+    return {"parametrization.depth": "completep" if rule == "none" else rule, "base.num_layers": layers}
+
+
+def _sgd_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """SGD's rate is the same for all tensors at all widths."""
+    return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, lr=rules.ONE))
+
+
+def _sgd(config: Config, steps: int) -> dict[str, Any]:
+    """A rate with which SGD moves what Adam would, unclipped; without decay."""
+    lr = config.hparams.lr if config.optimizer.name == "sgd" else 0.05
+    return {"optimizer.name": "sgd", "hparams.lr": lr, "hparams.weight_decay": 0.0, "training.clip_grad": 0.0}
+
+
+def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """Fan-in and fan-out are read from the parameter itself, which under tensor parallelism is a slice of it."""
+
+    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+        spec = tensor.shape.spec
+        slices = layout.slice_of(spec, 0)[1] if spec.partition_dim is not None else 1
+        if spec.partition_dim == spec.fan_in and tensor.shape.fan_in.grows:
+            std = {block: value * math.sqrt(slices) for block, value in tensor.init_std.items()}
+            return retuned(parametrization, dataclasses.replace(tensor, init_std=std), lr=tensor.group.lr * slices)
+        if spec.partition_dim == spec.fan_out and tensor.shape.fan_out.grows:
+            return retuned(parametrization, tensor, eps=tensor.group.eps * slices)
+        return tensor
+
+    return _with(parametrization, change)
+
+
+def _adam(config: Config, control: str) -> None:
+    if config.optimizer.name not in ("adamw", "adam") or (control == "decay" and config.optimizer.name != "adamw"):
+        raise config.error("optimizer.name", f"{config.optimizer.name}: --break {control} is of adamw; expected that")
+
+
+CONTROLS: dict[str, Control] = {
+    "embedding_rate": Control(rule="the embedding's rate", break_=_embedding_rate),
+    "hidden_init": Control(rule="init of hidden tensors", break_=_hidden_init),
+    "hidden_rate": Control(rule="rate of hidden tensors", break_=_hidden_rate),
+    "readout_multiplier": Control(rule="forward multiplier of the readout", break_=_readout_multiplier),
+    "attention_scale": Control(rule="attention scale", break_=_attention_scale, regime=_head_size_grows),
+    "output_like_init": Control(
+        rule="g, init of output-like tensors",
+        break_=_output_like_init,
+        regime=lambda config, steps: {"model.share_embeddings_and_output_weights": False},
+    ),
+    "eps": Control(rule="Adam's epsilon", break_=_epsilon, regime=_large_epsilon),
+    "decay": Control(rule="independent weight decay", break_=_weight_decay, regime=_large_decay),
+    "depth_factor": Control(rule="depth factor of branches", break_=_depth_factor, regime=_depth_grows, axis="depth"),
+    "sgd_rate": Control(rule="SGD's rate", break_=_sgd_rate, regime=_sgd),
+    "local_shard": Control(
+        rule="global widths (read from a local shard)",
+        break_=_local_shard,
+        # The narrowest model has all the ranks for its data.
+        regime=lambda config, steps: {"training.micro_batch_size": 1},
+        growing_tensor=True,
+        factors=(1, 2, 4),
+    ),
+}
+"""By the name that `--break` takes."""
+
+
+def control(name: str) -> Control:
+    """The control of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in CONTROLS:
+        raise UserError(f"--break {name}: expected one of {', '.join(CONTROLS)}")
+    return CONTROLS[name]
+
+
+def processes(name: str | None, factors: Sequence[int]) -> int | None:
+    """Processes that a control needs where the config's own layout does not do: one per factor of width.
+
+    Args:
+        name: of the control; None is none.
+        factors: sizes over the base's; the control's own if there are none.
+    """
+    if name is None or not control(name).growing_tensor:
+        return None
+    return max(factors or control(name).factors)

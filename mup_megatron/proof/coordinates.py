@@ -1,0 +1,264 @@
+"""What one model's coordinates do in a few steps on one batch: measured on every rank, put together globally.
+
+Public names: `Coordinates`, `measure`. The size of a tensor is the mean absolute value of its coordinates. Each rank
+adds up what it holds and counts it; sums and counts are added over all ranks. Where ranks hold parts (tensor,
+sequence, context, pipeline and data parallelism), that is the mean over the whole; where some hold the same, every
+coordinate is counted equally often, and the mean is that of one.
+
+    s sequence   b batch   a heads of this rank   g KV heads of this rank   d head size   p queries that are looked at
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+from megatron.core.transformer.identity_op import IdentityOp
+
+from mup_megatron.data.batches import Batch
+from mup_megatron.engines import WEIGHT, build_engine
+from mup_megatron.model import build_model, named_modules, named_parameters
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.proof.family import Member
+
+_QUERIES = 64
+"""Queries, evenly spaced over the sequence, whose attention logits are looked at: all would take memory as s²."""
+
+QUANTITIES = ("output", "change", "gradient")
+"""Of a module: its output, that output's change since step 0, and the loss's gradient with respect to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Sizes in one model, one entry per step from 0; NaN where there was nothing to measure.
+
+    Args:
+        modules: quantity (`QUANTITIES`) to module's global name to sizes before each step.
+        updates: parameter's global name to the size of what each step added to it.
+        losses: nats per token before each step.
+        silent: modules with parameters whose forward never ran on any rank.
+    """
+
+    modules: dict[str, dict[str, list[float]]]
+    updates: dict[str, list[float]]
+    losses: list[float] = field(default_factory=list)
+    silent: tuple[str, ...] = ()
+
+
+def measure(
+    member: Member,
+    parametrization: Parametrization,
+    rank: int,
+    device: torch.device,
+    batch: Sequence[Batch],
+    steps: int,
+) -> Coordinates:
+    """Builds a model of the family, trains it on one batch, and looks at every module. Collective.
+
+    Needs megatron-core's parallel_state (runtime.start_distributed).
+
+    Args:
+        member: config and layout; every `auto` of the config resolved.
+        parametrization: of the same model, its rules whole or broken.
+        rank: global rank of this process.
+        device: where the model lives.
+        batch: this rank's micro-batches of the global batch that every step takes.
+        steps: optimizer steps; coordinates are looked at before each and after the last.
+
+    Raises:
+        UserError: the config's engine does not have the layout.
+    """
+    config, layout = member.config, member.layout
+    chunks = build_model(config, parametrization, layout, rank, device)
+    trained = {name: parameter for name, parameter in named_parameters(chunks) if not _frozen(parametrization, name)}
+    # Before the engine takes them apart (ZeRO 3).
+    weights = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
+    engine = build_engine(config, parametrization, chunks, layout)
+    recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context))
+    updates = _Sums()
+    losses = []
+    try:
+        recorder.watch(named_modules(engine.chunks), attention_logits=layout.context == 1)
+        for step in range(steps + 1):
+            recorder.begin(step)
+            losses.append(engine.step(batch, config.hparams.lr).loss)
+            if step == steps:
+                break
+            for name, parameter in trained.items():
+                weight = engine.gather(parameter)[WEIGHT].detach().float().clone()
+                updates.add((name, step), weight - weights[name])
+                weights[name] = weight
+    finally:
+        recorder.close()
+        engine.close()
+    silent = _silent_everywhere(recorder.silent, recorder.fired)
+    sizes, updated = recorder.sums.means(), updates.means()
+    modules: dict[str, dict[str, list[float]]] = {quantity: {} for quantity in QUANTITIES}
+    for quantity, name, step in sizes:
+        modules[quantity].setdefault(name, [math.nan] * (steps + 1))[step] = sizes[quantity, name, step]
+    changes: dict[str, list[float]] = {}
+    for name, step in updated:
+        changes.setdefault(name, [math.nan] * steps)[step] = updated[name, step]
+    return Coordinates(modules=modules, updates=changes, losses=losses, silent=silent)
+
+
+def _frozen(parametrization: Parametrization, name: str) -> bool:
+    return parametrization.tensors[name].shape.spec.frozen
+
+
+class _Sums:
+    """Sums of absolute values and counts, by key, on this rank and then on all."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, tuple[torch.Tensor, int]] = {}
+
+    def add(self, key: Any, tensor: torch.Tensor, count: int | None = None) -> None:
+        """Adds a tensor's coordinates."""
+        total = tensor.detach().abs().sum(dtype=torch.float64)
+        before, counted = self._held.get(key, (0.0, 0))
+        self._held[key] = total + before, counted + (tensor.numel() if count is None else count)
+
+    def means(self) -> dict[Any, float]:
+        """Mean absolute value by key, over all ranks. Collective."""
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        here = {key: (float(total), count) for key, (total, count) in self._held.items()}
+        torch.distributed.all_gather_object(ranks, here)
+        whole: dict[Any, list[float]] = defaultdict(lambda: [0.0, 0])
+        for held in ranks:
+            for key, (total, count) in held.items():
+                whole[key][0] += total
+                whole[key][1] += count
+        return {key: total / count for key, (total, count) in whole.items() if count}
+
+
+class _Recorder:
+    """Forward hooks that add up coordinates of what modules put out, and hooks on those tensors for their gradients.
+
+    Args:
+        gradient_scale: from the gradient on a rank to that of the loss over the global batch.
+    """
+
+    def __init__(self, gradient_scale: float) -> None:
+        self.sums = _Sums()
+        self.fired: set[str] = set()
+        self.silent: set[str] = set()
+        self._scale = gradient_scale
+        self._handles: list[Any] = []
+        self._first: dict[tuple[str, int], torch.Tensor] = {}
+        self._calls: dict[str, int] = {}
+        self._step = 0
+
+    def watch(self, modules: Any, *, attention_logits: bool) -> None:
+        """Hooks every module but those whose inside depends on kernels (core attention) and identities."""
+        inside: tuple[str, ...] = ()
+        for name, module in modules:
+            if name.startswith(inside) and inside:
+                continue
+            if name.endswith("core_attention"):
+                inside = (*inside, f"{name}.")
+                hook = _attention_hook(name, self._see, attention_logits)
+                self._handles.append(module.register_forward_pre_hook(hook))
+            if name.endswith(".router"):
+                self._handles.append(module.register_forward_pre_hook(_router_hook(name, self._see)))
+            if isinstance(module, torch.nn.Dropout | IdentityOp) or name == "decoder":
+                continue  # under pipeline parallelism the decoder is another thing on every stage
+            if any(True for _ in module.parameters(recurse=False)):
+                self.silent.add(name)
+            self._handles.append(module.register_forward_hook(self._hook(name)))
+
+    def begin(self, step: int) -> None:
+        """A step follows."""
+        self._step = step
+        self._calls = defaultdict(int)
+
+    def close(self) -> None:
+        """Takes the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+        self._first.clear()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            self.fired.add(name)
+            tensor = output[0] if isinstance(output, tuple) and output else output
+            if torch.is_tensor(tensor) and tensor.is_floating_point() and tensor.requires_grad:
+                self._see(name, tensor)
+
+        return hook
+
+    def _see(self, name: str, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Adds up a tensor. `mask`, broadcast to it, is 0 where a coordinate does not count."""
+        call = self._calls[name]
+        self._calls[name] += 1
+        step = self._step
+        values = tensor.detach()
+        count = values.numel() if mask is None else int(mask.expand_as(values).sum())
+        self.sums.add(("output", name, step), values if mask is None else values * mask, count)
+        if ".experts." not in name:  # of the tokens that are routed to an expert, another set at every step
+            if step == 0:
+                self._first[name, call] = values.clone()
+            elif (name, call) in self._first and self._first[name, call].shape == values.shape:
+                change = values - self._first[name, call]
+                self.sums.add(("change", name, step), change if mask is None else change * mask, count)
+        if tensor.requires_grad:
+
+            def add_gradient(gradient: torch.Tensor) -> None:
+                self.sums.add(("gradient", name, step), gradient.float() * self._scale)
+
+            tensor.register_hook(add_gradient)
+
+
+def _silent_everywhere(watched: set[str], fired: set[str]) -> tuple[str, ...]:
+    """Modules with parameters that ran on no rank. Collective."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (watched, fired))
+    return tuple(sorted(set().union(*(held for held, _ in ranks)) - set().union(*(ran for _, ran in ranks))))
+
+
+def _attention_hook(name: str, see: Callable[..., None], logits: bool) -> Callable[..., None]:
+    """Sees query, key, value, and the attention logits that core attention makes of them, whatever its kernel is."""
+
+    def hook(module: Any, inputs: Any) -> None:
+        query, key, value = inputs[:3]
+        for part, tensor in (("query", query), ("key", key), ("value", value)):
+            see(f"{name}.{part}", tensor)
+        if logits:
+            see(f"{name}.logits", *_attention_logits(query.detach(), key.detach(), _softmax_scale(module, query)))
+
+    return hook
+
+
+def _softmax_scale(module: Any, query: torch.Tensor) -> float:
+    scale = getattr(module, "softmax_scale", None)
+    return 1.0 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+
+
+def _attention_logits(query: torch.Tensor, key: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention logits of some queries, [b, a, p, s], and 1 where a key is not after its query.
+
+    Args:
+        query: [s, b, a, d].
+        key: [s, b, g, d].
+        scale: of the logits.
+    """
+    length, heads = query.size(0), query.size(2)
+    positions = torch.linspace(0, length - 1, min(length, _QUERIES), device=query.device).round().long()
+    key = key.repeat_interleave(heads // key.size(2), dim=2)
+    logits = torch.einsum("pbad,sbad->baps", query[positions].float(), key.float()) * scale
+    mask = (torch.arange(length, device=query.device)[None, :] <= positions[:, None]).float()
+    return logits * mask, mask
+
+
+def _router_hook(name: str, see: Callable[..., None]) -> Callable[..., None]:
+    """Sees the logits of a router, whose module puts out probabilities."""
+
+    def hook(module: Any, inputs: Any) -> None:
+        with torch.no_grad():
+            see(f"{name}.logits", module.gating(inputs[0].detach()))
+
+    return hook

@@ -21,7 +21,8 @@ from benchmarks.plain import plain_groups, plain_model
 from mup_megatron import runtime
 from mup_megatron.config import Config, parse_config
 from mup_megatron.data.batches import Batch
-from mup_megatron.engines.deepspeed import DeepSpeedEngine, Mpu
+from mup_megatron.deepspeed.mpu import Mpu
+from mup_megatron.engines.deepspeed import DeepSpeedEngine
 from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, parametrize

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
@@ -42,6 +42,7 @@ _FREE = (
     "data.cache_dir",
     "parallel",  # the state knows no layout
     "optimizer.implementation",
+    *(f"model.{key}" for key in Model.PLAIN_KERNELS),
     "training.train_steps",
     "training.micro_batch_size",
     "training.log_interval",
@@ -82,7 +83,12 @@ def make_record(
     }
 
 
-def check_resume(found: dict[str, Any], current: dict[str, Any], where: Path, allowed: Iterable[str] = ()) -> None:
+_ADVICE = "change the config back, choose another run.dir, or name a deliberate change with --allow-change KEY"
+
+
+def check_resume(
+    found: dict[str, Any], current: dict[str, Any], where: Path, allowed: Iterable[str] = (), advice: str = _ADVICE
+) -> None:
     """The guard: a checkpoint of another model, parametrization or hyperparameter does not go on as if it were this.
 
     Args:
@@ -90,6 +96,7 @@ def check_resume(found: dict[str, Any], current: dict[str, Any], where: Path, al
         current: the record that this run would write.
         where: the checkpoint, for the message.
         allowed: keys whose change is deliberate (`--allow-change`).
+        advice: what to do about it, for the message.
 
     Raises:
         UserError: a table of the keys that differ, with both values.
@@ -103,8 +110,7 @@ def check_resume(found: dict[str, Any], current: dict[str, Any], where: Path, al
     ]
     if differences:
         raise UserError(
-            f"{where}: the checkpoint does not belong to this config; change the config back, choose another run.dir, "
-            "or name a deliberate change with --allow-change KEY\n"
+            f"{where}: the checkpoint does not belong to this config; {advice}\n"
             + _table([("key", "checkpoint", "config"), *differences[:_MOST_DIFFERENCES]])
             + (f"\n... and {len(differences) - _MOST_DIFFERENCES} more" * (len(differences) > _MOST_DIFFERENCES))
         )

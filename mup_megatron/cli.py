@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -38,15 +38,31 @@ AllowChange = Annotated[
 
 def main() -> NoReturn:
     """Entry point: bad input is one sentence and exit status 2, never a traceback."""
-    from mup_megatron.launch import end_with_launcher
+    from mup_megatron.launch import end_with_launcher, keep_log
 
     end_with_launcher()
+    keep_log()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a command line; returns its exit status."""
-    from mup_megatron.runtime import read_rank
+    """Runs a command line; returns its exit status. Process groups that it started are ended."""
+    others = _has_groups()
+    status = _status(arguments)
+    if _has_groups() and not others:
+        from mup_megatron.runtime import stop_distributed
+
+        stop_distributed()  # a process that leaves while gloo's threads run may abort, with a status of its own
+    return status
+
+
+def _has_groups() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
+def _status(arguments: list[str]) -> int:
+    from mup_megatron.runtime import read_rank, say_error
 
     # Ranks whose first one left say so themselves; torch's own account of it is a page long.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -54,22 +70,13 @@ def run(arguments: list[str]) -> int:
         result = app(arguments, standalone_mode=False)
         return int(result or 0)
     except UserError as error:
-        _say_error(str(error), read_rank())
+        say_error(str(error), read_rank())
         return 2
     except typer.TyperException as error:  # unknown command or option
-        _say_error(error.format_message(), read_rank())
+        say_error(error.format_message(), read_rank())
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _say_error(message: str, rank: Any) -> None:
-    """On rank 0; elsewhere only once ranks have met, for before that all say the same."""
-    torch = sys.modules.get("torch")
-    met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank.is_first or met:
-        where = f" (rank {rank.rank})" if rank.world_size > 1 and met else ""
-        print(f"mup-megatron: error{where}: {message}", file=sys.stderr, flush=True)
 
 
 def _config(path: str, overrides: list[str] | None) -> Any:
@@ -178,10 +185,35 @@ def pipeline(
 
 
 @app.command(epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2")
-def tune(config: ConfigPath, overrides: Overrides = None, nproc_per_node: Processes = None) -> int:
+def tune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc_per_node: Processes = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="Be one worker beside others that come and go; makes the study if need be.")
+    ] = False,
+) -> int:
     """Tune the proxy and write the transfer record; every process is a worker on one shared study."""
     overrides = [*(overrides or []), "tuning.run=only"]
+    if join:
+        return _join(config, overrides)
     return pipeline(config, overrides, nproc_per_node, None, False)
+
+
+def _join(config: str, overrides: list[str]) -> int:
+    from mup_megatron import runtime
+
+    settings = _config(config, overrides)
+
+    led = False
+
+    def body(settings: Any, rank: Any) -> None:
+        from mup_megatron.pipeline import join_study
+
+        nonlocal led
+        led = join_study(settings, rank)
+
+    return _ended(settings, runtime.read_rank(), body, lambda: led)
 
 
 @app.command(epilog="Example: mup-megatron transfer configs/demo.yaml --output target.yaml")
@@ -233,16 +265,89 @@ def plan(
     runtime.prepare_process()
     settings = runtime.resolve_auto(settings)
     ranks = world_size or smallest_world(settings)
-    resolve_layout(settings, ranks)
+    layout = resolve_layout(settings, ranks)
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.tuning import budget
 
-    planned = budget.plan(settings, known_vocab_size(settings), ranks, measure=True)
+    planned = budget.plan(settings, known_vocab_size(settings), ranks, measure=True, layout=layout)
     if as_json:
         print(json.dumps(planned.as_json(), indent=1))
         return
     print("\n".join(budget.lines(settings, planned)))
     budget.check_share(settings, planned)
+
+
+@app.command("coord-check", epilog="Example: mup-megatron coord-check configs/demo.yaml --widths 1,4,16 --seeds 3")
+def coordinate_check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    widths: Annotated[
+        str, typer.Option(metavar="1,2,4,...", help="Factors of the base (of its layers for depth_factor).")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 4,
+    seeds: Annotated[int, typer.Option(help="Repetitions, each with initial values and text of its own.")] = 3,
+    parametrization: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="mup, standard or interpolate:INIT,LR; the config's if none."),
+    ] = None,
+    broken: Annotated[
+        str | None,
+        typer.Option("--break", metavar="RULE", help="Take a rule out, where it matters: it must fail."),
+    ] = None,
+    beside: Annotated[bool, typer.Option(help="Also measure standard beside µP, µP beside all others.")] = True,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="For picture and JSON; run.dir/coord-check unless given.")
+    ] = None,
+    nproc_per_node: Processes = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import smallest_world
+    from mup_megatron.proof.controls import processes
+
+    settings = _config(config, overrides)
+    factors = _factors(widths)
+    rank = runtime.read_rank()
+    if not rank.launched:
+        ranks = nproc_per_node or processes(broken, factors) or _gpus() or smallest_world(settings)
+        if ranks > 1:
+            from mup_megatron.launch import start_ranks
+
+            options = {"--parametrization": parametrization, "--break": broken, "--output": output, "--widths": widths}
+            given = [word for name, value in options.items() if value for word in (name, value)]
+            given += ["--steps", str(steps), "--seeds", str(seeds)]
+            given += ["--beside" if beside else "--no-beside", *(["--json"] if as_json else [])]
+            return start_ranks(["coord-check", config, *(overrides or []), *given], ranks)
+    runtime.prepare_process()
+    from mup_megatron.proof.coord_check import coord_check, lines, write
+
+    result = coord_check(
+        settings,
+        rank,
+        factors=factors,
+        steps=steps,
+        seeds=seeds,
+        point=parametrization,
+        broken=broken,
+        beside=beside,
+        say=lambda line: None if as_json or not rank.is_first else print(line, flush=True),
+    )
+    if rank.is_first:
+        from mup_megatron.report.coordinates import draw_coordinates
+
+        path = write(result, Path(output or f"{settings.run.dir}/coord-check"))
+        picture = draw_coordinates(result, path.with_suffix(".png"))
+        print(json.dumps(result, indent=1) if as_json else "\n".join([*lines(result), f"{path}", f"{picture}"]))
+    return 0 if result["passed"] else 1
+
+
+def _factors(widths: str) -> list[int]:
+    """`1,2,4` as numbers."""
+    try:
+        return [int(width) for width in widths.split(",") if width]
+    except ValueError:
+        raise UserError(f"--widths: {widths}: expected whole factors of the base, for example 1,2,4,8") from None
 
 
 @app.command(epilog="Example: mup-megatron report runs/demo")
@@ -288,20 +393,15 @@ def generate(
     if seed is not None:
         given["seed"] = seed
     sampling = generation.Sampling(top_k=top_k, top_p=top_p, **given)
-    try:
-        _, model, tokenizer = generation.load_model(Path(checkpoint), runtime.device_of(runtime.Rank()))
-        tokens = generation.generate(model, tokenizer, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
-        said = []
+    _, model, tokenizer = generation.load_model(Path(checkpoint), runtime.device_of(runtime.Rank()))
+    tokens = generation.generate(model, tokenizer, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
+    said = []
+    if not as_json:
+        print(prompt, end="", flush=True)
+    for token in tokens:
+        said.append(token)
         if not as_json:
-            print(prompt, end="", flush=True)
-        for token in tokens:
-            said.append(token)
-            if not as_json:
-                print(token.text, end="", flush=True)
-    finally:
-        torch = sys.modules["torch"]
-        if torch.distributed.is_initialized():
-            runtime.stop_distributed()
+            print(token.text, end="", flush=True)
     if not as_json:
         print()
         return
@@ -350,8 +450,11 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None]) -> int:
-    """Runs `body`; how it ended as an exit status, and what the run has to show for it."""
+def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Callable[[], bool] | None = None) -> int:
+    """Runs `body`; how it ended as an exit status, and, on the first rank or where `shows`, what there is to see."""
+    from mup_megatron import runtime
+
+    runtime.quiet_upstream()  # the next import brings megatron-core
     from mup_megatron import train as training
     from mup_megatron.run_directory import full_disk
     from mup_megatron.tuning import Stopped
@@ -373,7 +476,7 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None]) -> int:
         status = 1
         if rank.is_first:
             print(f"mup-megatron: {message}; the last checkpoint is untouched", file=sys.stderr, flush=True)
-    if rank.is_first:
+    if shows() if shows else rank.is_first:
         from mup_megatron.report.summary import summarize
 
         with full_disk(directory):
@@ -385,6 +488,68 @@ def _console() -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 140)
+
+
+@app.command(
+    "run",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    },
+    epilog="Example: mup-megatron run pretrain_gpt.py --mup-base base.yaml --num-layers 24 --hidden-size 2048 ...",
+)
+def run_script(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[--config mup.yaml] SCRIPT ARGS...", help="A script written against megatron.training."
+        ),
+    ] = None,
+) -> None:
+    """Run an unmodified Megatron-LM script in µP; `torchrun ... -m mup_megatron.run` does the same on many ranks."""
+    from mup_megatron.megatron_training.script import run_script as run_it
+
+    run_it(arguments or [])
+
+
+@app.command(epilog="Example: mup-megatron patch apply ~/Megatron-LM")
+def patch(
+    action: Annotated[str, typer.Argument(metavar="apply|check|revert", help="What to do.")],
+    tree: Annotated[
+        str, typer.Argument(metavar="TREE", help="A Megatron-LM checkout: the folder that holds megatron/.")
+    ],
+) -> None:
+    """Put the few lines that call this library into a Megatron-LM tree, or take them out; all of them or nothing."""
+    from mup_megatron.patches import trees
+
+    path = Path(tree)
+    if action == "check":
+        release, state = trees.check_tree(path)
+        print(f"{tree}: {release}: {state}")
+    elif action == "apply":
+        print(f"{tree}: {'applied' if trees.apply_tree(path) else 'applied already'}")
+    elif action == "revert":
+        print(f"{tree}: {'reverted' if trees.revert_tree(path) else 'not applied, so nothing to revert'}")
+    else:
+        raise UserError(f"{action}: expected apply, check or revert")
+
+
+@app.command(epilog="Example: mup-megatron slurm pipeline configs/demo.yaml --dry-run")
+def slurm(
+    stage: Annotated[Literal["pipeline", "tune", "pretrain"], typer.Argument(help="What to submit.")],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the sbatch commands and the scripts.")] = False,
+) -> int:
+    """Submit the run to SLURM; what launch/slurm/*.sbatch start, and inside a job of theirs run."""
+    from mup_megatron.slurm import job, submit
+
+    settings, arguments = _config(config, overrides), [config, *(overrides or [])]
+    if job.is_ours(stage):
+        return job.run_job(stage, settings, arguments)
+    submit.submit(settings, submit.jobs(stage, settings, arguments, os.environ), dry_run=dry_run)
+    return 0
 
 
 @app.command(epilog="Example: mup-megatron doctor --json")

@@ -17,7 +17,11 @@ PACKAGES = ("torch", "megatron-core", "deepspeed", "sentencepiece", "optuna", "t
 _OPTIONAL = (
     ("CUDA device", "cuda", "training runs on the CPU, over gloo"),
     ("NVIDIA Apex", "apex", "no fused Apex LayerNorm and FusedAdam; torch's are used"),
-    ("Transformer Engine", "transformer_engine", "no context parallelism, no fp8; megatron-core's local spec is used"),
+    (
+        "Transformer Engine",
+        "transformer_engine",
+        "no model.transformer_impl: transformer_engine; megatron-core's local layers and sdpa attention are used",
+    ),
     ("C++ compiler", "c++", "no optimizer.implementation deepspeed_cpu_adam (parallel.offload_optimizer needs it)"),
 )
 
@@ -29,7 +33,9 @@ def examine() -> dict[str, Any]:
     from mup_megatron import runtime
 
     runtime.prepare_process()
+    from mup_megatron import megatron_training
     from mup_megatron.patches import ALL_PATCHES, active_patches
+    from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
 
     active = active_patches()
     there = {
@@ -50,8 +56,13 @@ def examine() -> dict[str, Any]:
                 "versions": f"{patch.distribution} {patch.versions}",
                 "active": patch.name in active,
                 "why": patch.why,
+                "under": under,
             }
-            for patch in ALL_PATCHES
+            for under, patches in (
+                ("every command", ALL_PATCHES),
+                ("mup-megatron run", (*TRAINING_PATCHES, *entry_patches(megatron_training))),
+            )
+            for patch in patches
         ],
         "missing": [{"name": name, "costs": costs} for name, key, costs in _OPTIONAL if not there[key]],
     }
@@ -76,7 +87,8 @@ def print_examination(examination: dict[str, Any], console: Any) -> None:
     console.print(f"devices: {', '.join(examination['devices'])}; {examination['cores']} cores", highlight=False)
     patches = Table("patch", "active", "symbol", "why", box=None, title="patches", title_justify="left")
     for patch in examination["patches"]:
-        patches.add_row(patch["name"], "yes" if patch["active"] else "no", patch["symbol"], patch["why"])
+        elsewhere = "no" if patch["under"] == "every command" else f"under {patch['under']}"
+        patches.add_row(patch["name"], "yes" if patch["active"] else elsewhere, patch["symbol"], patch["why"])
     console.print(patches)
     if examination["missing"]:
         missing = Table("missing", "what that costs", box=None, title="not here", title_justify="left")

@@ -24,7 +24,7 @@ import torch
 
 from mup_megatron import runtime
 from mup_megatron.checkpoint import RECORD, SUMS, Checkpoints
-from mup_megatron.config import Config, parse_config
+from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.schema import Parallel
 from mup_megatron.data.prepare import prepared_tokenizer
 from mup_megatron.errors import UserError
@@ -279,7 +279,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
     """
     path = _find(path)
     record = Checkpoints(path.parent, kept=1).read(path)
-    config = _config_here(record, path, device)
+    config = _config_here(record, path)
     tokenizer = prepared_tokenizer(config, record["data_digest"])
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
@@ -324,12 +324,12 @@ def _find(path: Path) -> Path:
     return found[0]
 
 
-def _config_here(record: dict[str, Any], path: Path, device: torch.device) -> Config:
+def _config_here(record: dict[str, Any], path: Path) -> Config:
     """The record's config for this process: one rank, what is installed here, the run's folder where it is now."""
     config = parse_config(record["config"], str(path / RECORD))
     model, run = config.model, config.run
-    if model.norm_implementation == "apex" and not (device.type == "cuda" and runtime.importable("apex")):
-        model = model.model_copy(update={"norm_implementation": "torch"})  # computes the same
+    if {"apex", "transformer_engine"} & {getattr(model, key) for key in Model.PLAIN_KERNELS}:
+        model = model.model_copy(update=Model.PLAIN_KERNELS)  # compute the same, everywhere
     if path.resolve().parent.name == "checkpoints":
         run = run.model_copy(update={"dir": str(path.parent.parent)})
     parallel = Parallel(engine=config.parallel.engine, tensor_model_parallel_size=1)

@@ -75,8 +75,9 @@ def fill(
         for first in range(start, stop, step):
             last = min(first + step, stop)
             values = _standard_normal(seed, name, first * columns, last * columns, tensor.device).view(-1, columns)
-            values = torch.cat([values[:, low:high] for low, high in column_ranges], dim=1)
-            tensor[at : at + last - first].copy_(values * row_std[at : at + last - first].unsqueeze(1))
+            if column_ranges != [(0, columns)]:
+                values = torch.cat([values[:, low:high] for low, high in column_ranges], dim=1)
+            tensor[at : at + last - first].copy_(values.mul_(row_std[at : at + last - first].unsqueeze(1)))
             at += last - first
 
 
@@ -103,11 +104,8 @@ def _period(spec: TensorSpec, values: Mapping[str | None, float], device: torch.
 def _standard_normal(seed: int, name: str, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """Elements [start, stop) of the flattened standard normal tensor that belongs to `name`."""
     first, last = start // _CHUNK, -(-stop // _CHUNK)
-    chunks = [_chunk(seed, name, number, device) for number in range(first, last)]
-    return torch.cat(chunks)[start - first * _CHUNK : stop - first * _CHUNK]
-
-
-def _chunk(seed: int, name: str, number: int, device: torch.device) -> torch.Tensor:
-    digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randn(_CHUNK, generator=generator, device=device, dtype=torch.float32)
+    values = torch.empty(last - first, _CHUNK, device=device)
+    for number, chunk in enumerate(values, first):
+        digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
+        chunk.normal_(generator=torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1))
+    return values.view(-1)[start - first * _CHUNK : stop - first * _CHUNK]

@@ -130,6 +130,12 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
             f"parallel.{key}_model_parallel_size",
             f"{what} does not divide the {world_size} processes that were started",
         )
+    if config.training.seq_length % (2 * context) and context > 1:
+        raise config.error(
+            "training.seq_length",
+            f"{config.training.seq_length} is not divisible by {2 * context}: each of {context} context-parallel ranks "
+            "holds two equal parts",
+        )
     data = world_size // (tensor * pipeline * context)
     expert = parallel.expert_model_parallel_size
     expert_tensor = parallel.expert_tensor_parallel_size or tensor
@@ -194,11 +200,10 @@ def _check_mix(config: Config) -> None:
                     f"engine deepspeed has no {what} parallelism here; expected 1, found {size}, or parallel.engine: "
                     "megatron",
                 )
-    elif parallel.context_parallel_size != 1:
+    elif parallel.context_parallel_size != 1 and model.core_attention == "megatron":
         raise config.error(
-            "parallel.context_parallel_size",
-            f"{parallel.context_parallel_size}, but context parallelism needs Transformer Engine's attention, and only "
-            "megatron-core's local layers are built here; expected 1",
+            "model.core_attention",
+            "megatron-core's own has no context parallelism; expected sdpa, transformer_engine or auto",
         )
     elif parallel.offload_optimizer:
         raise config.error(
@@ -318,7 +323,7 @@ def tensor_parallel_problems(config: Config, tensor: int) -> list[tuple[str, str
     if config.vocab_size is not None:
         sizes["model.make_vocab_size_divisible_by"] = model.padded_vocab_size(config.vocab_size)
     if config.parallel.sequence_parallel:
-        sizes["training.seq_length"] = config.training.seq_length
+        sizes["training.seq_length"] = config.training.seq_length // config.parallel.context_parallel_size
     what = {
         "model.make_vocab_size_divisible_by": "padded vocabulary ",
         "model.kv_lora_rank": "with qk_pos_emb_head_dim, ",

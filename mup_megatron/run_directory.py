@@ -1,6 +1,6 @@
 """A run's folder and who may write into it.
 
-Public names: `own_run_directory`, `write_whole`, `full_disk`, `CONTROL`, `PLAN`.
+Public names: `own_run_directory`, `Busy`, `write_whole`, `full_disk`, `CONTROL`, `PLAN`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ CONTROL = "standard"
 """Folder, in a run's, of the same target in the standard parametrization."""
 
 
+class Busy(UserError):
+    """Another run holds the folder."""
+
+
 @contextmanager
 def own_run_directory(directory: Path, rank: Rank, lock: str = ".lock") -> Iterator[None]:
     """Makes the run's folder and holds it, so that no second run writes into it. Rank 0 holds it for all.
@@ -36,7 +40,8 @@ def own_run_directory(directory: Path, rank: Rank, lock: str = ".lock") -> Itera
         lock: name of the file that is held; a pipeline holds one of its own around its training's.
 
     Raises:
-        UserError: another run holds it, or it cannot be written to.
+        Busy: another run holds it.
+        UserError: it cannot be written to.
     """
     if not rank.is_first:
         yield
@@ -50,7 +55,7 @@ def own_run_directory(directory: Path, rank: Rank, lock: str = ".lock") -> Itera
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(
+            raise Busy(
                 f"run.dir: another run is writing to {directory}; wait for it, or choose another run.dir"
             ) from None
         yield

@@ -1,7 +1,7 @@
 """Process start: which rank this is, which device it has, patches, process groups. The one place that applies patches.
 
-Public names: `Rank`, `read_rank`, `Meeting`, `sigterm`, `prepare_process`, `start_distributed`, `stop_distributed`,
-`save_random_state`, `load_random_state`, `resolve_auto`.
+Public names: `Rank`, `read_rank`, `say_error`, `Meeting`, `sigterm`, `prepare_process`, `start_distributed`,
+`stop_distributed`, `save_random_state`, `load_random_state`, `resolve_auto`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,9 @@ UPSTREAM_WARNINGS = (
     "`load_state_dict` is deprecated and will be removed",  # dist_checkpointing's own call
 )
 
+
+_TE = "transformer_engine"
+_CUDA_ONLY = (_TE, "transformer_engine_torch", "apex", "amp_C")
 
 _PATIENCE = datetime.timedelta(minutes=30)
 """How long a rank waits for the others to come, and in a collective."""
@@ -96,13 +100,28 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     return Rank()
 
 
+def say_error(message: str, rank: Rank) -> None:
+    """Says what is wrong: on rank 0; elsewhere only once ranks have met, for before that all say the same."""
+    torch = sys.modules.get("torch")
+    met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank.is_first or met:
+        where = f" (rank {rank.rank})" if rank.world_size > 1 and met else ""
+        print(f"mup-megatron: error{where}: {message}", file=sys.stderr, flush=True)
+
+
 def prepare_process() -> None:
-    """Quiets upstream and applies the patches that this machine needs. Idempotent; call before building anything."""
+    """Quiets upstream and applies the patches that this machine needs. Idempotent; call before building anything.
+
+    Without CUDA, packages that compute on CUDA alone are as good as not installed: megatron-core takes their optimizer
+    and norm kernels where it can import them.
+    """
     import torch
 
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        for package in _CUDA_ONLY:
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # an import of it raises ImportError
     quiet_upstream()
     from mup_megatron.patches import ALL_PATCHES, apply_patches
 
@@ -356,11 +375,13 @@ def _random_states() -> dict[str, torch.Tensor]:
 def stop_distributed() -> None:
     """Ends the process groups, so that another layout, or a process of its own, can start from this one."""
     import deepspeed.comm
+    import torch
     from megatron.core import parallel_state
 
     gc.collect()  # engines hold groups in cycles, and every gloo group holds threads
     parallel_state.destroy_model_parallel()
-    deepspeed.comm.destroy_process_group()
+    # A script of megatron.training starts the groups without DeepSpeed.
+    (deepspeed.comm if deepspeed.comm.is_initialized() else torch.distributed).destroy_process_group()
     gc.collect()
     while _set_variables:
         os.environ.pop(_set_variables.pop(), None)
@@ -389,31 +410,45 @@ def resolve_auto(config: Config) -> Config:
         implementation = "deepspeed_cpu_adam" if offload and optimizer.name != "sgd" else "torch"
         if cuda and implementation == "torch":
             implementation = "torch_fused"
-    norm = model.norm_implementation
-    if norm == "auto":
-        apex = cuda and model.normalization == "LayerNorm" and model.norm_gains != "none" and importable("apex")
-        norm = "apex" if apex else "torch"
-    attention = model.core_attention
-    if attention == "auto":
-        attention = "sdpa" if cuda else "megatron"
-    for key, value, package in (
-        ("optimizer.implementation", implementation, "apex"),
-        ("optimizer.implementation", implementation, "transformer_engine"),
-        ("model.norm_implementation", norm, "apex"),
-    ):
-        if value == package and not importable(package):
+    kernels = _kernels(config, cuda)
+    for key, value in (("optimizer.implementation", implementation), *kernels.items()):
+        if value in _CUDA_ONLY and not cuda:
+            raise config.error(key, f"{value} computes on CUDA alone, and none is here; expected auto")
+        if value in _CUDA_ONLY and not importable(value):
             raise config.error(
                 key, f"{value} is not installed; expected auto, or one that is (see mup-megatron doctor)"
             )
-    if norm == "apex" and model.normalization != "LayerNorm":
+    if kernels["model.norm_implementation"] == "apex" and model.normalization != "LayerNorm":
         raise config.error("model.norm_implementation", f"apex has no {model.normalization}; expected torch")
     return config.model_copy(
         update={
             "training": training.model_copy(update={"precision": precision}),
             "optimizer": optimizer.model_copy(update={"implementation": implementation}),
-            "model": model.model_copy(update={"norm_implementation": norm, "core_attention": attention}),
+            "model": model.model_copy(update={key.removeprefix("model."): value for key, value in kernels.items()}),
         }
     )
+
+
+def _kernels(config: Config, cuda: bool) -> dict[str, str]:
+    """Which kernels compute the model, by key, every `auto` replaced."""
+    model = config.model
+    norm: str = model.norm_implementation
+    attention: str = model.core_attention
+    if norm == "auto":
+        norm = "torch"
+        if model.norm_gains != "none" and model.transformer_impl == _TE:
+            norm = _TE
+        elif cuda and model.normalization == "LayerNorm" and model.norm_gains != "none" and importable("apex"):
+            norm = "apex"
+    if attention == "auto":
+        attention = "sdpa" if cuda or config.parallel.context_parallel_size > 1 else "megatron"
+        if model.transformer_impl == _TE:
+            attention = _TE
+    return {
+        "model.transformer_impl": model.transformer_impl,
+        "model.norm_implementation": norm,
+        "model.core_attention": attention,
+    }
 
 
 def _megatron_optimizer(config: Config) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mup_megatron import runtime
-from mup_megatron.config import Config, load_config
+from mup_megatron.config import Config, Model, load_config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import build_engine
@@ -81,7 +82,8 @@ def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:
         group["rule"]: (group["lr_multiplier"], group.get("eps"), group["weight_decay"])
         for group in engine.optimizer.param_groups
     }
-    groups = {name: rules[str(parametrization.tensors[name].group)] for name in initial}
+    tensors = {name: parametrization.tensors[name] for name in initial}
+    groups = {name: rules[str(tensor.group)] for name, tensor in tensors.items() if not tensor.shape.spec.frozen}
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     schedule = LearningRateSchedule(config.training, config.hparams.lr)
     results = [engine.step(batches[step], schedule(step)) for step in range(steps)]
@@ -94,12 +96,37 @@ def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:
     }
 
 
+def built(rank: runtime.Rank, *, config: Config, kernels: str = "local") -> dict[str, Any]:
+    """Builds the model, of Transformer Engine's modules or not: values, what upstream reads of them, whose modules."""
+    config, layout, parametrization, model = start(rank, config)
+    if kernels != "local":
+        update = dict.fromkeys(Model.PLAIN_KERNELS, kernels)
+        config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+        with replaced(torch.cuda, "is_available", lambda: True):  # which they ask for, and building needs no more
+            model = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+    marks = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "allreduce")
+    defaults = {"allreduce": True, "partition_dim": -1}
+    return {
+        "values": values(model),
+        "marks": {
+            name: [getattr(parameter, mark, defaults.get(mark, False)) for mark in marks]
+            for name, parameter in named_parameters(model)
+        },
+        "modules": {base.__module__ for part in model[0].modules() for base in type(part).__mro__},
+    }
+
+
+def threads(rank: runtime.Rank) -> int:
+    """Threads of this process, most of them process groups'."""
+    return len(os.listdir("/proc/self/task"))
+
+
 def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[str, Any]:
     """Trains megatron-core's own GPTModel, and ours from the same weights, both in DeepSpeed engines."""
     import deepspeed
 
     from benchmarks.plain import plain_groups, plain_model
-    from mup_megatron.engines.deepspeed import Mpu
+    from mup_megatron.deepspeed.mpu import Mpu
     from mup_megatron.engines.deepspeed_config import deepspeed_config
 
     config, layout, parametrization, model = start(rank, config)

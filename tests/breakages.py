@@ -30,15 +30,15 @@ def no_sequence_parallel_reduction() -> contextlib.AbstractContextManager[None]:
     """Gradients of sequence-parallel parameters are not summed over tensor-parallel ranks."""
     from mup_megatron.engines import deepspeed
 
-    return replaced(deepspeed, "_sum_sequence_parallel_gradients", lambda model: None)
+    return replaced(deepspeed, "sum_sequence_parallel_gradients", lambda model: None)
 
 
 def norms_not_marked_sequence_parallel() -> contextlib.AbstractContextManager[None]:
     """The norm shim forgets to mark its gains."""
     from mup_megatron.layers import norm
 
-    original = norm._record_gains
-    return replaced(norm, "_record_gains", lambda module, size, sequence_parallel: original(module, size, False))
+    original = norm.record_gains
+    return replaced(norm, "record_gains", lambda module, size, _marked, *more: original(module, size, False, *more))
 
 
 def no_mpu() -> contextlib.AbstractContextManager[None]:
@@ -256,6 +256,13 @@ def no_config_overrides() -> contextlib.AbstractContextManager[None]:
         return {key: {**value, "lr_multiplier": 1.0} for key, value in original(*arguments).items()}
 
     return replaced(megatron, "megatron_overrides", overrides)
+
+
+def sequence_in_order() -> contextlib.AbstractContextManager[None]:
+    """Context-parallel ranks take the sequence in order, as whole parts."""
+    from mup_megatron.data import batches
+
+    return replaced(batches, "sequence_part", lambda sequences, rank, ranks: sequences.chunk(ranks, dim=1)[rank])
 
 
 def experts_by_local_number() -> contextlib.AbstractContextManager[None]:

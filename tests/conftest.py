@@ -50,9 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if path := config.getoption("--parity"):
-        Path(path).write_text(reports.parity(config.stash[PARITY]))
+        table = reports.parity(config.stash[PARITY])
+        Path(path).write_text(table)
+        terminalreporter.write(f"\n{table}\n")
         terminalreporter.write_line(f"measured deviations: {path}")
-    elif config.getoption("--all") and config.args_source.name != "ARGS":
+    if config.getoption("--all") and config.args_source.name != "ARGS":
         path = f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md"
         Path(path).write_text(reports.summary(terminalreporter.stats, time.monotonic() - config.stash[BEGAN]))
         terminalreporter.write_line(f"summary: {path}")
@@ -78,6 +80,17 @@ def _quiet() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed  # noqa: F401  (its import warns of much)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small models are faster so, most of all where others use the machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from mup_megatron import runtime
+
 MOST = 4
 _TIMEOUT = 180.0
+
+
+_MOST_THREADS = 100
+
+
+def _threads(process: int) -> int:
+    return len(os.listdir(f"/proc/{process}/task"))
 
 
 class RankError(AssertionError):
@@ -27,9 +36,10 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """A pool of up to four ranks on this machine."""
+    """A pool of up to four ranks on this machine; `prepare` runs in each before anything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] = runtime.prepare_process) -> None:
+        self._prepare = prepare
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="mup-ranks-")
         self._jobs = 0
@@ -67,6 +77,8 @@ class Ranks:
             if waiting or len(failures) < count:
                 self.stop()  # the others may still wait for a collective
             raise RankError(f"{body.__name__}:\n" + "\n".join(failures))
+        if max(_threads(process.pid) for process, _ in self._workers) > _MOST_THREADS:
+            self.stop()  # some model of upstream's is still held, and its process groups' threads take the cores
         return [value for value, _ in results]
 
     def _start(self, count: int) -> None:
@@ -75,7 +87,7 @@ class Ranks:
         os.environ["OMP_NUM_THREADS"] = "1"
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._prepare), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -94,15 +106,13 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, prepare: Callable[[], None]) -> None:
     import datetime
 
     import torch
     import torch.distributed
 
-    from mup_megatron import runtime
-
-    runtime.prepare_process()
+    prepare()
     torch.set_num_threads(1)
     while True:
         try:
@@ -126,22 +136,25 @@ def _serve(pipe: Connection) -> None:
             result = (None, traceback.format_exc())
         finally:
             try:
-                _forget_zero3()
+                _forget_models()
                 runtime.stop_distributed()
             except Exception as error:
                 result = (None, f"{result[1]}\nand process groups did not end: {error}")
         pipe.send(result)
 
 
-def _forget_zero3() -> None:
-    """What ZeRO 3 keeps for a process's life, which here sees many models.
+def _forget_models() -> None:
+    """What upstream keeps for a process's life, which here sees many models.
 
-    It numbers parameters and modules and compares the numbers over ranks, and ranks of a pool have run different
-    numbers of models; and two caches hold every model, with its process groups and their threads.
+    ZeRO 3 numbers parameters and modules and compares the numbers over ranks, and ranks of a pool have run different
+    numbers of models. Its two caches hold every model, and those of rotary embeddings the last 32, with their process
+    groups and the threads of these, which take turns on the cores until nothing else does.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     Init.param_id = 0
     register = parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module
@@ -151,3 +164,5 @@ def _forget_zero3() -> None:
     for cell in cached.__closure__:
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
+    for rotary in (RotaryEmbedding, YarnRotaryEmbedding):
+        vars(rotary)["forward"].cache_clear()

@@ -38,7 +38,7 @@ ZERO = {"parametrization__zero_init_readout": True, "parametrization__zero_init_
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "moe": (MOE, {}, False),
     "moe-alltoall": (MOE, {"model__moe_token_dispatcher_type": "alltoall"}, False),
-    "moe-expert-bias": (MOE, BIAS, True),
+    "moe-expert-bias": (MOE, BIAS, False),
     "moe-groups": (MOE, GROUPS, False),
     "moe-aux-loss": (MOE, AUX, False),
     "moe-mtp": (MOE, {"model__mtp_num_layers": 2, "hparams__output_multiplier": 2.0}, False),
@@ -58,12 +58,17 @@ LAYOUTS = [(2, 1, True, 0), (2, 2, True, 1)]
 NOT_SEQUENCE_PARALLEL = {"mla": (2, 1, False, 0), "qk-norm": (2, 1, False, 0)}
 
 
+def config_of(case: str, **layout: Any) -> Any:
+    """At a rate without spikes of the gradient: in one, its norm is a thousand times as sensitive to rounding."""
+    growth, overrides, _ = CASES[case]
+    return make(growth, "llama", **{"hparams__lr": 3e-3, **layout, **overrides})
+
+
 @pytest.fixture(scope="module")
 def reference(ranks: Ranks) -> Any:
     @cache
     def run(case: str) -> dict[str, Any]:
-        growth, overrides, _ = CASES[case]
-        config = make(growth, "llama", parallel__zero_stage=0, **overrides)
+        config = config_of(case, parallel__zero_stage=0)
         prepare(config)
         return ranks.run(1, bodies.train, config=config, steps=STEPS)[0]
 
@@ -99,16 +104,14 @@ def test_layout_changes_nothing(
     case: str,
     layout: tuple[int, int, bool, int],
 ) -> None:
-    growth, overrides, _ = CASES[case]
     tensor, data, sequence_parallel, stage = layout
     whole = reference(case)
-    config = make(
-        growth,
-        "llama",
+    config = config_of(
+        case,
         parallel__tensor_model_parallel_size=tensor,
         parallel__sequence_parallel=sequence_parallel,
         parallel__zero_stage=stage,
-        **{"training__micro_batch_size": 4 // data, **overrides},
+        training__micro_batch_size=4 // data,
     )
     if case == "moe-aux-loss" and data > 1:
         pytest.skip("the auxiliary loss of a batch is not the mean of its parts'")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import importlib.metadata
 import io
 import json
 import pickle
@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from packaging.version import Version
 
 from mup_megatron.checkpoint import FORMAT, RECORD, SUMS
 from tests import bodies
 from tests.commands import losses
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
-from tests.test_checkpoint import Evil, flip
+from tests.test_checkpoint import Evil, flip, seal
 
 STEPS = 6
 OLD, NEW = "step_00000002", "step_00000004"
@@ -79,13 +80,6 @@ def refused(ranks: Ranks, run: Path, *more: str) -> str:
     return said
 
 
-def seal(path: Path) -> None:
-    """Checksums anew, so that they do not stand in the way."""
-    names = sorted(entry.name for entry in path.iterdir() if entry.name != SUMS)
-    sums = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names}
-    (path / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in names))
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -127,11 +121,12 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def plant_in_tensors(path: Path, payload: bytes) -> None:
-    """Puts a payload in the place of every tensor of a data file."""
+    """Puts a payload in the place of every tensor of a data file that is not shorter."""
     index = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301  written a moment ago, here
     content = bytearray((path / "__0_0.distcp").read_bytes())
-    for place in index.storage_data.values():
-        assert len(payload) <= place.length
+    places = [place for place in index.storage_data.values() if len(payload) <= place.length]
+    assert places
+    for place in places:
         content[place.offset : place.offset + len(payload)] = payload
         place.length = len(payload)  # or a reader would look for the archive's end behind it
     (path / "__0_0.distcp").write_bytes(content)
@@ -187,6 +182,8 @@ QUICK = ("evil index", "evil tensors", "evil common", "cut data", "no data", "ne
 )
 def test_sealed_anew(ranks: Ranks, run: Path, case: str) -> None:
     """Where the checksums agree with what is there, it is refused for what it is; nothing in it is ever executed."""
+    if case == "backend unknown" and Version(importlib.metadata.version("megatron-core")) >= Version("0.17"):
+        pytest.skip("megatron-core 0.17 and later do not read the backend's name")
     path = run / "checkpoints" / NEW
     change, sentence = SEALED[case]
     change(path)

@@ -84,7 +84,7 @@ def test_the_largest(name: str, layout: str, billions: float) -> None:
 def test_dry_run(path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from mup_megatron.engines.deepspeed import Mpu
+    from mup_megatron.deepspeed.mpu import Mpu
 
     runtime.prepare_process()
     config = runtime.resolve_auto(load_config(path))

@@ -226,8 +226,21 @@ def test_a_batch(tmp_path: Path, numbers: Path) -> None:
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
     assert batch.loss_mask.min() == 1.0
     assert batch.position_ids[0].tolist() == list(range(32))
+    assert batch.attention_mask is not None
     assert batch.attention_mask[0, 0, 0].tolist() == [False] + [True] * 31
     assert batch.attention_mask[0, 0, 31].sum() == 0
+
+
+def test_context_parallel_ranks_share_a_batch(tmp_path: Path, numbers: Path) -> None:
+    """Two ranks of TP 1, CP 2: each has one part of every sequence from either end; together they have all of it."""
+    settings = null(tmp_path, numbers, parallel={"engine": "megatron", "context_parallel_size": 2})
+    layout = resolve_layout(settings, 2)
+    whole = batches(null(tmp_path, numbers), resolve_layout(null(tmp_path, numbers), 1), 0)[0][0]
+    parts = [batches(settings, layout, rank)[0][0] for rank in range(2)]
+    assert [part.position_ids[0].tolist() for part in parts] == [[*range(8), *range(24, 32)], [*range(8, 24)]]
+    for name in ("tokens", "labels"):
+        ours = torch.cat([getattr(part, name) for part in parts], dim=1)
+        assert torch.equal(ours[:, [*range(8), *range(16, 32), *range(8, 16)]], getattr(whole, name))
 
 
 def test_tensor_parallel_ranks_see_the_same_data(tmp_path: Path, numbers: Path) -> None:

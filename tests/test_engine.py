@@ -81,7 +81,7 @@ STOPS = {
     "megatron-bf16": {**MEGATRON, "training__precision": "bf16", "parallel__use_distributed_optimizer": False},
     "megatron-distributed-bf16": {**MEGATRON, "training__precision": "bf16"},
 }
-QUICK_STOPS = ("zero3", "megatron-distributed")
+QUICK_STOPS = ("zero3",)  # tests/test_resume.py has the Megatron engine's
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,30 @@ def test_recomputation_changes_nothing(ranks: Ranks, recompute: dict[str, Any]) 
             "training.clip_norm: the invariant norm needs",
         ),
         ({"parallel__offload_optimizer": True, "parallel__zero_stage": 0}, "ZeRO 0 partitions nothing to offload"),
+        (
+            {"parallel__engine": "megatron", "parallel__context_parallel_size": 2, "model__mtp_num_layers": 1},
+            "parallel.context_parallel_size: megatron-core takes the mean of multi-token prediction over each rank's",
+        ),
     ],
 )
-def test_what_deepspeed_gets_wrong_is_refused(overrides: dict[str, Any], sentence: str) -> None:
+def test_what_upstream_gets_wrong_is_refused(overrides: dict[str, Any], sentence: str) -> None:
     config = make(MIXED, "gpt3", **overrides)
     with pytest.raises(ConfigError) as error:
-        refuse(config, resolve_layout(config, 1))
+        refuse(config, resolve_layout(config, config.parallel.context_parallel_size))
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("optimizer", [False, True], ids=["plain", "distributed"])
+def test_an_ended_engine_leaves_no_threads(ranks: Ranks, optimizer: bool) -> None:
+    """Each process group has three, and a model that anything still holds keeps some twenty groups."""
+    parallel = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": optimizer}
+    config = make(MIXED, "llama", training__micro_batch_size=4, **parallel)
+    prepare(config)
+    after = []
+    for _ in range(2):
+        ranks.run(2, bodies.train, config=config, steps=1)
+        after.append(ranks.run(1, bodies.threads)[0])
+    assert after[0] == after[1]
 
 
 @pytest.mark.slow

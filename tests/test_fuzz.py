@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -239,7 +238,7 @@ def try_checkpoint(path: Path, current: dict[str, Any]) -> None:
     except UserError as error:
         assert str(path) in str(error).splitlines()[0]
     try:
-        _config_here(found, path, torch.device("cpu"))
+        _config_here(found, path)
     except UserError as error:
         said(error, str(path))
 

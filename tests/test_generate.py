@@ -13,14 +13,14 @@ import pytest
 import torch
 import yaml
 
-from mup_megatron import cli, runtime
-from mup_megatron.checkpoint import SUMS, hash_files
+from mup_megatron import cli
 from mup_megatron.errors import UserError
 from mup_megatron.generate import Sampling, _find, _Reader, generate
 from tests import bodies
 from tests.commands import mup
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, VOCABULARY, make
 from tests.distributed import Ranks
+from tests.test_checkpoint import seal
 
 POSITIONS = 32
 # Attention whose softmax scale is not 1/sqrt(d) by two factors: a head size (24) that is not the base's (16), and α.
@@ -250,10 +250,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         training__checkpoint_interval=3,
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
-    try:
-        assert cli.run(["train", str(folder / "run.yaml")]) == 0
-    finally:
-        runtime.stop_distributed()
+    assert cli.run(["train", str(folder / "run.yaml")]) == 0
+    assert not torch.distributed.is_initialized()
     return folder / "run"
 
 
@@ -340,13 +338,6 @@ def damage(folder: Path, what: str) -> None:
         shutil.rmtree(folder / "checkpoints")
     if what in ("record", "no config", "format", "other model"):
         seal(checkpoint)
-
-
-def seal(checkpoint: Path) -> None:
-    """Makes the checksums those of the files as they are now."""
-    (checkpoint / SUMS).unlink()
-    sums = hash_files(checkpoint)
-    (checkpoint / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
 
 
 @pytest.mark.parametrize(

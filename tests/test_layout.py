@@ -96,6 +96,16 @@ def test_ranks_are_ordered_as_megatron_core_orders_them() -> None:
         ({}, 5, "8 cannot be shared by 5 processes"),
         ({"parallel__pipeline_model_parallel_size": 2}, 2, "engine deepspeed has no pipeline parallelism"),
         ({"parallel__context_parallel_size": 2}, 2, "engine deepspeed has no context parallelism"),
+        (
+            {"parallel__engine": "megatron", "parallel__context_parallel_size": 2, "model__core_attention": "megatron"},
+            2,
+            "model.core_attention: megatron-core's own has no context parallelism",
+        ),
+        (
+            {"parallel__engine": "megatron", "parallel__context_parallel_size": 2, "training__seq_length": 30},
+            2,
+            "training.seq_length: 30 is not divisible by 4",
+        ),
         ({**PP, "parallel__pipeline_model_parallel_size": 3}, 3, "model.num_layers 4 is not divisible by 3 stages"),
         ({**PP, "parallel__pipeline_model_parallel_size": 4}, 6, "TP 1 x PP 4 x CP 1 does not divide the 6 processes"),
         ({**PP, "parallel__offload_optimizer": True}, 2, "parallel.offload_optimizer: is DeepSpeed's"),

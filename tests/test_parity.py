@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_DEEP, "model__moe_layer_freq": 2, "model__moe_token_dispatcher_type": "alltoall"},
     ),
     "mla": ("llama", MLA, _DEEP),
+    "mla yarn": ("llama", MLA, {**_DEEP, "model__rope_type": "yarn"}),
     "mla moe": (
         "llama",
         {
@@ -62,6 +63,7 @@ class Split:
     virtual: int = 1
     expert: int = 1
     expert_tensor: int | None = None
+    context: int = 1
     data: int = 1
     sequence: bool = False
     overlap: bool = False
@@ -69,7 +71,7 @@ class Split:
 
     @property
     def processes(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class Split:
             "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
             "expert_model_parallel_size": self.expert,
             "expert_tensor_parallel_size": self.expert_tensor,
+            "context_parallel_size": self.context,
             "sequence_parallel": self.sequence,
             "overlap_grad_reduce": self.overlap,
             "overlap_param_gather": self.overlap and self.state == "distributed",
@@ -102,6 +105,7 @@ class Split:
         parts += [f"last stage {self.last}"] if self.last else []
         parts += [f"EP {self.expert}"] if self.expert > 1 else []
         parts += [f"ETP {self.expert_tensor}"] if self.expert_tensor else []
+        parts += [f"CP {self.context}"] if self.context > 1 else []
         parts += [f"DP {self.data}"] if self.data > 1 else []
         parts += ["SP"] if self.sequence else []
         state = f"ZeRO {self.state}" if isinstance(self.state, int) else f"Megatron, {self.state} optimizer"
@@ -151,6 +155,19 @@ EXPERTS_FEW = [
     Split("distributed", pipeline=2, expert=2, data=2),
     Split(1, expert=2, data=2),
 ]
+CONTEXT = [
+    ("llama", Split("plain", context=2)),
+    ("llama", Split("plain", context=4)),
+    ("llama", Split("distributed", context=2, data=2)),
+    ("gpt3", Split("plain", tensor=2, context=2, sequence=True)),
+    ("llama tied", Split("plain", pipeline=2, context=2)),
+    ("llama tied", Split("plain", pipeline=2, virtual=2, context=2)),
+    ("moe", Split("distributed", context=2, expert=2)),
+    ("moe bias", Split("distributed", context=2, expert=2, data=2)),
+    ("mla", Split("plain", context=2)),
+    ("mla yarn", Split("plain", context=2)),
+    ("qk-norm", Split("plain", context=2)),
+]
 MATRIX = [
     *(("gpt3", split) for split in DENSE),
     *(("llama", split) for split in FEW),
@@ -158,15 +175,18 @@ MATRIX = [
     *(("moe", split) for split in EXPERTS),
     *((model, split) for model in ("moe bias", "moe alltoall", "mla moe") for split in EXPERTS_FEW),
     *((model, split) for model in ("mla", "mtp", "qk-norm") for split in FEW),
+    # A stage without experts, with the distributed optimizer of those that have some; and ZeRO 3's hooks on both kinds.
+    *(("moe", split) for split in (Split("plain", pipeline=4), Split("distributed", pipeline=4), Split(3, data=2))),
+    ("mla moe", Split(3, data=2)),
+    *CONTEXT,
 ]
 QUICK = {
     ("gpt3", Split("distributed", pipeline=2, virtual=2, data=2)),
-    ("gpt3", Split("distributed", tensor=2, data=2, sequence=True)),
     ("llama tied", Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True)),
-    ("moe", Split("distributed", expert=2, data=2)),
     ("moe bias", Split("distributed", pipeline=2, expert=2, data=2)),
     ("moe", Split(1, tensor=2, expert=2, data=2, sequence=True)),
     ("mtp", Split("distributed", pipeline=2, data=2)),
+    ("llama", Split("distributed", context=2, data=2)),
 }
 
 
@@ -264,6 +284,7 @@ def test_the_matrix_is_large_enough() -> None:
         ("no_config_overrides", "gpt3", Split("plain")),
         ("experts_by_local_number", "moe", Split("plain", expert=2, data=2)),
         ("layers_by_local_number", "gpt3", Split("plain", pipeline=2)),
+        ("sequence_in_order", "gpt3", Split("plain", context=2)),
         ("no_announced_experts", "moe", Split(1, expert=2, data=2)),
         ("deepspeed_s_own_expert_norm", "moe", Split(1, expert=2, data=2)),
     ],
@@ -294,6 +315,8 @@ PATCHES: dict[str, tuple[str, Split]] = {
     "cpu-distributed-optimizer": ("gpt3", Split("distributed")),
     "cpu-tied-embedding": ("llama tied", Split("plain", pipeline=2)),
     "cpu-gradient-buckets": _PLAIN,
+    "cpu-context-parallel-rotary": ("llama", Split("plain", context=2)),
+    "cpu-context-parallel-yarn": ("mla yarn", Split("plain", context=2)),
 }
 
 

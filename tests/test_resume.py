@@ -41,6 +41,7 @@ PAIRS = [
     ("gpt3", PP4, ZERO3),
     ("gpt3", ZERO1, MEGATRON),
     ("gpt3", MEGATRON, Split("distributed", data=4)),
+    ("gpt3", MEGATRON, Split("distributed", context=2, data=2)),
     ("gpt3", MEGATRON_PLAIN, MEGATRON),
     ("llama tied", TP2, VPP2),
     ("llama tied", VPP2, PP2),
@@ -50,10 +51,12 @@ PAIRS = [
     ("moe", EP2_ZERO, EP2_TP2),
     ("moe bias", EP2_TP2, EP2_PP2),
     ("moe bias", EP2_PP2, ONE),
+    ("moe", Split("distributed", pipeline=4), Split("plain", pipeline=4)),
+    ("mla moe", ZERO3, EP2_PP2),
     ("mla", TP2, PP2),
     ("mtp", PP2, ZERO2),
 ]
-QUICK = [("llama tied", TP2, VPP2), ("moe bias", EP2_PP2, ONE)]
+QUICK = [("gpt3", ZERO1, MEGATRON), ("moe bias", EP2_PP2, ONE)]
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,10 @@ def test_auto_on_a_cpu() -> None:
         {"model__norm_implementation": "apex"},
     ],
 )
-def test_what_is_not_installed_is_refused(overrides: dict[str, Any]) -> None:
+def test_what_is_not_there_is_refused(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="computes on CUDA alone"):
+        runtime.resolve_auto(make(MIXED, **overrides))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="is not installed"):
         runtime.resolve_auto(make(MIXED, **overrides))
 

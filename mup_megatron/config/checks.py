@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 
 from pydantic import ValidationError
@@ -29,6 +30,7 @@ def check(config: Config) -> None:
         _check_data,
         _check_search,
         _check_tuning_batch,
+        _check_slurm,
     ):
         must_hold(config)
 
@@ -200,9 +202,10 @@ def _check_multi_token_prediction(config: Config) -> None:
 
 def _check_norms(config: Config) -> None:
     model = config.model
-    if model.norm_gains == "none" and model.norm_implementation == "apex":
+    if model.norm_gains == "none" and model.norm_implementation in ("apex", "transformer_engine"):
         raise config.error(
-            "model.norm_implementation", "apex's norms have gains; expected torch, or norm_gains: trained"
+            "model.norm_implementation",
+            f"{model.norm_implementation}'s norms have gains; expected torch, or norm_gains: trained",
         )
 
 
@@ -375,3 +378,23 @@ def _check_tuning_batch(config: Config) -> None:
         raise config.error(
             "tuning.storage", f"expected journal, or a database such as sqlite:///study.db, found {tuning.storage!r}"
         )
+
+
+# sbatch's own forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...
+_SLURM_TIME = r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE"
+# What the names of partitions, accounts and environment modules are made of.
+_SLURM_NAME = r"[\w.+/@][\w.+/@,-]*"
+
+
+def _check_slurm(config: Config) -> None:
+    slurm = config.slurm
+    if not re.fullmatch(_SLURM_TIME, slurm.time):
+        raise config.error(
+            "slurm.time", f'expected a time as sbatch takes it, such as "24:00:00", found {slurm.time!r}'
+        )
+    named = [("partition", slurm.partition), ("account", slurm.account), *(("modules", name) for name in slurm.modules)]
+    for key, name in named:
+        if name is not None and not re.fullmatch(_SLURM_NAME, name):
+            raise config.error(f"slurm.{key}", f"expected a name of letters, digits and . + / @ , _ -, found {name!r}")
+    if slurm.container_mounts and slurm.container_image is None:
+        raise config.error("slurm.container_mounts", "without slurm.container_image there is nothing to mount into")

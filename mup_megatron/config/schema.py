@@ -6,7 +6,7 @@ Numbers that follow from others (head size, padded vocabulary) are properties, n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
@@ -115,8 +115,16 @@ class Model(Section):
     attention_dropout: Fraction = 0.0
     qk_layernorm: bool = False
     norm_gains: Literal["trained", "frozen", "none"] = "trained"
-    norm_implementation: Literal["auto", "torch", "apex"] = "auto"
-    core_attention: Literal["auto", "megatron", "sdpa"] = "auto"
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    norm_implementation: Literal["auto", "torch", "apex", "transformer_engine"] = "auto"
+    core_attention: Literal["auto", "megatron", "sdpa", "transformer_engine"] = "auto"
+
+    # Keys that say which kernels compute, not what: torch's and megatron-core's, which are everywhere.
+    PLAIN_KERNELS: ClassVar[dict[str, str]] = {
+        "transformer_impl": "local",
+        "norm_implementation": "torch",
+        "core_attention": "sdpa",
+    }
 
     @property
     def head_size(self) -> int:
@@ -345,18 +353,30 @@ class Tuning(Section):
     micro_batch_size: Positive | None = None
     max_compute_share: PositiveFloat = 0.5
     hang_timeout: Positive = 600
+    lease_timeout: Positive = 60
     storage: str = "journal"
     search: dict[str, Range] = {}
 
 
 class Slurm(Section):
-    """What an sbatch script asks for."""
+    """What the jobs of launch/slurm ask for; SBATCH_* variables of the environment come before it, as in SLURM.
+
+    `nodes` are the target's; tuning is an array of `tuning_jobs` jobs of one node. `processes_per_node` is
+    `gpus_per_node` unless set.
+    """
 
     nodes: Positive = 1
-    gpus_per_node: Positive = 8
+    gpus_per_node: NonNegative = 8
+    processes_per_node: Positive | None = None
+    tuning_jobs: Positive | None = None
     time: str = "24:00:00"
     partition: str | None = None
     account: str | None = None
+    container_image: str | None = None
+    container_mounts: list[str] = []
+    modules: list[str] = []
+    signal_seconds: Positive = 300
+    retries: NonNegative = 3
 
 
 class Config(Section):
@@ -395,6 +415,11 @@ class Config(Section):
     def vocab_size(self) -> int | None:
         """Vocabulary before padding, as far as the config itself tells it."""
         return self.model.vocab_size or self.data.tokenizer.vocab_size
+
+    @property
+    def record_path(self) -> str:
+        """Where the transfer record lies."""
+        return self.tuning.record or f"{self.run.dir}/transfer.json"
 
     @property
     def source(self) -> str | None:

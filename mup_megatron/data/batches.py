@@ -1,8 +1,8 @@
 """megatron-core's GPTDataset as batches in an order that depends on the step alone.
 
-Public names: `Batch`, `Batches`, `build_datasets`.
+Public names: `Batch`, `Batches`, `build_datasets`, `sequence_part`.
 
-Shapes: b micro-batch size, s sequence length.
+Shapes: b micro-batch size, s sequence length, under context parallelism this rank's part of it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class Batch:
         labels: [b, s] int64, tokens shifted by one.
         loss_mask: [b, s] float32.
         position_ids: [b, s] int64.
-        attention_mask: [1, 1, s, s] bool, True where attention is masked (causal).
+        attention_mask: [1, 1, s, s] bool, True where attention is masked (causal); None under context parallelism,
+            where the core attention knows it.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    attention_mask: torch.Tensor | None
 
 
 def build_datasets(config: Config, prepared: Prepared) -> tuple[Any, Any]:
@@ -105,10 +106,13 @@ class Batches:
         self._dataset = dataset
         self._training = config.training
         self._layout = layout
-        self._data_rank = layout.data_rank(rank)
+        self._data_rank, self._context_rank = layout.data_rank(rank), layout.context_rank(rank)
         self._device = device
         size = config.training.seq_length
-        self._attention_mask = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None]
+        whole = layout.context == 1
+        self._attention_mask = (
+            torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None] if whole else None
+        )
 
     def __getitem__(self, number: int) -> Sequence[Batch]:
         """This rank's micro-batches of a global batch."""
@@ -120,7 +124,26 @@ class Batches:
         first = start + (k * self._layout.data + self._data_rank) * size
         samples = [self._dataset[index % len(self._dataset)] for index in range(first, first + size)]
         stacked = {
-            name: torch.stack([sample[name] for sample in samples]).to(self._device)
+            name: self._part(torch.stack([sample[name] for sample in samples])).to(self._device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
         return Batch(attention_mask=self._attention_mask, **stacked)
+
+    def _part(self, sequences: torch.Tensor) -> torch.Tensor:
+        return sequence_part(sequences, self._context_rank, self._layout.context)
+
+
+def sequence_part(sequences: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """A context-parallel rank's part: of 2 · ranks equal pieces one from either end, so that causal work is shared.
+
+    As megatron-core's get_batch_on_this_cp_rank, which its rotary embeddings and Transformer Engine expect.
+
+    Args:
+        sequences: [b, s].
+        rank: context-parallel rank.
+        ranks: context-parallel size; 2 · ranks divides s.
+    """
+    if ranks == 1:
+        return sequences
+    pieces = sequences.chunk(2 * ranks, dim=1)
+    return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)

@@ -1,13 +1,13 @@
 """megatron-core's model inside a DeepSpeed engine, megatron-core's parallel_state as its mpu: TP, SP, ZeRO 0 to 3.
 
-Public names: `DeepSpeedEngine`, `Mpu`. What DeepSpeed does silently wrong with this pair is mended here or
+Public name: `DeepSpeedEngine`. What DeepSpeed does silently wrong with this pair is mended here or
 refused (docs/upstream.md): it broadcasts rank 0's weights over tensor-parallel ranks when it has no mpu, and it never
 sums the gradients of sequence-parallel parameters over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
+from mup_megatron.deepspeed.mpu import Mpu, sum_sequence_parallel_gradients
 from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
@@ -33,25 +34,6 @@ from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
 from mup_megatron.optim import allocate, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.parametrization import Parametrization
-
-
-class Mpu:
-    """parallel_state with the three names that DeepSpeed asks an mpu for and megatron-core calls otherwise."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(parallel_state, name)
-
-    def get_model_parallel_rank(self) -> int:
-        """Tensor-parallel rank."""
-        return parallel_state.get_tensor_model_parallel_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        """Tensor-parallel size."""
-        return parallel_state.get_tensor_model_parallel_world_size()
-
-    def get_model_parallel_group(self) -> torch.distributed.ProcessGroup:
-        """Tensor-parallel group."""
-        return parallel_state.get_tensor_model_parallel_group()
 
 
 class DeepSpeedEngine:
@@ -70,8 +52,7 @@ class DeepSpeedEngine:
         (model,) = chunks
         self._config, self._layout = config, layout
         self._parametrization = parametrization
-        if layout.tensor > 1:
-            _sum_sequence_parallel_gradients(model)
+        sum_sequence_parallel_gradients(model)
         groups = parameter_groups(named_parameters(model), parametrization)
         if layout.expert > 1:
             announce_experts(model, layout)
@@ -203,23 +184,3 @@ class DeepSpeedEngine:
         value = value.detach().clone().float()
         torch.distributed.all_reduce(value, group=parallel_state.get_data_parallel_group())
         return float(value / self._layout.data)
-
-
-def _sum_sequence_parallel_gradients(model: torch.nn.Module) -> None:
-    """Sums gradients of parameters that see a part of the sequence, or of the heads, over tensor-parallel ranks.
-
-    megatron-core's finalize_model_grads does it for its own engine; DeepSpeed knows nothing of it.
-    """
-    group = parallel_state.get_tensor_model_parallel_group()
-
-    def hook() -> Callable[[torch.Tensor], torch.Tensor]:
-        def all_reduce(gradient: torch.Tensor) -> torch.Tensor:
-            gradient = gradient.clone()
-            torch.distributed.all_reduce(gradient, group=group)
-            return gradient
-
-        return all_reduce
-
-    for parameter in model.parameters():
-        if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
-            parameter.register_hook(hook())

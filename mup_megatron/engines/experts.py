@@ -24,9 +24,8 @@ def scale_hidden_losses(micro_batches: int, device: torch.device) -> None:
         micro_batches: of this step on this rank.
         device: of the model.
     """
-    scale = torch.full(
-        (1,), 1.0 / micro_batches, device=device
-    )  # of the shape that megatron-core's schedules copy into
+    # Of one element: the Megatron engine's schedules, in the same process, copy theirs into it.
+    scale = torch.full((1,), 1.0 / micro_batches, device=device)
     moe_utils.MoEAuxLossAutoScaler.set_loss_scale(scale)
     MTPLossAutoScaler.set_loss_scale(scale)
     forget_logged_losses()

@@ -1,6 +1,6 @@
 """megatron-core's own training stack: DistributedDataParallel, optimizer, pipeline schedules, finalize_model_grads.
 
-Public name: `MegatronEngine`. TP, SP, PP, virtual stages, EP, ETP, CP, with the plain or the distributed optimizer.
+Public name: `MegatronEngine`. TP, SP, PP, virtual stages, CP, EP, ETP, with the plain or the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MegatronEngine:
         """The distributed optimizer's parts of a parameter are put together; see engines.Engine."""
         if not self._layout.distributed_optimizer:
             main = getattr(parameter, "main_param", parameter)
-            return {WEIGHT: main.float(), **_moments(self._holder(main).optimizer.state[main])}
+            return {WEIGHT: main.float(), **self._moments_of(main)}
         part, values = self._part(parameter)
         whole = {}
         for kind in (WEIGHT, "exp_avg", "exp_avg_sq"):  # megatron-core's distributed optimizer is AdamW's
@@ -129,7 +129,7 @@ class MegatronEngine:
                 held[kind].copy_(value.view(-1)[part])
         else:
             main = getattr(parameter, "main_param", parameter)
-            held = {WEIGHT: main, **_moments(self._holder(main).optimizer.state[main])}
+            held = {WEIGHT: main, **self._moments_of(main)}
             for kind, value in values.items():
                 held[kind].copy_(value)
         parameter.copy_(values[WEIGHT])
@@ -139,8 +139,9 @@ class MegatronEngine:
         """megatron-core's optimizers, one for the dense parameters and one for the experts."""
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
-    def _holder(self, main: torch.Tensor) -> Any:
-        return next(h for h in self._holders if any(main is p for g in h.param_groups for p in g["params"]))
+    def _moments_of(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        states = (holder.optimizer.state for holder in self._holders)
+        return _moments(next((state[main] for state in states if main in state), {}))
 
     def _part(self, parameter: torch.nn.Parameter) -> tuple[slice | None, dict[str, torch.Tensor]]:
         """Which elements of a parameter this rank's distributed optimizer holds, and what it holds of them."""
@@ -157,6 +158,10 @@ class MegatronEngine:
         if self._config.parallel.overlap_param_gather:
             for wrapped in self._wrapped:
                 wrapped.disable_forward_pre_hook()
+        for chunk in self.chunks:
+            # A cycle through autograd's nodes, which no garbage collector sees: config, optimizer, its views of the
+            # parameters, their nodes, DistributedDataParallel's hooks there, model, config.
+            chunk.config.grad_scale_func = chunk.config.no_sync_func = None
 
     def _run(self, micro_batches: Sequence[Batch], *, forward_only: bool) -> float:
         """Megatron's schedule over the micro-batches; the mean loss over the global batch, on every rank."""
@@ -198,4 +203,6 @@ def _forward(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
 
 def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = (losses.float() * mask).sum() / mask.sum()
-    return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
+    # The schedule multiplies the first by the context-parallel size, as for a sum that is averaged once more, and
+    # divides it by the micro-batches, in place.
+    return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}

@@ -62,6 +62,12 @@ def refuse(config: Config, layout: Layout) -> None:
             "megatron-core clips by the global norm; expected global, or parallel.engine: deepspeed",
         )
     model = config.model
+    if model.mtp_num_layers is not None and layout.context > 1:
+        raise config.error(
+            "parallel.context_parallel_size",
+            "megatron-core takes the mean of multi-token prediction over each rank's own tokens, of which the rank "
+            "with the sequence's end has fewer; expected 1 with model.mtp_num_layers",
+        )
     if model.multi_latent_attention and model.qk_layernorm and layout.tensor > 1 and not layout.sequence_parallel:
         raise config.error(
             "parallel.sequence_parallel",

@@ -1,6 +1,6 @@
 """Weights and optimizer state in files that know no layout: megatron-core's dist_checkpointing, keyed by global names.
 
-Public names: `save_state`, `load_state`, `load_weights`, `check_files`.
+Public names: `save_state`, `load_state`, `load_weights`, `saved_shapes`.
 
 Both engines hand out, parameter by parameter, the whole of what they hold of this rank's slice (`Engine.gather`), and
 take it back (`Engine.scatter`). What is written is the global tensor's slice under a key such as
@@ -77,7 +77,7 @@ def load_state(
     Raises:
         UserError: the files are damaged, hold anything but tensors, or lack some.
     """
-    kinds = sorted({key.partition(".")[0] for key in _keys(directory)} - {_BUFFER})
+    kinds = sorted({key.partition(".")[0] for key in saved_shapes(directory)} - {_BUFFER})
     engine.prepare_state(kinds, step)
     specs = {name: parametrization.tensors[name].shape.spec for name, _ in named_parameters(engine.chunks)}
     loaded = _load(directory, specs, kinds, layout, rank)
@@ -108,22 +108,13 @@ def _buffer_spec(buffer: torch.Tensor) -> TensorSpec:
     return TensorSpec(shape=tuple(buffer.shape), fan_in=None, fan_out=0, init=Init.ZEROS)
 
 
-def check_files(directory: Path) -> None:
-    """Whether the files hold tensors and nothing that would be executed: their index is a pickle.
-
-    Raises:
-        UserError: names the file.
-    """
-    _keys(directory)
-
-
 def _load(
     directory: Path, specs: dict[str, TensorSpec], kinds: list[str], layout: Layout, rank: int
 ) -> dict[str, torch.Tensor]:
     """This rank's slices by `kind.name`, float32 on the CPU."""
     if not specs:
         return {}
-    keys = _keys(directory)
+    keys = saved_shapes(directory)
     shards: dict[str, ShardedTensor] = {}
     for name, spec in specs.items():
         for kind in kinds:
@@ -168,8 +159,12 @@ def _shards(
         yield f"{key}#{number}", ShardedTensor.from_rank_offsets(key, piece.contiguous(), *offsets)
 
 
-def _keys(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Keys and global shapes of a checkpoint. Raises UserError where the index is no index of tensors alone."""
+def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Keys and global shapes of a checkpoint, from its index, which is a pickle and is read as data alone.
+
+    Raises:
+        UserError: the file cannot be read, is no such index, or names anything but tensors.
+    """
     path = directory / _INDEX
     try:
         with path.open("rb") as file:

@@ -266,9 +266,13 @@ def test_resume_and_its_guard(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["tensor", "pipeline", "distributed"])
 def test_two_ranks(split: str, tmp_path: Path, both: dict[str, dict[str, Any]]) -> None:
-    """Under torchrun, tensor parallel with SP, pipeline parallel, or with the distributed optimizer: the same curve."""
+    """Under torchrun, tensor parallel with SP, pipeline parallel, or with the distributed optimizer: the same curve.
+
+    Megatron pads the vocabulary to a multiple of --make-vocab-size-divisible-by (128) times the tensor-parallel size, so
+    half of it keeps the softmax over as many rows.
+    """
     words = {
-        "tensor": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        "tensor": ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--make-vocab-size-divisible-by", "64"],
         "pipeline": ["--pipeline-model-parallel-size", "2"],
         "distributed": ["--use-distributed-optimizer"],
     }[split]
@@ -277,7 +281,9 @@ def test_two_ranks(split: str, tmp_path: Path, both: dict[str, dict[str, Any]]) 
     assert result.returncode == 0, result.stderr[-4000:]
     logged = [float(loss) for loss in re.findall(r"lm loss: (\S+)", result.stdout)]
     expected = np.array(both["run"]["losses"]).reshape(STEPS, -1).mean(axis=1)
-    assert np.max(np.abs(np.array(logged) - expected)) < 1e-4, (logged, expected)
+    # training_log does not reset its sums after the first iteration, so the second line is a mean of two.
+    expected[1] = expected[:2].mean()
+    assert np.max(np.abs(np.array(logged) - expected)) < 1e-5, (logged, expected)
 
 
 @pytest.mark.slow

@@ -172,8 +172,15 @@ def check(args: Namespace) -> None:
             raise UserError(f"{said}: not under µP here ({why}); expected {expected if value is not True else 'not'}")
     import torch
 
-    if not torch.cuda.is_available() and args.distributed_backend == "nccl":
+    if torch.cuda.is_available():
+        return
+    if args.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl: there is no CUDA device; expected --distributed-backend gloo")
+    if args.transformer_impl == "transformer_engine":
+        raise UserError(
+            "--transformer-impl transformer_engine computes on CUDA alone, and none is here; expected "
+            "--transformer-impl local"
+        )
 
 
 def _text(path: str) -> str:

@@ -268,8 +268,8 @@ def test_resume_and_its_guard(tmp_path: Path) -> None:
 def test_two_ranks(split: str, tmp_path: Path, both: dict[str, dict[str, Any]]) -> None:
     """Under torchrun, tensor parallel with SP, pipeline parallel, or with the distributed optimizer: the same curve.
 
-    Megatron pads the vocabulary to a multiple of --make-vocab-size-divisible-by (128) times the tensor-parallel size, so
-    half of it keeps the softmax over as many rows.
+    Megatron pads the vocabulary to a multiple of --make-vocab-size-divisible-by (128) times the tensor-parallel size,
+    so half of it keeps the softmax over as many rows.
     """
     words = {
         "tensor": ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--make-vocab-size-divisible-by", "64"],

@@ -1,0 +1,146 @@
+"""Where the loss over a hyperparameter is least, how far that moves from size to size, and what moving costs.
+
+Public names: `Curve`, `Minimum`, `minimum`, `drift`, `transfer_cost`, `wider_is_worse`, `pooled_noise`. Plain numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Losses = Mapping[int, float]
+"""Loss (nats per token) by seed; infinite where it diverged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Loss over one hyperparameter, at one size.
+
+    Args:
+        values: that were tried, ascending where they are numbers.
+        losses: per value.
+    """
+
+    values: Sequence[float | str]
+    losses: Sequence[Losses]
+
+    @property
+    def means(self) -> list[float]:
+        """Over seeds; infinite where a seed diverged."""
+        return [statistics.fmean(losses.values()) for losses in self.losses]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds that every value has."""
+        return sorted(set.intersection(*(set(losses) for losses in self.losses)))
+
+    @property
+    def best(self) -> int:
+        """Place of the value with the lowest mean."""
+        return min(range(len(self.values)), key=lambda place: self.means[place])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minimum:
+    """Of a curve.
+
+    Args:
+        tried: the best of the values that were tried.
+        value: of the parabola through the lowest three points, over the value's logarithm; None where there is none:
+            the best value is the first or the last, a neighbor diverged, or values are names.
+        error: standard error of log2(value) over seeds (each seed's own parabola); None without it.
+        loss: lowest mean.
+        edge: `low` or `high` where the best value is the first or last one that was tried.
+    """
+
+    tried: float | str
+    value: float | None
+    error: float | None
+    loss: float
+    edge: str | None
+
+
+def minimum(curve: Curve) -> Minimum:
+    """The minimum of the mean over seeds."""
+    place, means = curve.best, curve.means
+    numbers = [value for value in curve.values if isinstance(value, float)]
+    edge = None
+    if len(numbers) == len(curve.values):
+        edge = {0: "low", len(numbers) - 1: "high"}.get(place)
+    found = _vertex(numbers, means) if numbers else None
+    each = [_vertex(numbers, [losses[seed] for losses in curve.losses]) for seed in curve.seeds] if numbers else []
+    error = None
+    if found is not None and len(each) > 1 and None not in each:
+        error = statistics.stdev(vertex for vertex in each if vertex is not None) / math.sqrt(len(each))
+    return Minimum(
+        tried=curve.values[place],
+        value=None if found is None else 2.0**found,
+        error=error,
+        loss=means[place],
+        edge=edge,
+    )
+
+
+def _vertex(values: Sequence[float], losses: Sequence[float]) -> float | None:
+    """log2 of where the parabola through the lowest point and its neighbors is least."""
+    place = min(range(len(values)), key=lambda each: losses[each])
+    if not 0 < place < len(values) - 1 or not math.isfinite(losses[place - 1] + losses[place + 1]):
+        return None
+    x, y = [math.log2(value) for value in values[place - 1 : place + 2]], losses[place - 1 : place + 2]
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    bend = (right - left) / (x[2] - x[0])
+    if bend <= 0:  # three equal losses
+        return x[1]
+    return (x[0] + x[1]) / 2 - left / (2 * bend)
+
+
+def drift(small: Minimum, large: Minimum) -> tuple[float, float] | None:
+    """How far the minimum moves from a size to a larger one.
+
+    Returns:
+        Octaves (positive where the larger size wants more), and their standard error (0 where it is not known); None
+        where one of the two is not known, or values are names.
+    """
+    if small.value is None or large.value is None:
+        return None
+    return math.log2(large.value / small.value), math.hypot(small.error or 0.0, large.error or 0.0)
+
+
+def transfer_cost(small: Curve, large: Curve) -> float:
+    """Loss of the large size at the small one's best value over the large one's best, minus 1; infinite if diverged."""
+    means = dict(zip(large.values, large.means, strict=True))
+    return means[small.values[small.best]] / min(means.values()) - 1
+
+
+def pooled_noise(curves: Sequence[Curve]) -> float | None:
+    """Standard deviation of a loss over seeds, pooled over finite points near the minima; None with a single seed.
+
+    Near: within a tenth of its curve's best. Far from it, on the verge of divergence, losses scatter more.
+    """
+    squares, freedom = 0.0, 0
+    for curve in curves:
+        near = 1.1 * min(curve.means)
+        for losses, mean in zip(curve.losses, curve.means, strict=True):
+            if len(losses) > 1 and mean <= near and math.isfinite(mean):
+                squares += sum((loss - mean) ** 2 for loss in losses.values())
+                freedom += len(losses) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def wider_is_worse(small: Curve, large: Curve, noise: float | None) -> list[float | str]:
+    """Values at which the large size's loss exceeds the small one's by more than twice the difference's error.
+
+    Args:
+        small: of a size.
+        large: of a larger one; the same values.
+        noise: of one loss (`pooled_noise`); any excess counts where it is None.
+    """
+    found = []
+    for place, value in enumerate(small.values):
+        counts = len(small.losses[place]), len(large.losses[place])
+        error = (noise or 0.0) * math.sqrt(sum(1 / count for count in counts))
+        if large.means[place] > small.means[place] + 2 * error:
+            found.append(value)
+    return found

@@ -31,7 +31,7 @@ from mup_megatron.data.batches import Batch
 from mup_megatron.layout import resolve_layout
 from mup_megatron.report.run import read_run
 from mup_megatron.shapes import Fused, Init, TensorSpec
-from mup_megatron.tuning.worker import environment
+from mup_megatron.tuning.process import environment
 
 # Dense bf16 peak of the tensor cores, FLOP/s, by device name; MFU is left out for others.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}

@@ -50,6 +50,8 @@ UPSTREAM_WARNINGS = (
 _TE = "transformer_engine"
 _CUDA_ONLY = (_TE, "transformer_engine_torch", "apex", "amp_C")
 
+# Launchers end the other ranks within so long of the first failure.
+_SPEECHLESS_SECONDS = 10.0
 _PATIENCE = datetime.timedelta(minutes=30)
 """How long a rank waits for the others to come, and in a collective."""
 
@@ -101,12 +103,18 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
 
 
 def say_error(message: str, rank: Rank) -> None:
-    """Says what is wrong: on rank 0; elsewhere only once ranks have met, for before that all say the same."""
+    """Says what is wrong, once where all ranks say the same, as they do before they have met.
+
+    Then the first rank speaks, and the others wait for their launcher to end them: one that ended at once could have
+    the first ended before it speaks. Whoever is still there after that was wrong alone, and says so.
+    """
     torch = sys.modules.get("torch")
     met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank.is_first or met:
-        where = f" (rank {rank.rank})" if rank.world_size > 1 and met else ""
-        print(f"mup-megatron: error{where}: {message}", file=sys.stderr, flush=True)
+    alone = not met and not rank.is_first
+    if alone:
+        time.sleep(_SPEECHLESS_SECONDS)
+    where = f" (rank {rank.rank})" if rank.world_size > 1 and (met or alone) else ""
+    print(f"mup-megatron: error{where}: {message}", file=sys.stderr, flush=True)
 
 
 def prepare_process() -> None:

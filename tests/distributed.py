@@ -82,9 +82,12 @@ class Ranks:
         return [value for value, _ in results]
 
     def _start(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
         # Children must not fight over two cores, and must not inherit this process's launcher variables.
         os.environ["OMP_NUM_THREADS"] = "1"
+        # Forks of one process that has imported what takes long, and has done nothing yet.
+        usual = self._prepare is runtime.prepare_process
+        context = multiprocessing.get_context("forkserver" if usual else "spawn")
+        context.set_forkserver_preload(["tests.imported"])
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self._prepare), daemon=True)

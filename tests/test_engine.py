@@ -81,7 +81,7 @@ STOPS = {
     "megatron-bf16": {**MEGATRON, "training__precision": "bf16", "parallel__use_distributed_optimizer": False},
     "megatron-distributed-bf16": {**MEGATRON, "training__precision": "bf16"},
 }
-QUICK_STOPS = ("zero3",)  # tests/test_resume.py has the Megatron engine's
+QUICK_STOPS = ("zero2",)  # tests/test_resume.py has the Megatron engine's
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_tuning_alone_under_the_deepspeed_launcher(repository: Path, whole: Path
     assert mup("report", tmp_path / "run").returncode == 0
 
 
+@pytest.mark.slow
 def test_sigterm_while_tuning(tmp_path: Path, start: Callable[..., Background]) -> None:
     path = pipeline_file(tmp_path, tuning__train_steps=400, tuning__trials=1, tuning__repeat_best=0)
     command = start("tune", path)

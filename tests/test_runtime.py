@@ -76,3 +76,17 @@ def test_apex_of_pypi_is_not_nvidias(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     sys.modules.pop("apex")
     assert runtime.importable("apex")
     sys.modules.pop("apex")
+
+
+def test_a_rank_that_is_wrong_alone_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It waits first: where all are wrong, the first rank speaks and the launcher ends the others meanwhile."""
+    waited: list[float] = []
+    monkeypatch.setattr("mup_megatron.runtime.time.sleep", waited.append)
+    runtime.say_error("no such file", runtime.Rank(rank=0, world_size=2, launched=True))
+    assert not waited
+    assert capsys.readouterr().err == "mup-megatron: error: no such file\n"
+    runtime.say_error("no such file", runtime.Rank(rank=1, world_size=2, launched=True))
+    assert waited == [10.0]
+    assert capsys.readouterr().err == "mup-megatron: error (rank 1): no such file\n"

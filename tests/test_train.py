@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mup_megatron import cli
+from tests import bodies
 from tests.commands import BIN, environment, losses, metrics, mup, run
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
@@ -76,10 +77,11 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path) -> None:
     assert metrics(directory) == before
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(config_file: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_the_same_command_goes_on(config_file: Path, tmp_path: Path, ranks: Ranks) -> None:
     settings = ["training.train_steps=40", "training.lr_decay_steps=40", "training.checkpoint_interval=1000"]
-    whole = mup("train", config_file, *settings, f"run.dir={tmp_path / 'whole'}", "--nproc-per-node", "2")
-    assert whole.returncode == 0, whole.stderr
+    whole = ["train", str(config_file), *settings, f"run.dir={tmp_path / 'whole'}"]
+    assert [status for status, _, _ in ranks.run(2, bodies.command, arguments=whole)] == [0, 0]
+    ranks.stop()
 
     command = [sys.executable, "-m", "mup_megatron", "train", str(config_file), *settings, "--nproc-per-node", "2"]
     process = subprocess.Popen(

@@ -6,7 +6,8 @@ study.py     the shared Optuna study: planned trials, halving in order, repetiti
 lease.py     whose worker is gone, where workers come and go
 outcome.py   its trials, and the one that is chosen
 trial.py     one trial, in the process that runs it
-worker.py    starts that process, watches it, tells the study
+process.py   starts that process and talks with it
+worker.py    takes trials, watches their process, tells the study
 record.py    transfer.json: written, checked, applied
 """
 

@@ -1,4 +1,7 @@
-"""What may be tuned, and a config with values put in. Public names: `with_values`, `proxy_config`, `distributions`."""
+"""What may be tuned, and a config with values put in.
+
+Public names: `with_values`, `proxy_config`, `distributions`, `one_process`, `stretched`.
+"""
 
 from __future__ import annotations
 
@@ -92,15 +95,9 @@ def proxy_config(
         directory: where the trial lives.
         cache: where megatron-core keeps the index of its samples; one per process that writes it.
     """
-    config = with_values(config, values)
-    training, tuning, steps = config.training, config.tuning, tuning_steps(config)
-    scaled = {
-        name: max(1, round(count * steps / training.train_steps))
-        for name in _STEP_COUNTS
-        if (count := getattr(training, name))
-    }
-    milestones = sorted({max(1, round(step * steps / training.train_steps)) for step in training.lr_milestones})
-    interval = rung_interval(config)
+    tuning, interval = config.tuning, rung_interval(config)
+    config = one_process(stretched(with_values(config, values), tuning_steps(config)))
+    training = config.training
     return config.model_copy(
         update={
             "run": config.run.model_copy(
@@ -109,9 +106,6 @@ def proxy_config(
             "model": config.proxy_model,
             "training": training.model_copy(
                 update={
-                    **scaled,
-                    "lr_milestones": milestones,
-                    "train_steps": steps,
                     "global_batch_size": tuning.global_batch_size or training.global_batch_size,
                     "micro_batch_size": tuning.micro_batch_size or training.micro_batch_size,
                     "eval_interval": interval,
@@ -119,6 +113,30 @@ def proxy_config(
                     "checkpoints_kept": 1,
                 }
             ),
+            "data": config.data.model_copy(
+                update={"dir": str(data_directory(config)), "cache_dir": str(cache) if cache else None}
+            ),
+        }
+    )
+
+
+def stretched(config: Config, steps: int) -> Config:
+    """The config with another number of steps; warm-up and decay keep their share of them, and so their shape."""
+    training = config.training
+    scaled = {
+        name: max(1, round(count * steps / training.train_steps))
+        for name in _STEP_COUNTS
+        if (count := getattr(training, name))
+    }
+    milestones = sorted({max(1, round(step * steps / training.train_steps)) for step in training.lr_milestones})
+    update = {**scaled, "lr_milestones": milestones, "train_steps": steps}
+    return config.model_copy(update={"training": training.model_copy(update=update)})
+
+
+def one_process(config: Config) -> Config:
+    """The config on one process, unsplit, under the DeepSpeed engine, whose numbers every layout and engine has."""
+    return config.model_copy(
+        update={
             "parallel": config.parallel.model_copy(
                 update={
                     "engine": "deepspeed",
@@ -133,16 +151,13 @@ def proxy_config(
                     "overlap_param_gather": False,
                     "sequence_parallel": False,
                     # The invariant norm needs whole gradients, bf16 a partitioned optimizer.
-                    "zero_stage": 0 if training.clip_norm == "invariant" else 1,
+                    "zero_stage": 0 if config.training.clip_norm == "invariant" else 1,
                     "offload_optimizer": False,
                     "deepspeed_config": None,
                 }
             ),
             "optimizer": config.optimizer.model_copy(
                 update={"implementation": "auto"} if config.parallel.offload_optimizer else {}
-            ),
-            "data": config.data.model_copy(
-                update={"dir": str(data_directory(config)), "cache_dir": str(cache) if cache else None}
             ),
         }
     )

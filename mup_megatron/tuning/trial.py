@@ -1,4 +1,4 @@
-"""One trial, in the process that runs it: `python -m mup_megatron.tuning.trial`, started and watched by worker.py.
+"""One trial, in the process that runs it: `python -m mup_megatron.tuning.trial`, started through process.py.
 
 The process lives on from trial to trial, so that torch, megatron-core and DeepSpeed are imported once. It speaks JSON
 lines: a job comes in on standard input, `step`, `report` and how the trial ended go out on standard output; a report is

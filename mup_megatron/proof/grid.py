@@ -1,0 +1,269 @@
+"""Many runs of one process each, side by side, that go on where they were stopped.
+
+Public names: `Job`, `Outcome`, `comparable`, `run_grid`, `alone`. A run's outcome is a file of its own in the grid's
+folder, and whoever holds the lock of a run's folder runs it: any number of commands, on any node that sees the folder,
+work on one grid.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mup_megatron.config import Config
+from mup_megatron.data.prepare import data_directory
+from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.proof.family import changed
+from mup_megatron.run_directory import Busy, own_run_directory, write_whole
+from mup_megatron.runtime import Rank, resolve_auto, sigterm
+from mup_megatron.tuning import Stopped
+from mup_megatron.tuning.process import ATTEMPTS, TrialProcess
+from mup_megatron.tuning.record import digest
+from mup_megatron.tuning.space import one_process
+
+_POLL_SECONDS = 0.2
+# Where a run happens decides nothing of how it ends.
+_PLACES = {"run": {"dir", "name"}, "data": {"dir", "cache_dir"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run.
+
+    Args:
+        name: of its folder and its outcome's file.
+        config: of one process; where it runs is replaced.
+    """
+
+    name: str
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        state: `diverged` where its loss was no finite number, `failed` where it did not come to an end.
+        loss: last evaluation's (nats per token); infinite unless complete.
+        seconds: of the run.
+        reason: of what is not complete.
+    """
+
+    state: Literal["complete", "diverged", "failed"]
+    loss: float
+    seconds: float
+    reason: str | None = None
+
+
+def comparable(config: Config) -> Config:
+    """The config as a run of a grid: on one process, on shared data, evaluated at the end.
+
+    Raises:
+        ConfigError: it has nothing to validate on.
+    """
+    if not float([*config.data.split.split(","), "0"][1]):
+        raise config.error("data.split", f"{config.data.split} holds nothing to validate on; expected 98,2,0")
+    config = one_process(resolve_auto(config))
+    there = {"data.dir": str(data_directory(config)), "training.eval_interval": config.training.train_steps}
+    return changed(config, there)
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Waits until no other command prepares a grid in this folder."""
+    with ExitStack() as held:
+        while True:
+            with suppress(Busy):
+                held.enter_context(own_run_directory(directory, Rank(), ".prepare.lock"))
+                break
+            time.sleep(_POLL_SECONDS)
+        yield
+
+
+def run_grid(
+    jobs: Sequence[Job], directory: Path, rank: Rank, workers: int, say: Callable[[str], None]
+) -> dict[str, Outcome]:
+    """Runs what has no outcome yet; returns the outcomes of all, by name, once all are there.
+
+    Args:
+        jobs: distinct names.
+        directory: of the grid.
+        rank: this process; its local rank chooses the GPU of a single worker.
+        workers: runs at a time.
+        say: takes lines of progress.
+
+    Raises:
+        UserError: the folder holds a run of this name with other settings.
+        DiskFull: nothing more could be written.
+        Stopped: SIGTERM; what ran was saved.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    outcomes = {}
+    for job in jobs:
+        found = _read(directory, job)
+        if found is not None and found.state == "failed":  # it has another chance with every command
+            (directory / f"{job.name}.json").unlink(missing_ok=True)
+        elif found is not None:
+            outcomes[job.name] = found
+    if outcomes:
+        say(f"{len(outcomes)} of {len(jobs)} runs are there already")
+    began, before = time.monotonic(), len(outcomes)
+    slots = [
+        _Slot(
+            directory, rank if workers == 1 else Rank(rank=number, local_rank=number, world_size=workers), rank, number
+        )
+        for number in range(workers)
+    ]
+    with sigterm() as terminated:
+        try:
+            while len(outcomes) < len(jobs):
+                if terminated():
+                    raise Stopped
+                for job in jobs:
+                    if job.name not in outcomes and (found := _read(directory, job)) is not None:
+                        outcomes[job.name] = found
+                        say(_said(job, found, len(outcomes), len(jobs), before, time.monotonic() - began))
+                waiting = (job for job in jobs if job.name not in outcomes)
+                for slot in slots:
+                    slot.advance(waiting)
+                if not any(slot.busy for slot in slots):
+                    time.sleep(_POLL_SECONDS)
+        finally:
+            for slot in slots:
+                slot.stop(save=terminated())
+    return outcomes
+
+
+def _said(job: Job, found: Outcome, done: int, total: int, before: int, seconds: float) -> str:
+    how = f"loss {found.loss:.4f}" if found.state == "complete" else f"{found.state}: {found.reason}"
+    left = seconds / max(1, done - before) * (total - done)
+    more = f", about {left / 60:.0f} min left" if left > 90 else ""
+    return f"{done}/{total} {job.name}: {how} ({found.seconds:.0f} s{more})"
+
+
+class _Slot:
+    """A process that takes one run after the other."""
+
+    def __init__(self, directory: Path, worker: Rank, rank: Rank, number: int) -> None:
+        self._directory = directory
+        name = f"{os.uname().nodename}-{rank.rank}-{number}"
+        self._cache = directory / f"cache-{name}"
+        self._process = TrialProcess(worker, directory / f"worker-{name}.log")
+        self._job: Job | None = None
+        self._held = ExitStack()
+        self._began = self._heard = 0.0
+        self._attempts = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run is under way here."""
+        return self._job is not None
+
+    def advance(self, waiting: Iterator[Job]) -> None:
+        """Takes the next run that nobody else has, or hears what the one at hand says."""
+        if self._job is None:
+            for job in waiting:
+                if self._take(job):
+                    break
+        else:
+            self._hear(self._job)
+
+    def stop(self, *, save: bool) -> None:
+        """Ends the process; a run at hand is saved first where there is time for it."""
+        if save and self._job is not None:
+            self._process.save_and_stop()
+        self._process.stop()
+        self._held.close()
+
+    def _take(self, job: Job) -> bool:
+        with suppress(Busy):
+            self._held.enter_context(own_run_directory(self._directory / job.name, Rank(), ".grid.lock"))
+            if _read(self._directory, job) is None:
+                self._job, self._began, self._attempts = job, time.monotonic(), 0
+                self._start(job)
+                return True
+            self._held.close()
+        return False
+
+    def _start(self, job: Job) -> None:
+        self._heard = time.monotonic()
+        self._process.start()
+        there = {
+            "run.dir": str(self._directory / job.name),
+            "run.name": job.name,
+            "data.cache_dir": str(self._cache),
+        }
+        config = changed(job.config, there)
+        self._process.send(config=json.loads(json.dumps(config.model_dump())), source=config.source)
+
+    def _hear(self, job: Job) -> None:
+        messages = self._process.messages(_POLL_SECONDS)
+        for message in messages:
+            event = message["event"]
+            if event == "report":
+                self._process.send(go_on=True)
+            elif event == "complete" and math.isfinite(message["loss"]):
+                return self._end(job, "complete", loss=message["loss"])
+            elif event in ("complete", "diverged"):
+                return self._end(job, "diverged", reason=message.get("reason", "the evaluation loss is not finite"))
+            elif event == "disk_full":
+                raise DiskFull(self._directory, os.strerror(28).lower())
+            elif event == "failed":
+                self._process.stop()
+                return self._end(job, "failed", reason=message["reason"])
+        if messages:
+            self._heard = time.monotonic()
+        elif not self._process.alive:
+            self._died(job, self._process.how_it_died())
+        elif time.monotonic() - self._heard > (limit := self._process.patience(job.config.tuning.hang_timeout)):
+            self._died(job, f"no step in {limit} s (tuning.hang_timeout)")
+        return None
+
+    def _died(self, job: Job, how: str) -> None:
+        self._process.stop()
+        self._attempts += 1
+        if self._attempts < ATTEMPTS:
+            self._start(job)
+        else:
+            self._end(job, "failed", reason=f"{how}, twice")
+
+    def _end(self, job: Job, state: Any, *, loss: float = math.inf, reason: str | None = None) -> None:
+        outcome = Outcome(state=state, loss=loss, seconds=time.monotonic() - self._began, reason=reason)
+        shutil.rmtree(self._directory / job.name / "checkpoints", ignore_errors=True)
+        held = {"digest": _digest(job), **vars(outcome), "loss": loss if math.isfinite(loss) else None}
+        write_whole(self._directory / f"{job.name}.json", json.dumps(held, indent=1) + "\n")
+        self._held.close()
+        self._job = None
+
+
+def _digest(job: Job) -> str:
+    data = job.config.model_dump()
+    for section, keys in _PLACES.items():
+        data[section] = {name: value for name, value in data[section].items() if name not in keys}
+    return digest({key: value for key, value in data.items() if key not in ("slurm", "tuning")})
+
+
+def _read(directory: Path, job: Job) -> Outcome | None:
+    """A run's outcome; None while there is none. Raises UserError."""
+    path = directory / f"{job.name}.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise UserError(f"{path}: not an outcome of a run; remove it to run again") from None
+    if found.pop("digest", None) != _digest(job):
+        raise UserError(
+            f"{directory}: {job.name} was run with other settings; choose another --output, or remove that folder"
+        )
+    found["loss"] = math.inf if found["loss"] is None else found["loss"]
+    return Outcome(**found)

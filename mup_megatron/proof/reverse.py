@@ -1,0 +1,153 @@
+"""Reverse transfer: a small model that is as unstable as a large one in the standard parametrization.
+
+Public names: `reverse`, `small_model`, `lines`, `write`. In the standard parametrization a large model is its own base
+of µP (docs/parametrization.md, section 7, identity 1). So the small model in µP whose base sizes are the large one's,
+with the large one's hyperparameters, has its training dynamics: what goes wrong there can be looked at here (Tensor
+Programs V, appendix I).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mup_megatron import runtime
+from mup_megatron.config import Config
+from mup_megatron.data.prepare import data_directory, prepare
+from mup_megatron.errors import UserError
+from mup_megatron.proof.family import changed
+from mup_megatron.proof.grid import Job, alone, comparable, run_grid
+from mup_megatron.run_directory import write_whole
+
+REVERSED, LARGE, SMALL = "small, reversed", "large, standard", "small, standard"
+_SMOOTH = 5
+
+
+def small_model(config: Config) -> Config:
+    """The small model in µP whose base is the config's own model.
+
+    Args:
+        config: the large run; `base:` names the sizes that grow, and the small model's.
+
+    Raises:
+        ConfigError: `base:` names no width.
+    """
+    small = config.base.width.sizes
+    if not small:
+        raise config.error("base", "names no size of a smaller model; expected hidden_size, ...")
+    given = config.model.model_dump()
+    large = {name: given[name] for name in small}
+    if missing := [name for name, size in large.items() if size is None]:
+        raise config.error(
+            f"model.{missing[0]}", "missing; base: names it, and the small model is made by swapping both"
+        )
+    keys = {f"base.{name}": size for name, size in large.items()}
+    keys |= {f"model.{name}": size for name, size in small.items()}
+    return changed(config, {**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
+
+
+def reverse(
+    config: Config,
+    rates: Sequence[float],
+    seeds: int,
+    directory: Path,
+    rank: runtime.Rank,
+    *,
+    beside: bool,
+    workers: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Trains the small model with the large one's hyperparameters.
+
+    Args:
+        config: the large run, its values those of the standard parametrization.
+        rates: learning rates; the config's own where there are none.
+        seeds: repetitions.
+        directory: for runs, which go on where they were stopped.
+        rank: this process.
+        beside: also train the large model, and the small one with the same values in the standard parametrization.
+        workers: runs at a time.
+        say: takes lines of progress.
+
+    Returns:
+        What is written as JSON: loss (nats per token) per step of every run, how far it rose, and the small config.
+
+    Raises:
+        UserError: bad input.
+        Stopped: SIGTERM; the same command goes on.
+    """
+    if seeds < 1:
+        raise UserError(f"--seeds: {seeds}: expected 1 or more")
+    runtime.prepare_process()
+    small = small_model(config)
+    large = changed(config, {"parametrization.name": "standard"})
+    models = {REVERSED: small}
+    if beside:
+        models |= {LARGE: large, SMALL: changed(small, {"parametrization.name": "standard"})}
+    jobs: dict[tuple[str, float, int], Job] = {}
+    for label, model in models.items():
+        alike = changed(comparable(model), {"data.dir": str(data_directory(config))})
+        for lr in rates or [config.hparams.lr]:
+            for seed in range(config.run.seed, config.run.seed + seeds):
+                name = f"{label.replace(', ', '-')}-lr-{lr:.6g}-seed-{seed}"
+                jobs[label, lr, seed] = Job(name=name, config=changed(alike, {"hparams.lr": lr, "run.seed": seed}))
+    with alone(directory):
+        prepare(next(iter(jobs.values())).config, say)
+    outcomes = run_grid(list(jobs.values()), directory / "runs", rank, workers, say)
+    curves = []
+    for (label, lr, seed), job in jobs.items():
+        outcome = outcomes[job.name]
+        losses = _losses(directory / "runs" / job.name)
+        curves.append(
+            {
+                "model": label,
+                "lr": lr,
+                "seed": seed,
+                "state": outcome.state,
+                "reason": outcome.reason,
+                "rise": rise(losses) if outcome.state == "complete" else None,
+                "losses": [loss if math.isfinite(loss) else None for loss in losses],
+            }
+        )
+    return {"curves": curves, "small": small.model_dump(), "config": config.model_dump()}
+
+
+def rise(losses: Sequence[float]) -> float:
+    """How far the loss rises above the lowest so far at most, both means of five steps; 0 where it only falls."""
+    smooth = [sum(losses[start : start + _SMOOTH]) / _SMOOTH for start in range(max(0, len(losses) - _SMOOTH + 1))]
+    lowest, found = math.inf, 0.0
+    for loss in smooth:
+        lowest = min(lowest, loss)
+        found = max(found, loss - lowest)
+    return found
+
+
+def _losses(directory: Path) -> list[float]:
+    lines = (json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """A result for people."""
+    said = []
+    for curve in result["curves"]:
+        last = next((loss for loss in reversed(curve["losses"]) if loss is not None), math.nan)
+        if curve["state"] == "complete":
+            how = f"rises by {curve['rise']:.3f} at most, ends at {last:.4f}"
+        else:
+            how = f"{curve['state']} after {len(curve['losses'])} steps: {curve['reason']}"
+        said.append(f"{curve['model']}, lr {curve['lr']:.4g}, seed {curve['seed']}: {how}")
+    return said
+
+
+def write(result: Mapping[str, Any], directory: Path) -> tuple[Path, Path]:
+    """Writes reverse.json, and reverse.yaml, the small model's run."""
+    found, small = directory / "reverse.json", directory / "reverse.yaml"
+    write_whole(found, json.dumps(result, allow_nan=False) + "\n")
+    write_whole(small, yaml.safe_dump(result["small"], sort_keys=False))
+    return found, small

@@ -1,0 +1,80 @@
+"""The picture of a stability check: loss over a hyperparameter, a curve per size, a panel per parametrization.
+
+Public name: `draw_stability`. After Tensor Programs V, figures 1 to 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.report.pictures import load_pyplot, save_figure
+
+_AXES = {
+    "width": "hidden size",
+    "depth": "layers",
+    "batch": "sequences per step",
+    "sequence": "tokens per sequence",
+    "tokens": "tokens",
+}
+
+
+def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
+    """Draws means over seeds, their range as a band, and each curve's minimum as a star.
+
+    Args:
+        result: of proof.stability.
+        path: of the picture.
+
+    Returns:
+        The same path.
+    """
+    pyplot = load_pyplot()
+    values, lines = result["values"], result["lines"]
+    numeric = not isinstance(values[0], str)
+    places = values if numeric else range(len(values))
+    figure, panels = pyplot.subplots(
+        1, len(lines), figsize=(4.3 * len(lines), 3.7), sharey=True, squeeze=False, layout="constrained"
+    )
+    low, high = _limits(result)
+    colors = pyplot.get_cmap("viridis")
+    for panel, (name, line) in zip(panels[0], lines.items(), strict=True):
+        for number, row in enumerate(line["rows"]):
+            color = colors(0.9 * (1 - number / max(1, len(line["rows"]) - 1)))
+            shown = [(x, losses) for x, losses in zip(places, row["losses"], strict=True) if None not in losses]
+            if shown:
+                x, losses = zip(*shown, strict=True)
+                means = [sum(each) / len(each) for each in losses]
+                panel.fill_between(x, [min(e) for e in losses], [max(e) for e in losses], color=color, alpha=0.2, lw=0)
+                panel.plot(x, means, ".-", color=color, lw=1.4, label=f"{row['size']}")
+            gone = [x for x, losses in zip(places, row["losses"], strict=True) if None in losses]
+            if gone:
+                panel.plot(gone, [high] * len(gone), "x", color=color, ms=5, clip_on=False)
+            least = row["minimum"]
+            where = (least["value"] or least["tried"]) if numeric else values.index(least["tried"])
+            panel.plot([where], [least["loss"]], "*", color=color, ms=11, mec="white", mew=0.6, zorder=3)
+        if numeric:
+            panel.set_xscale("log", base=2)
+        else:
+            panel.set_xticks(list(places), values, rotation=20, fontsize=8)
+        cost = line["rows"][0]["cost"]
+        said = "diverges" if cost is None else f"costs {100 * cost:.2f} %"
+        panel.set_title(f"{name}: the smallest's best {said}", loc="left", fontsize=10)
+        panel.set_xlabel(result["over"])
+        panel.set_ylim(low, high)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("evaluation loss (nats per token)")
+    panels[0][-1].legend(title=_AXES[result["across"]], frameon=False, fontsize=8, title_fontsize=8)
+    save_figure(figure, path)
+    pyplot.close(figure)
+    return path
+
+
+def _limits(result: Mapping[str, Any]) -> tuple[float, float]:
+    """All minima, and as much above them again as lies between them; at least a tenth of the loss."""
+    best = [row["minimum"]["loss"] for line in result["lines"].values() for row in line["rows"]]
+    low, high = min(best), max(best)
+    room = max(high - low, 0.1 * low)
+    return low - 0.05 * room, high + room

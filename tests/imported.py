@@ -1,0 +1,9 @@
+"""What ranks import, imported once in the process that they are forked from (distributed.py)."""
+
+from mup_megatron import runtime
+
+runtime.prepare_process()
+
+import mup_megatron.engines.deepspeed  # noqa: E402
+import mup_megatron.engines.megatron  # noqa: E402, F401
+import tests.bodies  # noqa: E402, F401

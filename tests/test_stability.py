@@ -1,0 +1,287 @@
+"""Stable optima and reverse transfer: grids of real runs, what is trained once only, what a grid says."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mup_megatron import runtime
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.model import parametrize
+from mup_megatron.proof import stability
+from mup_megatron.proof.family import changed
+from mup_megatron.proof.grid import Outcome
+from mup_megatron.proof.reverse import rise, small_model
+from mup_megatron.tuning.space import one_process
+from tests.commands import Background, losses, metrics, mup, until
+from tests.configs import MIXED, make
+
+# Of MIXED's base: hidden 64, FFN 64, 4 heads, one query group.
+SMALL = {"data__split": "80,20,0", "training__train_steps": 6, "training__eval_steps": 2}
+
+
+def config_of(folder: Path, **keys: Any) -> Config:
+    return make(MIXED, "gpt3", run__dir=str(folder / "run"), **{**SMALL, **keys})
+
+
+def asked(config: Config, **keys: Any) -> stability.Question:
+    return stability.question(config, **{"over": "lr", "across": "width", **keys})
+
+
+def ask(config: Config, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[str]]:
+    said: list[str] = []
+    question = asked(config, **keys)
+    return stability.stability(config, question, folder, runtime.Rank(), workers=1, say=said.append), said
+
+
+def test_what_is_not_said(tmp_path: Path) -> None:
+    question = asked(config_of(tmp_path))
+    assert question.values == [8e-3 * 2.0**power for power in range(-4, 5)]
+    assert question.factors == [1, 2, 4, 8]
+    assert (question.least, question.seeds, question.beside) == (1, 3, True)
+    schedules = asked(config_of(tmp_path), over="lr_schedule").values
+    assert schedules == ["linear", "cosine", "inverse-square-root", "constant"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"over": "beta"}, "--over: beta: no hyperparameter; expected one of lr, init_method_std"),
+        ({"across": "time"}, "--across: time: expected one of width, depth, batch, sequence, tokens"),
+        ({"factors": [2]}, "--sizes: 2: expected two different factors"),
+        ({"factors": [0, 1]}, "--sizes: 0,1: expected two different factors or more, from 1 on"),
+        ({"least": 8}, "--from: 8: expected one of the factors below the largest, [1, 2, 4]"),
+        ({"values": "1e-3,2e-3"}, "--values: 1e-3,2e-3: a minimum needs three"),
+        ({"values": "1,x,3"}, "--values: 1,x,3: a minimum needs three different positive numbers"),
+        ({"values": "0,1,2"}, "--values: 0,1,2: a minimum needs three different positive numbers"),
+        ({"over": "weight_decay"}, "--values: missing; hparams.weight_decay is 0.0"),
+        ({"seeds": 0}, "--seeds: 0: expected 1 or more"),
+    ],
+)
+def test_bad_questions(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        asked(config_of(tmp_path, hparams__weight_decay=0.0), **keys)
+    assert said in str(error.value)
+
+
+def test_a_size_or_value_that_makes_no_config(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--values: triangle"):
+        stability.grid(config_of(tmp_path), asked(config_of(tmp_path), over="lr_schedule", values="linear,triangle"))
+    fixed = make({"model": MIXED["model"], "base": {}}, "gpt3", parametrization__name="standard", **SMALL)
+    with pytest.raises(UserError, match="names no size that grows"):
+        stability.grid(fixed, asked(fixed, factors=[1, 2]))
+    unsplit = config_of(tmp_path, data__split="100,0,0")
+    with pytest.raises(UserError, match=r"data\.split.*nothing to validate on"):
+        stability.grid(unsplit, asked(unsplit))
+
+
+@pytest.mark.parametrize(
+    ("across", "sizes"),
+    [
+        ("width", {1: 64, 4: 256}),
+        ("depth", {1: 2, 4: 8}),
+        ("batch", {1: 8, 4: 32}),
+        ("sequence", {1: 32, 4: 128}),
+        ("tokens", {1: 6 * 8 * 32, 4: 24 * 8 * 32}),
+    ],
+)
+def test_what_grows_and_nothing_else(tmp_path: Path, across: Any, sizes: dict[int, int]) -> None:
+    config = config_of(tmp_path, training__lr_warmup_steps=2, parallel__zero_stage=3)
+    runs = stability.grid(config, asked(config, across=across, factors=[1, 4], seeds=2))
+    assert {run.factor: stability.size_of(run.job.config, across) for run in runs} == sizes
+    assert len({run.job.name for run in runs}) == len(runs) == 2 * 9 * 2 * 2
+    for run in runs:
+        made = run.job.config
+        assert (made.hparams.lr, made.run.seed, made.parametrization.name) == (run.value, run.seed, run.line)
+        assert made.training.eval_interval == made.training.train_steps
+        assert made.training.lr_warmup_steps == (8 if across == "tokens" and run.factor == 4 else 2)
+        assert made.parallel == one_process(config).parallel
+        for other in ("width", "depth", "batch", "sequence"):
+            if other != across:  # the config's own, which for the width is no multiple of the base
+                assert stability.size_of(made, other) == stability.size_of(config, other)
+
+
+def outcome(loss: float) -> Outcome:
+    return Outcome(
+        state="complete" if math.isfinite(loss) else "diverged", loss=loss, seconds=1.0, reason="loss is inf"
+    )
+
+
+def result_of(config: Config, question: stability.Question, loss: Any) -> dict[str, Any]:
+    runs = stability.grid(config, question)
+    return stability._result(config, question, runs, {run.job.name: outcome(loss(run)) for run in runs})
+
+
+def bowl(moves: dict[str, float]) -> Any:
+    """Losses least at the config's own rate, which moves by some octaves per doubling of the size."""
+
+    def loss(run: Any) -> float:
+        off = math.log2(run.value / 8e-3) - moves[run.line] * math.log2(run.factor)
+        return 3 - 0.1 * math.log2(run.factor) + 0.02 * off**2 + 0.001 * (run.seed % 3)
+
+    return loss
+
+
+def test_a_verdict_and_its_control(tmp_path: Path) -> None:
+    """Minima that stay pass, and those that move by an octave per doubling fail, by drift and by cost."""
+    config = config_of(tmp_path)
+    still = result_of(config, asked(config), bowl({"mup": 0.1, "standard": -1}))
+    assert still["passed"]
+    rows = still["lines"]["mup"]["rows"]
+    assert rows[0]["drift"]["octaves"] == pytest.approx(0.3)
+    assert rows[0]["cost"] == 0
+    assert not any(still["lines"]["mup"]["larger_is_worse"].values())
+    other = still["lines"]["standard"]
+    assert other["rows"][0]["drift"]["octaves"] == pytest.approx(-3)
+    assert other["rows"][0]["cost"] == pytest.approx(0.02 * 9 / 2.701, rel=1e-3)
+    assert len(other["reasons"]) == 2
+    assert json.loads(json.dumps(still)) == still
+    assert "passed: mup's best lr stays" in stability.lines(still)
+
+    moved = result_of(config, asked(config), bowl({"mup": -1, "standard": 0}))
+    assert not moved["passed"]
+    assert moved["lines"]["mup"]["reasons"][1] == "the best lr moves by -3.00 octaves to 512"
+    # From a size on, within which it moves by less.
+    near = result_of(config, asked(config, least=4), bowl({"mup": -0.4, "standard": 0}))
+    assert near["passed"]
+    assert not result_of(config, asked(config), bowl({"mup": -0.4, "standard": 0}))["passed"]
+
+
+def test_edges_and_divergence(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    edge = result_of(config, asked(config, values="1e-3,2e-3,4e-3"), bowl({"mup": 0, "standard": 0}))
+    assert not edge["passed"]
+    assert edge["lines"]["mup"]["reasons"][0].startswith("64: the highest lr that was tried is the best")
+
+    def diverges(run: Any) -> float:
+        return math.inf if run.value > 8e-3 and run.factor == 8 else bowl({"mup": 0, "standard": 0})(run)
+
+    partly = result_of(config, asked(config), diverges)
+    assert partly["passed"]  # the best value itself is tried and finite; what lies beyond is not
+    assert partly["lines"]["mup"]["rows"][-1]["losses"][-1] == [None] * 3
+    with pytest.raises(UserError, match="mup, width 512: no value of lr has a finite loss"):
+        result_of(config, asked(config), lambda run: math.inf if run.factor == 8 else 3.0)
+
+
+def test_a_grid_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run is `train` on one process with that config; then nothing runs again; other settings are refused."""
+    config = config_of(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1e30", "seeds": 1, "beside": False}
+    result, said = ask(config, tmp_path / "grid", **keys)
+    assert sum("/6 mup-width-" in line for line in said) == 6
+    assert result["lines"]["mup"]["rows"][0]["losses"][2] == [None]  # diverged
+    assert any("lr-1e+30-seed-7: diverged" in line for line in said)
+    again, said = ask(config, tmp_path / "grid", **keys)
+    assert again == result
+    assert said[1:] == ["6 of 6 runs are there already"]
+    with pytest.raises(UserError, match="was run with other settings"):
+        ask(config_of(tmp_path, training__clip_grad=0.5), tmp_path / "grid", **keys)
+
+    (run,) = [run for run in stability.grid(config, asked(config, **keys)) if (run.factor, run.value) == (2, 8e-3)]
+    alone = run.job.config.model_dump()
+    alone["run"]["dir"] = str(tmp_path / "alone")
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(alone))
+    trained = mup("train", tmp_path / "alone.yaml")
+    assert trained.returncode == 0, trained.stderr
+    assert metrics(tmp_path / "alone")[-1]["eval_loss"] == result["lines"]["mup"]["rows"][1]["losses"][1][0]
+    assert losses(tmp_path / "alone") == losses(tmp_path / "grid" / "runs" / run.job.name)
+
+
+@pytest.mark.slow
+def test_two_commands_share_a_grid_and_one_is_ended(tmp_path: Path) -> None:
+    """SIGTERM saves the run at hand; the others' command and a later one end with what an undisturbed one finds."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config_of(tmp_path, training__train_steps=150).model_dump()))
+    words = ["--sizes", "1,2", "--values", "4e-3,8e-3,1.6e-2", "--seeds", "1", "--workers", "1"]
+
+    def start(folder: str) -> Background:
+        return Background("stability", path, *words, "--output", tmp_path / folder)
+
+    first = start("shared")
+    until(lambda: list((tmp_path / "shared" / "runs").glob("*/metrics.jsonl")))
+    second = start("shared")
+    until(lambda: len(list((tmp_path / "shared" / "runs").glob("*.json"))) >= 2)
+    first.process.send_signal(signal.SIGTERM)
+    _, err = first.process.communicate(timeout=120)
+    assert first.process.returncode == 143, err
+    out, err = second.process.communicate(timeout=240)
+    assert second.process.returncode in (0, 1), err
+    assert "lr over width, 1 seeds" in out
+    whole = mup("stability", path, *words, "--output", tmp_path / "whole")
+    assert whole.returncode == second.process.returncode
+    ours, theirs = (json.loads((tmp_path / name / "lr-width.json").read_text()) for name in ("shared", "whole"))
+    assert ours["lines"] == theirs["lines"]
+    assert (tmp_path / "whole" / "lr-width.png").stat().st_size > 10_000
+    assert not list((tmp_path / "shared" / "runs").glob("*/checkpoints"))
+
+
+def test_a_run_that_fails_is_said(tmp_path: Path) -> None:
+    """And has another chance with the next command."""
+    config = config_of(tmp_path)
+    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1.6e-2", "seeds": 1, "beside": False}
+    runs = tmp_path / "grid" / "runs"
+    blocked = runs / "mup-width-1-lr-0.004-seed-7"
+    blocked.mkdir(parents=True)
+    (blocked / "metrics.jsonl").mkdir()
+    result, _ = ask(config, tmp_path / "grid", **keys)
+    assert [line.split(":")[0] for line in result["failed"]] == [blocked.name]
+    (blocked / "metrics.jsonl").rmdir()
+    result, said = ask(config, tmp_path / "grid", **keys)
+    assert not result["failed"]
+    assert said[1] == "5 of 6 runs are there already"
+
+
+def test_reversing_swaps_model_and_base(tmp_path: Path) -> None:
+    """The small model's rules at the large one's sizes are the standard parametrization's."""
+    large = config_of(tmp_path, parametrization__name="standard")
+    small = small_model(large)
+    assert small.base.width.sizes == {name: MIXED["model"][name] for name in MIXED["base"]}
+    assert {name: getattr(small.model, name) for name in MIXED["base"]} == MIXED["base"]
+    assert small.parametrization.name == "mup"
+    grown = small_model(changed(small, {"parametrization.name": "mup"}))  # twice is where it began
+    ours, theirs = parametrize(grown, 375), parametrize(changed(large, {"parametrization.name": "mup"}), 375)
+    assert ours.tensors == theirs.tensors
+    at_base = changed(small, {f"model.{name}": size for name, size in small.base.width.sizes.items()})
+    assert [(each.lr, each.init_std) for each in parametrize(at_base, 375).tensors.values()] == [
+        (each.lr, each.init_std) for each in parametrize(large, 375).tensors.values()
+    ]
+
+
+def test_rise() -> None:
+    assert rise([5, 4, 3, 2, 1, 0.5]) == 0
+    assert rise([3.0] * 10 + [4.0] * 10) == pytest.approx(1)
+    assert rise([1.0]) == 0
+
+
+@pytest.mark.slow
+def test_the_reverse_command(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text(yaml.safe_dump(config_of(tmp_path, parametrization__name="standard").model_dump()))
+    result = mup("reverse", path, "--rates", "4e-3,1e30", "--beside", "--output", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "small, reversed, lr 0.004, seed 7: rises by" in result.stdout
+    assert "large, standard, lr 1e+30, seed 7: diverged after" in result.stdout
+    found = json.loads((tmp_path / "out" / "reverse.json").read_text())
+    assert [len(curve["losses"]) for curve in found["curves"] if curve["lr"] == 4e-3] == [6, 6, 6]
+    assert (tmp_path / "out" / "reverse.png").stat().st_size > 10_000
+    again = mup("train", tmp_path / "out" / "reverse.yaml", "hparams.lr=4e-3", f"run.dir={tmp_path / 'again'}")
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "again") == pytest.approx(found["curves"][0]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--rates", "x"], "--rates: x: expected positive numbers")])
+def test_bad_reversal(tmp_path: Path, words: list[str], said: str) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text(yaml.safe_dump(config_of(tmp_path).model_dump()))
+    result = mup("reverse", path, *words)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr

@@ -136,3 +136,12 @@ def test_a_run_that_only_trained(whole: Path, tmp_path: Path) -> None:
     text = write_page(run).read_text()
     assert 'id="curves"' in text
     assert 'id="search' not in text
+
+
+def test_checks_are_on_the_page(repository: Path, tmp_path: Path) -> None:
+    """The folder of checks alone is one of a run too; what the commands said, and the pictures inside the page."""
+    shutil.copytree(repository / "docs" / "evidence" / "coord-check-gpt3", tmp_path / "coord-check")
+    text = write_page(tmp_path).read_text()
+    assert "<h2>Coordinate check of mup</h2><img" in text
+    assert "passed: 59 of 59 modules and parameters are within bounds" in text
+    assert 'src="data:image/png;base64,' in text

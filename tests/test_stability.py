@@ -223,6 +223,7 @@ def test_two_commands_share_a_grid_and_one_is_ended(tmp_path: Path) -> None:
     assert not list((tmp_path / "shared" / "runs").glob("*/checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_said(tmp_path: Path) -> None:
     """And has another chance with the next command."""
     config = config_of(tmp_path)

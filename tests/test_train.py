@@ -125,7 +125,7 @@ def test_a_crash_loses_nothing_before_the_last_checkpoint(config_file: Path, tmp
     "launcher",
     [
         pytest.param("deepspeed", marks=pytest.mark.slow),
-        "deepspeed 2",
+        pytest.param("deepspeed 2", marks=pytest.mark.slow),  # the fixture `whole` runs it too
         pytest.param("bash", marks=pytest.mark.slow),
         pytest.param("torchrun", marks=pytest.mark.slow),
     ],

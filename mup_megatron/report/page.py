@@ -5,6 +5,7 @@ Plotly draws the pictures in the browser; its code is inside the page.
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ import yaml
 
 from mup_megatron.explain import family
 from mup_megatron.report.pictures import COLORS, STATES
+from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run import Run, read_run
 from mup_megatron.report.summary import summary
 
@@ -26,6 +28,7 @@ th, td { text-align: right; padding: 0.18em 0.8em 0.18em 0; border-bottom: 1px s
 th:first-child, td:first-child, td.text { text-align: left } th { color: #666; font-weight: 600 }
 pre { background: #f6f6f6; padding: 0.8em; overflow-x: auto; font-size: 13px } .wide { overflow-x: auto }
 summary { cursor: pointer; color: #4878a8; margin: 0.6em 0 } li { margin: 0.15em 0 }
+img { max-width: 100% }
 """
 
 
@@ -62,6 +65,7 @@ def write_page(directory: Path) -> Path:
             figures[f"search-{parameter}"] = _search(run.record["study"], parameter)
             sections.append(f'<div id="search-{html.escape(parameter)}"></div>')
         sections.append("<h2>Trials</h2>" + _trials(run.record["study"]))
+    sections += [_proof(proof) for proof in proofs(directory)]
     if run.explanation is not None:
         sections.append("<h2>What the parametrization does to every tensor</h2>" + _explanation(run.explanation))
     sections.append("<h2>Config, record, environment</h2>")
@@ -91,6 +95,15 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "numb
     lines = ("".join(f'<td class="{kind}">{html.escape(str(cell))}</td>' for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="wide"><table>{first}{body}</table></div>'
+
+
+def _proof(proof: Proof) -> str:
+    drawn = ""
+    if proof.picture is not None:
+        encoded = base64.b64encode(proof.picture.read_bytes()).decode()
+        drawn = f'<img alt="{html.escape(proof.title)}" src="data:image/png;base64,{encoded}">'
+    said = html.escape("\n".join(proof.lines))
+    return f"<h2>{html.escape(proof.title)}</h2>{drawn}<pre>{said}</pre>"
 
 
 def _details(title: str, text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mup_megatron.errors import UserError
+from mup_megatron.report.proofs import result_files
 from mup_megatron.run_directory import CONTROL, PLAN
 
 
@@ -83,8 +84,10 @@ def read_run(directory: Path) -> Run:
     own, named = directory / "transfer.json", (config.get("tuning") or {}).get("record")
     record = read_record(own, None) or (read_record(Path(named), None) if named else None)
     target = _curve(directory, "µP" if _parametrization(config) == "mup" else "standard parametrization")
-    if target is None and record is None:
-        raise UserError(f"{directory}: neither metrics.jsonl nor transfer.json is there; expected the folder of a run")
+    if target is None and record is None and not result_files(directory):
+        raise UserError(
+            f"{directory}: neither metrics.jsonl nor transfer.json is there, and no check; expected the folder of a run"
+        )
     return Run(
         directory=directory,
         config=config,

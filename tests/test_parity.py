@@ -184,7 +184,7 @@ QUICK = {
     ("gpt3", Split("distributed", pipeline=2, virtual=2, data=2)),
     ("llama tied", Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True)),
     ("moe bias", Split("distributed", pipeline=2, expert=2, data=2)),
-    ("moe", Split(1, tensor=2, expert=2, data=2, sequence=True)),
+    ("moe", Split(1, expert=2, data=2)),
     ("mtp", Split("distributed", pipeline=2, data=2)),
     ("llama", Split("distributed", context=2, data=2)),
 }

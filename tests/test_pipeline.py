@@ -18,6 +18,7 @@ from mup_megatron import cli
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.tuning.study import Study
+from tests import bodies
 from tests.commands import BIN, Background, losses, metrics, mup, run, until
 from tests.configs import SEARCH, SIZES, pipeline_file
 from tests.distributed import Ranks
@@ -92,14 +93,16 @@ def test_what_a_pipeline_does(whole: Path) -> None:
         assert row in out
 
 
-def test_a_trial_is_the_proxy_trained_alone(whole: Path, tmp_path: Path) -> None:
+def test_a_trial_is_the_proxy_trained_alone(whole: Path, tmp_path: Path, ranks: Ranks) -> None:
     """`train` on the proxy, with a trial's values and schedule, gives the trial's losses."""
     trial = next(t for t in record(whole)["study"]["trials"] if t["state"] == "complete" and not t["repeats"])
     sizes = [f"model.{name}={size}" for name, size in SIZES.items()]
     values = [f"hparams.{name}={value!r}" for name, value in trial["values"].items()]
     extra = ["training.eval_interval=2", f"run.dir={tmp_path / 'alone'}", "parallel.tensor_model_parallel_size=1"]
-    result = mup("train", whole / "run.yaml", *sizes, *values, *extra)
-    assert result.returncode == 0, result.stderr
+    words = ["train", str(whole / "run.yaml"), *sizes, *values, *extra]
+    ((status, _, err),) = ranks.run(1, bodies.command, arguments=words)
+    ranks.stop()
+    assert status == 0, err
     evaluations = {str(m["step"]): m["eval_loss"] for m in metrics(tmp_path / "alone") if "eval_loss" in m}
     assert evaluations == trial["reports"]
 

@@ -20,8 +20,10 @@ from mup_megatron.proof.family import changed
 from mup_megatron.proof.grid import Outcome
 from mup_megatron.proof.reverse import rise, small_model
 from mup_megatron.tuning.space import one_process
+from tests import bodies
 from tests.commands import Background, losses, metrics, mup, until
 from tests.configs import MIXED, make
+from tests.distributed import Ranks
 
 # Of MIXED's base: hidden 64, FFN 64, 4 heads, one query group.
 SMALL = {"data__split": "80,20,0", "training__train_steps": 6, "training__eval_steps": 2}
@@ -170,7 +172,7 @@ def test_edges_and_divergence(tmp_path: Path) -> None:
         result_of(config, asked(config), lambda run: math.inf if run.factor == 8 else 3.0)
 
 
-def test_a_grid_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run is `train` on one process with that config; then nothing runs again; other settings are refused."""
     config = config_of(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -189,8 +191,8 @@ def test_a_grid_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     alone = run.job.config.model_dump()
     alone["run"]["dir"] = str(tmp_path / "alone")
     (tmp_path / "alone.yaml").write_text(yaml.safe_dump(alone))
-    trained = mup("train", tmp_path / "alone.yaml")
-    assert trained.returncode == 0, trained.stderr
+    ((status, _, err),) = ranks.run(1, bodies.command, arguments=["train", str(tmp_path / "alone.yaml")])
+    assert status == 0, err
     assert metrics(tmp_path / "alone")[-1]["eval_loss"] == result["lines"]["mup"]["rows"][1]["losses"][1][0]
     assert losses(tmp_path / "alone") == losses(tmp_path / "grid" / "runs" / run.job.name)
 

@@ -43,7 +43,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path) -> None:
+def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: Ranks) -> None:
     result = mup("train", config_file, "--nproc-per-node", "2")
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "run"
@@ -65,15 +65,16 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path) -> None:
 
     # The same command again: nothing is left to do, and nothing is lost.
     before = metrics(directory)
-    again = mup("train", config_file, "--nproc-per-node", "2")
-    assert again.returncode == 0, again.stderr
+    again = ranks.run(2, bodies.command, arguments=["train", str(config_file)])
+    assert [status for status, _, _ in again] == [0, 0], again
     assert metrics(directory) == before
 
     # Another hyperparameter does not silently go on from this checkpoint.
-    other = mup("train", config_file, "hparams.lr=1e-3", "--nproc-per-node", "2")
-    assert other.returncode == 2
-    assert "hparams.lr 0.008 0.001" in " ".join(other.stderr.split())
-    assert "Traceback" not in other.stderr
+    (status, _, err), _ = ranks.run(2, bodies.command, arguments=["train", str(config_file), "hparams.lr=1e-3"])
+    ranks.stop()
+    assert status == 2
+    assert "hparams.lr 0.008 0.001" in " ".join(err.split())
+    assert "Traceback" not in err
     assert metrics(directory) == before
 
 
@@ -98,9 +99,10 @@ def test_sigterm_saves_and_the_same_command_goes_on(config_file: Path, tmp_path:
     done = len(losses(tmp_path / "run"))
     assert 5 <= done < 40
 
-    resumed = mup("train", config_file, *settings, "--nproc-per-node", "2")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"at step {done}" in resumed.stdout
+    resumed = ranks.run(2, bodies.command, arguments=["train", str(config_file), *settings])
+    ranks.stop()
+    assert [status for status, _, _ in resumed] == [0, 0], resumed
+    assert f"at step {done}" in resumed[0][1]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
@@ -238,8 +240,9 @@ def test_a_folder_that_cannot_be_written(config_file: Path, tmp_path: Path, capf
     assert "run.dir: cannot write to" in capfd.readouterr().err
 
 
-def test_divergence_is_said(config_file: Path) -> None:
-    result = mup("train", config_file, "hparams.lr=1e30", "training.lr_warmup_steps=0", "training.clip_grad=0")
-    assert result.returncode == 1
-    assert "loss is" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_divergence_is_said(config_file: Path, ranks: Ranks) -> None:
+    settings = ["hparams.lr=1e30", "training.lr_warmup_steps=0", "training.clip_grad=0"]
+    ((status, _, err),) = ranks.run(1, bodies.command, arguments=["train", str(config_file), *settings])
+    assert status == 1
+    assert "loss is" in err
+    assert "Traceback" not in err

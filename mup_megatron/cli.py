@@ -257,9 +257,16 @@ def transfer(
 
 @app.command(epilog="Example: mup-megatron plan configs/gpt3/6.7b.yaml --world-size 64")
 def plan(
-    config: ConfigPath, overrides: Overrides = None, world_size: WorldSize = None, as_json: AsJson = False
+    config: ConfigPath,
+    overrides: Overrides = None,
+    world_size: WorldSize = None,
+    device_tflops: Annotated[
+        float | None, typer.Option(min=1e-3, help="Peak of one device, TFLOP/s: 989 for an H100 in bf16.")
+    ] = None,
+    utilization: Annotated[float, typer.Option(min=1e-3, max=1, help="Share of it that training reaches (MFU).")] = 0.4,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, time. Trains nothing."""
+    """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
     from mup_megatron import runtime
     from mup_megatron.layout import resolve_layout, smallest_world
 
@@ -272,10 +279,16 @@ def plan(
     from mup_megatron.tuning import budget
 
     planned = budget.plan(settings, known_vocab_size(settings), ranks, measure=True, layout=layout)
+    hours = budget.device_hours(planned, device_tflops, utilization) if device_tflops else None
     if as_json:
-        print(json.dumps(planned.as_json(), indent=1))
+        print(json.dumps({**planned.as_json(), **({"device_hours": hours} if hours else {})}, indent=1))
         return
     print("\n".join(budget.lines(settings, planned)))
+    if hours:
+        print(
+            f"device-hours at {utilization:.0%} of {device_tflops:g} TFLOP/s: tuning {hours['tuning']:.3g}, target "
+            f"{hours['target']:.3g}"
+        )
     budget.check_share(settings, planned)
 
 

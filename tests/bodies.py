@@ -335,6 +335,26 @@ def _batch(config: Config, layout: Layout, rank: int) -> Any:
     return Batches(build_datasets(config, prepare(config))[0], config, layout, rank, torch.device("cpu"))[0]
 
 
+def saved_bytes(rank: runtime.Rank, *, config: Config) -> int:
+    """Bytes of the storages that a forward pass with its loss keeps for the backward pass, parameters left out."""
+    config, layout, _, (model,) = start(rank, config)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # else its address could be another's next
+        return tensor
+
+    batch = _batch(config, layout, rank.rank)[0]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    return sum(kept.values())
+
+
 def core_attention(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
     """What goes into the last layer's core attention and what comes out, in float64."""
     config, layout, _, (model,) = start(rank, config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import yaml
 
 from mup_megatron import cli, runtime
 from mup_megatron.config import load_config
+from mup_megatron.data.prepare import prepare
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
-from mup_megatron.tuning.budget import flops_per_token, guidance, lines, plan, six_nd, state_bytes
+from mup_megatron.tuning.budget import device_hours, flops_per_token, guidance, lines, plan, six_nd
+from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, values_of
-from tests.configs import MIXED, MLA, MOE, make
+from tests import bodies
+from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
+from tests.distributed import Ranks
 
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}}
 
@@ -24,11 +30,11 @@ def test_flops_per_token_by_hand() -> None:
     """Two layers, hidden 96, FFN 160, 8 heads of 8, 4 groups, padded vocabulary 384, sequence 32."""
     config = make(MIXED, "gpt3")
     qkv, proj, fc1, fc2, readout = 96 * (64 + 32 + 32), 64 * 96, 96 * 160, 160 * 96, 384 * 96
-    expected = 6 * (2 * (qkv + proj + fc1 + fc2) + readout) + 12 * 2 * 64 * 32
+    expected = 6 * (2 * (qkv + proj + fc1 + fc2) + readout) + 6 * 2 * 64 * 32
     assert flops_per_token(parametrize(config, 375)) == expected
     # Llama style: gate and up, a head of its own that counts once, no position table.
     llama = make(MIXED, "llama")
-    expected = 6 * (2 * (qkv + proj + 2 * fc1 + fc2) + readout) + 12 * 2 * 64 * 32
+    expected = 6 * (2 * (qkv + proj + 2 * fc1 + fc2) + readout) + 6 * 2 * 64 * 32
     assert flops_per_token(parametrize(llama, 375)) == expected
 
 
@@ -37,10 +43,10 @@ def test_flops_of_experts_and_further_tokens_by_hand() -> None:
     attention, readout = 96 * 3 * 64 + 64 * 96, 384 * 96
     dense, expert, shared, router, gate = 3 * 96 * 128, 3 * 96 * 80, 3 * 96 * 48, 4 * 96, 96
     experts = 2 * expert + shared + router + gate
-    expected = 6 * (2 * attention + dense + experts + readout) + 12 * 2 * 64 * 32
+    expected = 6 * (2 * attention + dense + experts + readout) + 6 * 2 * 64 * 32
     assert flops_per_token(parametrize(make(MOE, "llama"), 375)) == expected
     # One more token: a projection of 2 x 96 to 96, a layer of the last kind, the readout again.
-    expected += 6 * (2 * 96 * 96 + attention + experts + readout) + 12 * 64 * 32
+    expected += 6 * (2 * 96 * 96 + attention + experts + readout) + 6 * 64 * 32
     assert flops_per_token(parametrize(make(MOE, "llama", model__mtp_num_layers=1), 375)) == expected
 
 
@@ -48,7 +54,7 @@ def test_flops_of_multi_latent_attention_by_hand() -> None:
     """Hidden 96, FFN 160, 8 heads of 12 + 8, values of 14, ranks 24 and 48."""
     runtime.prepare_process()
     q, kv, proj = 96 * 24 + 24 * 8 * 20, 96 * (48 + 8) + 48 * 8 * (12 + 14), 8 * 14 * 96
-    expected = 6 * (2 * (q + kv + proj + 3 * 96 * 160) + 384 * 96) + 6 * 2 * 8 * (20 + 14) * 32
+    expected = 6 * (2 * (q + kv + proj + 3 * 96 * 160) + 384 * 96) + 3 * 2 * 8 * (20 + 14) * 32
     assert flops_per_token(parametrize(make(MLA, "llama"), 375)) == expected
 
 
@@ -119,6 +125,96 @@ def test_bytes_per_process_by_hand() -> None:
     assert found(4, **keys) == (split / 2 + whole) * (2 + 2 + 12 / 2)
     keys["parallel__engine"] = "megatron"
     assert found(4, **keys) == (split / 2 + whole) * (2 + 4 + 12 / 2)
+
+
+SPLITS = {
+    "one process": (1, {}),
+    "TP 2, SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "TP 2": (2, {"tensor_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("split", ["one process", "TP 2, SP", pytest.param("TP 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [
+        pytest.param((MIXED, "gpt3"), {}, id="gpt3"),
+        pytest.param((MIXED, "gpt3"), {"training__recompute_granularity": "selective"}, id="gpt3 selective"),
+        pytest.param((MIXED, "gpt3"), {"model__core_attention": "sdpa"}, id="gpt3 sdpa"),
+        pytest.param((MIXED, "llama"), {"model__normalization": "LayerNorm"}, id="llama"),
+        pytest.param((MLA, "llama"), {}, id="mla"),
+    ],
+)
+def test_activations_are_what_autograd_keeps(
+    ranks: Ranks, split: str, model: tuple[dict[str, Any], str], keys: dict[str, Any]
+) -> None:
+    """Bytes of every storage that a real forward pass saves for its backward pass, but for parameters.
+
+    Torch's RMSNorm keeps one tensor more on a CPU than where it has a kernel.
+    """
+    processes, parallel = SPLITS[split]
+    layout = {f"parallel__{key}": value for key, value in parallel.items()}
+    config = make(*model, parallel__zero_stage=0, training__seq_length=128, **{**layout, **keys})
+    prepare(config)
+    kept = max(ranks.run(processes, bodies.saved_bytes, config=config))
+    expected = activation_bytes(parametrize(config, VOCABULARY), resolve_layout(config, processes))
+    assert 0.8 < expected / kept < 1.25, (expected, kept)
+
+
+def test_chunks_under_way() -> None:
+    """1F1B holds as many micro-batches as stages follow, and one; never more than there are."""
+    keys = {"parallel__engine": "megatron", "model__num_layers": 8, "training__micro_batch_size": 1}
+    base = {"training__seq_length": 1024, "model__core_attention": "sdpa"}
+
+    def found(world_size: int, **split: Any) -> int:
+        config = make(MIXED, "llama", **{**keys, **base, **split})
+        return activation_bytes(parametrize(config, VOCABULARY), resolve_layout(config, world_size))
+
+    whole, head = found(1), found(1, model__num_layers=2) - found(1, model__num_layers=1)
+    layers = 8 * head
+    assert whole > layers
+    # Four stages of two layers, eight micro-batches: the first stage holds four of its own.
+    assert found(4, parallel__pipeline_model_parallel_size=4) == pytest.approx(layers, rel=1e-6)
+    few = {"training__global_batch_size": 2}
+    halved = found(4, parallel__pipeline_model_parallel_size=4, **few)
+    assert layers / 2 <= halved < layers
+
+
+def test_device_hours() -> None:
+    found = plan(make(MIXED, "gpt3", tuning__search=SEARCH), 375, 1)
+    hours = device_hours(found, 989, 0.4)
+    assert hours["target"] == pytest.approx(found.target.flops / (989e12 * 0.4) / 3600)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None, reason="megatron.training ships with megatron-core 0.19"
+)
+@pytest.mark.parametrize("name", ["gpt3/175b", "llama/8b", "deepseek/v3-671b"])
+def test_flops_are_megatron_s(repository: Path, name: str) -> None:
+    """Its own count, with what differs: norms of ranks (counted there), routers and gates (counted here)."""
+    from megatron.training.training import num_floating_point_operations
+
+    config = load_config(repository / "configs" / f"{name}.yaml")
+    model, vocabulary = config.model, 50257
+    args = Namespace(
+        **model.model_dump(),
+        group_query_attention=not model.multi_latent_attention,
+        num_experts=model.num_moe_experts,
+        swiglu=model.gated_linear_unit,
+        seq_length=config.training.seq_length,
+        padded_vocab_size=model.padded_vocab_size(vocabulary),
+        moe_latent_size=None,
+        attention_output_gate=False,
+        experimental_attention_variant=None,
+        hybrid_layer_pattern=None,
+    )
+    args.num_query_groups = model.query_groups
+    args.kv_channels = None if model.multi_latent_attention else model.head_size
+    args.ffn_hidden_size = model.ffn_size
+    if model.multi_latent_attention:
+        args.group_query_attention = False
+    theirs = num_floating_point_operations(args, 3) / (3 * config.training.seq_length)
+    assert flops_per_token(parametrize(config, vocabulary)) == pytest.approx(theirs, rel=5e-3)
 
 
 def test_trials_smaller_than_the_paper_advises(repository: Path) -> None:

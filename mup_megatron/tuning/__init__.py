@@ -2,6 +2,7 @@
 
 space.py     what may be tuned; a config with values put in; the proxy's config
 budget.py    what tuning and pretraining cost, before they cost anything
+memory.py    bytes on the fullest process of the target
 study.py     the shared Optuna study: planned trials, halving in order, repetitions
 lease.py     whose worker is gone, where workers come and go
 outcome.py   its trials, and the one that is chosen

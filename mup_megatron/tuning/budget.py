@@ -1,6 +1,6 @@
 """What tuning and pretraining cost, before they cost anything: tokens, FLOPs, share, time.
 
-Public names: `plan`, `Plan`, `flops_per_token`, `six_nd`, `state_bytes`, `guidance`.
+Public names: `plan`, `Plan`, `flops_per_token`, `six_nd`, `device_hours`, `guidance`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError
-from mup_megatron.explain import holds
-from mup_megatron.init import local_shape
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.shapes import Init
+from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of
 
 # Share of a device's speed in bare matrix products that training reaches at best: attention, norms, optimizer and
@@ -68,7 +67,9 @@ class Plan:
         tuning: what tuning costs if halving stops the expected share of the trials.
         most: the same if no trial is stopped.
         target: what pretraining costs.
-        memory: bytes of the target's weights, gradients and optimizer state per process; None without a layout.
+        state: bytes of the target's weights, gradients and optimizer state on the fullest process; None without a
+            layout.
+        activations: bytes that its backward pass needs, about; None without a layout.
     """
 
     trials: int
@@ -79,7 +80,8 @@ class Plan:
     tuning: Cost
     most: Cost
     target: Cost
-    memory: int | None = None
+    state: int | None = None
+    activations: int | None = None
 
     @property
     def share(self) -> float:
@@ -100,10 +102,11 @@ class Plan:
 def flops_per_token(parametrization: Parametrization) -> float:
     """Floating point operations of training on one token, forward and backward.
 
-    6 per weight of a matrix product, the readout included whether tied or not, and 12·L·a·d·s for attention, which
-    is not halved for causality (PaLM, arXiv 2204.02311, appendix B); where values have another head size than queries
-    and keys, d is the mean of the two. Of the experts, those count that see a token; multi-token prediction counts its
-    layers, and the readout again for each. Recomputation is not counted.
+    As megatron-core counts them (megatron.training.training.num_floating_point_operations): 6 per weight of a matrix
+    product, the readout included whether tied or not, and 6·L·a·d·s for attention, half of 12·L·a·d·s since half of
+    its scores are masked; where values have another head size than queries and keys, d is the mean of the two. Of the
+    experts, those count that see a token; multi-token prediction counts its layers, and the readout again for each.
+    Recomputation is not counted.
     """
     model, config = parametrization.config.model, parametrization.config
     predicted = model.mtp_num_layers or 0
@@ -122,7 +125,7 @@ def flops_per_token(parametrization: Parametrization) -> float:
     active = of_experts * model.moe_router_topk / (model.num_moe_experts or 1)
     value_size = (model.v_head_dim or 0) if model.multi_latent_attention else model.head_size
     heads = (model.num_layers + predicted) * model.num_attention_heads
-    attention = 6 * heads * (model.head_size + value_size) * config.training.seq_length
+    attention = 3 * heads * (model.head_size + value_size) * config.training.seq_length
     return 6.0 * (weights + active) + attention
 
 
@@ -157,34 +160,8 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         tuning=_cost(proxy, proxy_parametrization, tuning.trials * expected + repetitions * steps, workers, measure),
         most=_cost(proxy, proxy_parametrization, (tuning.trials + repetitions) * steps, workers, False),
         target=_cost(config, target_parametrization, config.training.train_steps, workers, measure),
-        memory=None if layout is None else state_bytes(target_parametrization, layout),
-    )
-
-
-def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
-    """Bytes of weights, gradients and optimizer state on the process that holds most of them; no activations.
-
-    Per parameter (ZeRO, arXiv 1910.02054, section 3.1, with this project's fp32 beside its bf16): weights 2 or 4,
-    gradients as much (4 in Megatron's buffers), Adam's two moments 8, SGD's momentum 4, bf16's master copy 4.
-    What is split over data-parallel ranks is divided by their number, experts' state (whose replicas are fewer) too.
-    """
-    config = parametrization.config
-    bf16, megatron = config.training.precision == "bf16", config.parallel.engine == "megatron"
-    weights, gradients = (2, 4 if megatron else 2) if bf16 else (4, 4)
-    state = (4 if config.optimizer.name == "sgd" else 8) + (4 if bf16 else 0)
-    replicas = layout.data * layout.context
-    split = [layout.zero_stage >= 1 or layout.distributed_optimizer, layout.zero_stage >= 2, layout.zero_stage >= 3]
-    each = sum(size / (replicas if over else 1) for size, over in zip((state, gradients, weights), split, strict=True))
-    stages = range(0, layout.world_size, layout.world_size // layout.pipeline)
-    return round(max(_held(parametrization, layout, rank) for rank in stages) * each)
-
-
-def _held(parametrization: Parametrization, layout: Layout, rank: int) -> int:
-    """Parameters on a rank, whole ones where ZeRO splits them further."""
-    return sum(
-        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
-        for name, shape in parametrization.shapes.items()
-        if holds(parametrization.config, layout, rank, name)
+        state=None if layout is None else state_bytes(target_parametrization, layout),
+        activations=None if layout is None else activation_bytes(target_parametrization, layout),
     )
 
 
@@ -250,6 +227,18 @@ def _time_matmul(rows: int, hidden: int, ffn: int, device: str, threads: int) ->
     return 4 * 2.0 * rows * hidden * ffn * (rounds - 1) / spent
 
 
+def device_hours(budget: Plan, tflops: float, utilization: float) -> dict[str, float]:
+    """Device-hours of tuning and of pretraining, at a share of a device's peak.
+
+    Args:
+        budget: the plan.
+        tflops: peak of one device, TFLOP/s, in the precision that is trained in.
+        utilization: share of the peak that training reaches (MFU).
+    """
+    speed = tflops * 1e12 * utilization * 3600
+    return {name: getattr(budget, name).flops / speed for name in ("tuning", "target")}
+
+
 def lines(config: Config, budget: Plan) -> list[str]:
     """The plan for people."""
     halved = f", halved at {' and '.join(map(str, budget.rungs))}" if budget.rungs else ""
@@ -271,8 +260,11 @@ def lines(config: Config, budget: Plan) -> list[str]:
         f"{budget.workers} process{'es' if budget.workers > 1 else ''}; at most {most:.3g} of the target's compute "
         f"if no trial is stopped early; allowed {config.tuning.max_compute_share:g}"
     )
-    if budget.memory is not None:
-        rows.append(f"target: {_si(budget.memory)}B of weights, gradients and optimizer state per process at most")
+    if budget.state is not None and budget.activations is not None:
+        rows.append(
+            f"target, per process: {_bytes(budget.state)} of weights, gradients and optimizer state at most, about "
+            f"{_bytes(budget.activations)} of activations"
+        )
     if below := guidance(config):
         rows.append(f"warning: trials below what Tensor Programs V advises (appendix D): {', '.join(below)}")
     return rows
@@ -297,6 +289,10 @@ def _si(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"
 
 
 def _duration(hours: float | None) -> str:

@@ -1,0 +1,127 @@
+"""Bytes on the fullest process of a run: weights, gradients and optimizer state; activations.
+
+Public names: `state_bytes`, `activation_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mup_megatron.config import Config
+from mup_megatron.explain import holds
+from mup_megatron.init import local_shape
+from mup_megatron.layout import Layout
+from mup_megatron.parametrization import Parametrization
+
+
+def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
+    """Bytes of weights, gradients and optimizer state on the process that holds most of them; no activations.
+
+    Per parameter (ZeRO, arXiv 1910.02054, section 3.1, with this project's fp32 beside its bf16): weights 2 or 4,
+    gradients as much (4 in Megatron's buffers), Adam's two moments 8, SGD's momentum 4, bf16's master copy 4.
+    What is split over data-parallel ranks is divided by their number, experts' state (whose replicas are fewer) too.
+    """
+    config = parametrization.config
+    bf16, megatron = config.training.precision == "bf16", config.parallel.engine == "megatron"
+    weights, gradients = (2, 4 if megatron else 2) if bf16 else (4, 4)
+    state = (4 if config.optimizer.name == "sgd" else 8) + (4 if bf16 else 0)
+    replicas = layout.data * layout.context
+    split = [layout.zero_stage >= 1 or layout.distributed_optimizer, layout.zero_stage >= 2, layout.zero_stage >= 3]
+    each = sum(size / (replicas if over else 1) for size, over in zip((state, gradients, weights), split, strict=True))
+    stages = range(0, layout.world_size, layout.world_size // layout.pipeline)
+    return round(max(_held(parametrization, layout, rank) for rank in stages) * each)
+
+
+def _held(parametrization: Parametrization, layout: Layout, rank: int) -> int:
+    """Parameters on a rank, whole ones where ZeRO splits them further."""
+    return sum(
+        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
+        for name, shape in parametrization.shapes.items()
+        if holds(parametrization.config, layout, rank, name)
+    )
+
+
+def activation_bytes(parametrization: Parametrization, layout: Layout) -> int:
+    """Bytes that the backward pass needs on the process that holds most of them, about.
+
+    What each layer's operations keep (Korthikanti et al., arXiv 2205.05198, section 4, for any FFN size, heads, experts
+    and precision), times the micro-batches under way in the pipeline; where the logits are, those in float32 too.
+    Buffers of communication and of the optimizer are not counted.
+    """
+    config = parametrization.config
+    tokens = config.training.micro_batch_size * config.training.seq_length / layout.context
+    vocabulary = parametrization.shapes["embedding.word_embeddings.weight"].spec.shape[0]
+    most = 0.0
+    for stage, chunks in enumerate(layout.stages):
+        held = sum(_chunks_under_way(layout, stage) / len(chunks) * _layers(config, layout, chunk) for chunk in chunks)
+        if stage == layout.pipeline - 1:
+            readouts = 1 + (config.model.mtp_num_layers or 0)
+            element = _element(config)
+            ends = 2 * element * config.model.hidden_size / _sequence(layout)
+            held += readouts * (ends + 4 * vocabulary / layout.tensor)
+        most = max(most, held * tokens)
+    return round(most)
+
+
+def _chunks_under_way(layout: Layout, stage: int) -> int:
+    """Micro-batches, times chunks, whose activations a stage holds at most: 1F1B, or its interleaved form."""
+    after = layout.pipeline - 1 - stage
+    chunks = layout.virtual_pipeline
+    ahead = after if chunks == 1 else 2 * after + (chunks - 1) * layout.pipeline
+    return min(layout.micro_batches * chunks, ahead + 1)
+
+
+def _element(config: Config) -> int:
+    return 2 if config.training.precision == "bf16" else 4
+
+
+def _sequence(layout: Layout) -> int:
+    """By how much activations between tensor-parallel regions are split."""
+    return layout.tensor if layout.sequence_parallel else 1
+
+
+def _layers(config: Config, layout: Layout, layers: Sequence[int]) -> float:
+    """Bytes per token that the layers of a chunk keep."""
+    training, experts = config.training, config.model.expert_layers
+    whole = [_attention(config, layout) + _ffn(config, layout, experts[layer]) for layer in layers]
+    if training.recompute_granularity != "full" or not whole:
+        return sum(whole)
+    kept = _element(config) * config.model.hidden_size / _sequence(layout)
+    each = training.recompute_num_layers or 1
+    if training.recompute_method == "block":  # the first so many of the chunk
+        return min(each, len(whole)) * kept + sum(whole[each:]) + max(whole[:each])
+    return len(whole) / each * kept + each * max(whole)
+
+
+def _attention(config: Config, layout: Layout) -> float:
+    """Bytes per token of an attention block: norm, projections, scores, dropout."""
+    model, element, split = config.model, _element(config), layout.tensor
+    outside = 2 * model.hidden_size / _sequence(layout)  # the inputs of the norm and of the first projections
+    heads = model.num_attention_heads
+    if model.multi_latent_attention:
+        value = model.v_head_dim or 0
+        ranks = 2 * (model.q_lora_rank or 0) + 2 * (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
+        inside = heads * (2 * model.head_size + 2 * value) / split + ranks
+    else:
+        inside = (2 * heads + 2 * model.query_groups) * model.head_size / split
+    kept = element * (outside + inside)
+    recomputed = config.training.recompute_granularity == "selective"
+    if model.core_attention in ("auto", "megatron") and not recomputed:
+        scores = heads / split * config.training.seq_length
+        kept += scores * (element + (element + 1 if model.attention_dropout else 0))
+    return kept + (model.hidden_size / _sequence(layout) if model.hidden_dropout else 0)
+
+
+def _ffn(config: Config, layout: Layout, experts: bool) -> float:
+    """Bytes per token of a feed-forward block, dense or of experts: norm, projections, activation, dropout."""
+    model, element = config.model, _element(config)
+    outside = 2 * model.hidden_size / _sequence(layout)
+    drop = model.hidden_dropout and model.hidden_size / _sequence(layout)
+    wide = 4 if model.gated_linear_unit else 2  # of the FFN size: before, within and after the activation
+    if not experts:
+        return element * (outside + wide * model.ffn_size / layout.tensor) + drop
+    routed = model.moe_router_topk * (2 * model.hidden_size + wide * model.moe_ffn_size / layout.expert_tensor)
+    shared = wide * (model.moe_shared_expert_intermediate_size or 0) / layout.tensor
+    router = 4 * 2 * (model.num_moe_experts or 0)
+    return element * (outside + routed / _sequence(layout) + shared) + router / _sequence(layout) + drop

@@ -26,7 +26,8 @@ from mup_megatron.generate import _config_here
 from mup_megatron.layout import resolve_layout, smallest_world
 from mup_megatron.model import parametrize
 from mup_megatron.shapes import save_base_shapes
-from mup_megatron.tuning.record import digest, read_record, remarks
+from mup_megatron.tuning.family import digest
+from mup_megatron.tuning.record import read_record, remarks
 from mup_megatron.tuning.space import with_values
 from tests import test_record
 from tests.configs import MIXED, MLA, MOE, VOCABULARY, make

@@ -117,6 +117,7 @@ def test_mathematics_without_torch(repository: Path, name: str) -> None:
         "import mup_megatron.cli, mup_megatron.config",
         "import mup_megatron.megatron_training.script",
         "import mup_megatron.slurm.job",
+        "import mup_megatron.tuning.study",
     ],
 )
 def test_light_imports(statement: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from mup_megatron import cli, megatron_training
 from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.options import add_options, check, read_options
-from mup_megatron.tuning.record import digest
+from mup_megatron.tuning.family import digest
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,

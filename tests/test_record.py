@@ -13,7 +13,8 @@ from mup_megatron.config import Config, load_config
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
-from mup_megatron.tuning.record import digest, digested, make_record, read_record, write_record
+from mup_megatron.tuning.family import digest, digested
+from mup_megatron.tuning.record import make_record, read_record, write_record
 from mup_megatron.tuning.space import with_values
 from tests.configs import MIXED, make
 

@@ -369,6 +369,11 @@ def test_a_trial_of_a_worker_that_is_gone(tmp_path: Path) -> None:
     slow.check_held(kept)
     with pytest.raises(Lost):  # it was only slow, and lets go
         gone.check_held(lost)
+    with pytest.raises(Lost):
+        gone.survives(lost, 4, 1.0)
+    with pytest.raises(Lost):  # what it found counts no more
+        gone.finish(lost, "complete", loss=1.0)
+    assert next(trial for trial in leader.trials() if trial.name == lost.name).state == "waiting"
     again = slow.claim()
     assert again is not None
     assert again.name == lost.name

@@ -25,8 +25,8 @@ from mup_megatron.proof.family import changed
 from mup_megatron.run_directory import Busy, own_run_directory, write_whole
 from mup_megatron.runtime import Rank, resolve_auto, sigterm
 from mup_megatron.tuning import Stopped
+from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.process import ATTEMPTS, TrialProcess
-from mup_megatron.tuning.record import digest
 from mup_megatron.tuning.space import one_process
 
 _POLL_SECONDS = 0.2

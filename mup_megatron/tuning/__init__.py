@@ -9,6 +9,7 @@ outcome.py   its trials, and the one that is chosen
 trial.py     one trial, in the process that runs it
 process.py   starts that process and talks with it
 worker.py    takes trials, watches their process, tells the study
+family.py    between which configs values transfer
 record.py    transfer.json: written, checked, applied
 """
 

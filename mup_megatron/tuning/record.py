@@ -1,16 +1,13 @@
 """transfer.json: the tuned values, what each becomes on the target, and what they were found with.
 
-Public names: `make_record`, `write_record`, `read_record`, `record_path`, `becomes`, `digested`,
-`remarks`.
+Public names: `make_record`, `write_record`, `read_record`, `record_path`, `becomes`, `remarks`.
 
-A record belongs to a family: its digest covers the model without the sizes that grow, the base, the parametrization,
-the tokenizer and the optimizer. A config whose digest differs is refused with the keys that differ.
+A record belongs to a family (family.py). A config whose digest differs is refused with the keys that differ.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,11 +18,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mup_megatron.config import Config, Model
+from mup_megatron.config import Config
 from mup_megatron.errors import UserError, one_line
 from mup_megatron.explain import explain, family
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
 FORMAT = 1
@@ -36,31 +34,6 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
 def record_path(config: Config) -> Path:
     """`tuning.record`, else transfer.json in the run's folder."""
     return Path(config.record_path)
-
-
-def digested(config: Config) -> dict[str, Any]:
-    """What must be equal for values to transfer, by dotted key."""
-    grows = set(config.base.sizes)
-    if config.parametrization.depth != "none":
-        grows.add("num_layers")
-    model = config.model.model_dump(exclude={*Model.PLAIN_KERNELS, "vocab_size", *grows})
-    tokenizer = config.data.tokenizer
-    settings = {
-        "model": {**model, "vocab_size": config.vocab_size},
-        "base": config.base.model_dump(),
-        "parametrization": config.parametrization.model_dump(),
-        "data.tokenizer": {
-            "library": tokenizer.library,
-            "path": Path(tokenizer.path).name if tokenizer.path else None,
-        },
-        "optimizer": config.optimizer.model_dump(exclude={"implementation"}),
-    }
-    return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
-
-
-def digest(settings: Mapping[str, Any]) -> str:
-    """SHA-256 of plain data."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def becomes(config: Config, parametrization: Parametrization, layout: Layout) -> dict[str, Any]:
@@ -95,15 +68,6 @@ def extrapolated(config: Config) -> list[str]:
         if small != large:
             said.append(f"{name}: tuned at {small}, target at {large}")
     return said
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], then: str, here: str) -> list[str]:
-    """The keys that differ, with both values, in words."""
-    return [
-        f"{key}: {before.get(key)!r} {then}, {now.get(key)!r} {here}"
-        for key in sorted(set(before) | set(now))
-        if before.get(key) != now.get(key)
-    ]
 
 
 def make_record(

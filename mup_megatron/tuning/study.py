@@ -15,7 +15,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from optuna.trial import TrialState
 
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
-from mup_megatron.tuning.lease import Leases, Overtaken
+from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.outcome import FINISHED, State, Trial, best
-from mup_megatron.tuning.record import differences, digest, digested
 from mup_megatron.tuning.space import Value, distributions, proxy_config, rungs, values_of
 
 _POLL_SECONDS = 0.2
@@ -171,6 +172,17 @@ class Study:
         if self._leases is not None:
             self._leases.check(trial.name)
 
+    @contextmanager
+    def _held(self, trial: Trial) -> Iterator[None]:
+        """Around what is written of this process's own trial. Raises Lost where another one has it, or has ended it."""
+        self.check_held(trial)
+        try:
+            yield
+        except optuna.exceptions.UpdateFinishedTrialError:
+            if self._leases is None:
+                raise
+            raise Lost(trial.name) from None
+
     def _plan(self) -> None:
         planned = [trial for trial in self.trials() if not trial.repeats]
         wanted = self._config.tuning.trials
@@ -256,8 +268,10 @@ class Study:
 
         Raises:
             Overtaken: one of them was taken back from its worker; if all others wait for it here, nobody would run it.
+            Lost: this trial was taken back.
         """
-        self._storage.set_trial_intermediate_value(trial.id, step, loss)
+        with self._held(trial):
+            self._storage.set_trial_intermediate_value(trial.id, step, loss)
         tuning = self._config.tuning
         stops = rungs(self._config)
         bracket = _BRACKETS[trial.slot % len(_BRACKETS)] if tuning.pruner == "hyperband" else 0
@@ -283,7 +297,8 @@ class Study:
 
     def died(self, trial: Trial) -> Trial:
         """Notes that a process died under this process's own trial; returns the trial as it stands then."""
-        self._storage.set_trial_user_attr(trial.id, "attempts", trial.attempts + 1)
+        with self._held(trial):
+            self._storage.set_trial_user_attr(trial.id, "attempts", trial.attempts + 1)
         return self._trial(self._storage.get_trial(trial.id))
 
     def finish(
@@ -303,7 +318,16 @@ class Study:
             loss: final evaluation loss, of a complete trial.
             seconds: spent in this process.
             reason: why it failed, or was given back.
+
+        Raises:
+            Lost: the trial was taken back; what this process found counts no more.
         """
+        with self._held(trial):
+            self._finish(trial, state, loss, seconds, reason)
+        if self._leases is not None:
+            self._leases.drop(trial.name)
+
+    def _finish(self, trial: Trial, state: State, loss: float | None, seconds: float, reason: str) -> None:
         storage = self._storage
         storage.set_trial_user_attr(trial.id, "seconds", trial.seconds + seconds)
         if reason:
@@ -319,8 +343,6 @@ class Study:
             storage.set_trial_state_values(trial.id, TrialState.PRUNED)
         else:
             storage.set_trial_state_values(trial.id, TrialState.FAIL)
-        if self._leases is not None:
-            self._leases.drop(trial.name)
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from mup_megatron.config import Config
@@ -84,6 +85,10 @@ def _run(
         if state != "waiting":
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
+    def give_back() -> None:
+        with suppress(Lost):  # another worker has it already
+            end("waiting")
+
     def alive() -> None:
         study.check_held(trial)
         done()
@@ -113,16 +118,16 @@ def _run(
         return None
     except Overtaken:
         process.save_and_stop()
-        end("waiting")
+        give_back()
         return None
     except (Stopped, UserError):
         # SIGTERM, or the first rank is gone: the trial is saved, and waits for the next launch.
         process.save_and_stop()
-        end("waiting")
+        give_back()
         raise
     except BaseException:
         process.stop()
-        end("waiting")
+        give_back()
         raise
 
 

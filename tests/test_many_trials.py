@@ -1,0 +1,200 @@
+"""Many trials, many workers, many kills: every trial ends once, whatever the storage."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mup_megatron.config import Config
+from mup_megatron.tuning.lease import Leases
+from mup_megatron.tuning.outcome import FINISHED
+from mup_megatron.tuning.space import rungs, tuning_steps
+from mup_megatron.tuning.study import Study
+from tests import postgres
+from tests.commands import environment
+from tests.configs import MIXED, make
+from tests.study_worker import loss_of
+
+LEASE = 3
+SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "output_multiplier": {"log_uniform": [0.25, 4.0]}}
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """`tuning.storage` of each kind."""
+    (tmp_path / "tuning").mkdir()
+    if request.param == "postgresql":
+        if postgres.postgres_programs() is None or importlib.util.find_spec("psycopg") is None:
+            pytest.skip("needs PostgreSQL and psycopg: apt-get install postgresql")
+        with postgres.server(tmp_path / "server") as url:
+            yield url
+    else:
+        yield "journal" if request.param == "journal" else f"sqlite:///{tmp_path}/study.db"
+
+
+class Workers:
+    """Workers that are killed and started again."""
+
+    def __init__(self, config: Config, folder: Path, count: int) -> None:
+        self._path, self._folder, self._count = folder / "run.yaml", folder, count
+        self._path.write_text(yaml.safe_dump(config.model_dump()))
+        self._started = 0
+        self.running: dict[subprocess.Popen[bytes], Path] = {}
+        self.logs: list[Path] = []
+        self.errors: list[str] = []
+        self.killed: dict[Path, float] = {}
+
+    def fill(self) -> None:
+        """Starts as many as are missing; one that left by itself must have left well."""
+        for process in [process for process in self.running if process.poll() is not None]:
+            if process.returncode not in (0, -signal.SIGKILL):
+                self.errors.append(self.running[process].with_suffix(".err").read_text())
+            del self.running[process]
+        while len(self.running) < self._count and not self.errors:
+            log = self._folder / f"worker-{self._started}.log"
+            self._started += 1
+            self.logs.append(log)
+            command = [sys.executable, "-m", "tests.study_worker", str(self._path), str(log)]
+            with log.with_suffix(".err").open("w") as errors:
+                self.running[subprocess.Popen(command, stderr=errors, env=environment())] = log
+
+    def kill(self, draw: random.Random) -> None:
+        """One of them, at once."""
+        process = draw.choice(list(self.running))
+        self.killed[self.running[process]] = time.monotonic()
+        os.kill(process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """All, once they have seen that nothing is left."""
+        for process in self.running:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def undisturbed(config: Config) -> list[tuple[int, str, Any]]:
+    """How every trial ends by the rule, worked out trial by trial in the order of the plan."""
+    study = Study.create(config)
+    reached: dict[int, list[float]] = {}
+    found = []
+    for trial in study.trials():
+        reports, state = {}, "complete"
+        for step in [*rungs(config), tuning_steps(config)]:
+            loss = reports[step] = loss_of(trial, step)
+            if step in rungs(config):
+                earlier = reached.setdefault(step, [])
+                better = sum(other <= loss for other in earlier)
+                earlier.append(loss)
+                if better >= max(1, len(earlier) // config.tuning.reduction_factor):
+                    state = "stopped"
+                    break
+        found.append((trial.slot, state, tuple(reports.items())))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("storage", "trials", "count", "kills"),
+    [
+        pytest.param("journal", 40, 3, 3, id="journal, 40"),
+        *(pytest.param(kind, 1000, 8, 40, id=kind) for kind in ("journal", "sqlite", "postgresql")),
+    ],
+    indirect=["storage"],
+)
+def test_every_trial_ends_once(
+    tmp_path: Path,
+    storage: str,
+    trials: int,
+    count: int,
+    kills: int,
+    record_property: Any,
+) -> None:
+    config = make(
+        MIXED,
+        "gpt3",
+        run__dir=str(tmp_path),
+        proxy={"hidden_size": 64},
+        tuning__search=SEARCH,
+        tuning__train_steps=16,
+        tuning__trials=trials,
+        tuning__storage=storage,
+        tuning__lease_timeout=LEASE,
+    )
+    leader = Study.create(config, Leases(tmp_path / "tuning", LEASE))
+    draw, workers = random.Random(5), Workers(config, tmp_path, count)
+    began, killed, taken_back = time.monotonic(), 0, 0
+    try:
+        while True:
+            states = Counter(trial.state for trial in leader.trials())
+            ended = sum(states[state] for state in FINISHED)
+            if ended == trials:
+                break
+            assert time.monotonic() - began < 900, states
+            workers.fill()
+            assert not workers.errors, workers.errors
+            taken_back += len(leader.take_back())
+            # Spread over the study, whatever it takes.
+            if killed < kills and ended >= trials * (killed + 1) / (kills + 1):
+                workers.kill(draw)
+                killed += 1
+            time.sleep(0.1)
+    finally:
+        workers.stop()
+    record_property("seconds", round(time.monotonic() - began))
+    found = leader.trials()
+    assert killed == kills
+    assert taken_back > 0
+    assert [trial.slot for trial in found] == list(range(trials))
+    assert [(trial.slot, trial.state, tuple(trial.reports.items())) for trial in found] == undisturbed(
+        make_alone(config, tmp_path / "alone")
+    )
+    assert all(math.isfinite(trial.loss or math.nan) for trial in found)
+    ends = Counter(line for log in workers.logs for line in words(log) if line.startswith("ended"))
+    assert max(ends.values()) == 1
+    assert sum(ends.values()) >= trials - kills  # a worker may be killed between the two
+    if trials > 100:
+        assert not starved(workers)
+
+
+def words(log: Path) -> list[str]:
+    return log.read_text().split("\n") if log.exists() else []
+
+
+def starved(workers: Workers) -> list[tuple[float, int]]:
+    """(seconds, trials) of workers that were there for long and took less than a fifth of what they all take."""
+    lives = []
+    for log in workers.logs:
+        written = words(log)
+        if written and written[0].startswith("joined"):
+            left = next(
+                (float(line.split()[1]) for line in written if line.startswith("left")), workers.killed.get(log)
+            )
+            if left is not None:
+                taken = sum(line.startswith("took") for line in written)
+                lives.append((left - float(written[0].split()[1]), taken))
+    mean = sum(taken for _, taken in lives) / sum(seconds for seconds, _ in lives)
+    return [(seconds, taken) for seconds, taken in lives if seconds > 20 and taken < 0.2 * mean * seconds]
+
+
+def make_alone(config: Config, folder: Path) -> Config:
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": str(folder)}),
+            "tuning": config.tuning.model_copy(update={"storage": "journal"}),
+        }
+    )

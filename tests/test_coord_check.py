@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config
+from mup_megatron.config import Config, load_config
 from mup_megatron.errors import UserError
 from mup_megatron.proof.controls import CONTROLS
 from mup_megatron.proof.family import changed, default_factors, members
@@ -49,6 +49,15 @@ def test_mup_passes_and_standard_fails(ranks: Ranks, architecture: str) -> None:
     assert not result["not_finite"]
     standard = [name for name, each in result["verdicts"]["standard"].items() if each["verdict"] == "out of bounds"]
     assert {"output_layer", "decoder.layers.1.mlp", "decoder.layers.1.self_attention"} <= set(standard)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt3", "llama", "moe", "mla"])
+def test_the_families_of_the_evidence(ranks: Ranks, repository: Path, tmp_path: Path, name: str) -> None:
+    """Widths 32 to 512: fixed key/value heads, experts, latent attention whose ranks grow."""
+    config = changed(load_config(repository / "configs" / "proof" / f"{name}.yaml"), {"data.dir": str(tmp_path)})
+    result = check(ranks, config, factors=(1, 2, 4, 8, 16), steps=3, seeds=2)
+    assert result["passed"], result["out_of_bounds"]
 
 
 def broken(ranks: Ranks, rule: str, architecture: str = "gpt3") -> None:

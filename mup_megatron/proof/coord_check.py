@@ -352,10 +352,18 @@ def write(result: Mapping[str, Any], directory: Path) -> Path:
     path = directory / f"{re.sub(r'[^a-z0-9.,_-]+', '-', result['judged'].lower())}.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        lines_ = (f"{json.dumps(key)}: {_compact(value)}" for key, value in result.items())
+        write_whole(path, "{\n" + ",\n".join(lines_) + "\n}\n")
     except OSError as error:
         raise UserError(f"--output: cannot write to {directory}: {error.strerror}") from None
     return path
+
+
+def _compact(value: Any) -> str:
+    """JSON, an item of a list on a line."""
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+    return json.dumps(value, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,8 @@ respect to an activation that grows has slope -1, that with respect to logits 0;
 
 - What comes out of output-like tensors falls with width at first, and with it what is made of it in the same branch:
   logits, router logits, k and v of fixed KV heads and their attention, an FFN of fixed size; attention logits where the
-  head size grows. Their outputs are judged from above alone, their gradients not at all; their changes as all others.
+  head size grows. Their outputs are judged from above alone, their gradients not at all; their changes, and those of
+  what such a branch feeds, may fall.
 - Tensors whose gradient is zero in exact arithmetic (the key bias) move by rounding noise alone.
 """
 
@@ -29,6 +30,8 @@ BOUNDS = {"output": 0.25, "change": 0.25, "gradient": 0.4, "update": 0.25}
 """How far a slope may be from what it should be; docs/proof.md says from which noise they were set."""
 
 _FALL = 0.5 + BOUNDS["change"]
+_FED = 0.15 + BOUNDS["change"]
+"""How far the change of what a falling branch feeds may be below 0: it has that branch's share less."""
 
 _DEEPEST = "decoder.layers.last"
 
@@ -138,7 +141,7 @@ class Theory:
             judged = not self._decays and not name.endswith(ZERO_GRADIENT)
             return self._update(name), *((bound, bound) if judged else (None, None))
         if quantity == "change":
-            return 0.0, (_FALL if self._falls(name) else bound), bound
+            return 0.0, (_FALL if self._falls(name) else _FED if self._is_fed(name) else bound), bound
         if quantity == "output":
             return 0.0, (None if self._falls(name) else bound), bound
         ends = name.endswith("output_layer")
@@ -152,6 +155,11 @@ class Theory:
     def _falls(self, name: str) -> bool:
         """Whether the output may fall with width in the first steps."""
         return name.endswith("output_layer") or self._is_score(name) or _branch(name) in self._falling
+
+    def _is_fed(self, name: str) -> bool:
+        """Whether a branch that falls is added to what the module sees or gives."""
+        falls = any(branch.endswith((".self_attention", ".mlp")) for branch in self._falling)
+        return falls and name.startswith("decoder.")
 
     def _is_score(self, name: str) -> bool:
         """Whether it is made of two activations that learn to agree, or of an output-like tensor's alone."""

@@ -418,6 +418,8 @@ def resolve_auto(config: Config) -> Config:
         implementation = "deepspeed_cpu_adam" if offload and optimizer.name != "sgd" else "torch"
         if cuda and implementation == "torch":
             implementation = "torch_fused"
+    if config.run.wandb_project is not None and not importable("wandb"):
+        raise config.error("run.wandb_project", "wandb is not installed; expected pip install wandb, or null")
     kernels = _kernels(config, cuda)
     for key, value in (("optimizer.implementation", implementation), *kernels.items()):
         if value in _CUDA_ONLY and not cuda:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,7 +182,7 @@ class _Loop:
         """Steps `start` to `train_steps`; returns the last evaluation's loss."""
         training, watcher = self._training, self._watcher
         saved = start
-        with Metrics(Path(self._config.run.dir), start, self._rank) as metrics, runtime.sigterm() as terminated:
+        with Metrics(self._config, start, self._rank) as metrics, runtime.sigterm() as terminated:
             eval_loss = metrics.last_evaluation
             for step in range(start, training.train_steps):
                 began = time.perf_counter()
@@ -252,14 +253,16 @@ class _Loop:
 
 
 class Metrics:
-    """metrics.jsonl and TensorBoard; on rank 0 alone.
+    """metrics.jsonl, TensorBoard and, where `run.wandb_project` says so, Weights & Biases; on rank 0 alone.
 
     What an interrupted run wrote after its last checkpoint is cut off, so that every step is there once.
     """
 
-    def __init__(self, directory: Path, start: int, rank: runtime.Rank) -> None:
+    def __init__(self, config: Config, start: int, rank: runtime.Rank) -> None:
+        directory = Path(config.run.dir)
         self._file = None
         self._writer: Any = None
+        self._wandb: Any = None
         self.last_evaluation: float | None = None
         """Loss of the last evaluation that an earlier process made; on rank 0 alone."""
         if not rank.is_first:
@@ -272,6 +275,8 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
+        if config.run.wandb_project is not None:
+            self._wandb = _wandb_run(config, directory)
 
     def write(self, **values: float) -> None:
         """One line; `step` is the number of updates done."""
@@ -282,6 +287,8 @@ class Metrics:
         for name, value in values.items():
             if name != "step":
                 self._writer.add_scalar(name, value, int(values["step"]))
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in values.items() if name != "step"}, step=int(values["step"]))
 
     def __enter__(self) -> Metrics:
         return self
@@ -290,6 +297,26 @@ class Metrics:
         if self._file is not None:
             self._file.close()
             self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _wandb_run(config: Config, directory: Path) -> Any:
+    """A run of Weights & Biases that goes on under its number; WANDB_MODE=offline keeps it in the run's folder."""
+    import wandb
+
+    number = directory / "wandb-id"
+    if not number.exists():
+        write_whole(number, uuid.uuid4().hex[:12])
+    return wandb.init(
+        project=config.run.wandb_project,
+        name=config.run.name,
+        dir=str(directory),
+        id=number.read_text(encoding="utf-8"),
+        resume="allow",
+        config=config.model_dump(),
+        settings=wandb.Settings(console="off", silent=True),
+    )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -246,3 +247,23 @@ def test_divergence_is_said(config_file: Path, ranks: Ranks) -> None:
     assert status == 1
     assert "loss is" in err
     assert "Traceback" not in err
+
+
+def test_weights_and_biases_offline(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same run there, interrupted or not; without the package one sentence says so."""
+    words = ["train", str(config_file), "run.wandb_project=proxies"]
+    if importlib.util.find_spec("wandb") is None:
+        result = mup(*words)
+        assert result.returncode == 2
+        assert "run.wandb_project: wandb is not installed" in result.stderr
+        return
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for steps in ("6", "12"):
+        result = mup(*words, f"training.train_steps={steps}", "training.lr_decay_steps=12")
+        assert result.returncode == 0, result.stderr
+    kept = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(kept) == 2
+    assert len({path.name for path in kept}) == 1
+    written = b"".join(path.read_bytes() for path in kept)
+    assert len(losses(tmp_path / "run")) == 12
+    assert all(json.dumps(loss).encode() in written for loss in losses(tmp_path / "run"))

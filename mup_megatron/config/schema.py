@@ -49,11 +49,12 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    """Where a run lives and which random numbers it draws."""
+    """Where a run lives, which random numbers it draws, and the Weights & Biases project that it also reports to."""
 
     name: str = "run"
     dir: str
     seed: NonNegative = 1234
+    wandb_project: str | None = None
 
 
 class Model(Section):

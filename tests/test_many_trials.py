@@ -113,8 +113,8 @@ def undisturbed(config: Config) -> list[tuple[int, str, Any]]:
     [
         pytest.param("journal", 40, 3, 3, id="journal, 40"),
         pytest.param("journal", 1000, 8, 40, id="journal"),
-        # Which read every trial anew. On SQLite, whose writes wait for each other longer than a lease, a trial was ended
-        # by two workers once in three runs of this test; what the study holds was right.
+        # These read every trial anew. On SQLite, whose writes wait for each other longer than a lease, one was ended
+        # by two workers in one run of three; what the study holds was right.
         pytest.param("sqlite", 200, 8, 20, id="sqlite", marks=pytest.mark.xfail(reason="a trial ended by two workers")),
         pytest.param("postgresql", 200, 8, 20, id="postgresql"),
     ],

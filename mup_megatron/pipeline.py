@@ -372,7 +372,7 @@ class _Leader:
         """Whether every trial is done, repetitions included."""
         self._listen()
         trials = self.announce()
-        if any(trial.state in ("waiting", "running") for trial in trials):
+        if self._study.plan(trials) or any(trial.state in ("waiting", "running") for trial in trials):
             return False
         if not self._repeating:
             self._repeating = True
@@ -383,6 +383,8 @@ class _Leader:
     def announce(self) -> list[Any]:
         """Says which trials ended since the last time; returns all."""
         trials = self._study.trials()
+        repeats = sum(trial.repeats for trial in trials)
+        total = max(len(self._study.points), len(trials) - repeats) + repeats
         for trial in trials:
             if trial.state in ("waiting", "running") or (trial.name, trial.state) in self._said:
                 continue
@@ -393,7 +395,7 @@ class _Leader:
             how = {"stopped": f"stopped at step {steps}, {loss}", "complete": loss, "diverged": "diverged"}
             ended = sum(1 for other in trials if other.state not in ("waiting", "running"))
             self._progress.say(
-                f"{trial.name} ({ended}/{len(trials)}): {how.get(trial.state, trial.reason or 'failed')}  [{values}]  "
+                f"{trial.name} ({ended}/{total}): {how.get(trial.state, trial.reason or 'failed')}  [{values}]  "
                 f"{trial.seconds:.0f} s"
             )
         return trials

@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mup_megatron.config import load_config
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
-from mup_megatron.tuning.outcome import FINISHED, Trial
+from mup_megatron.tuning.outcome import FINISHED
 from mup_megatron.tuning.space import rungs, tuning_steps
 from mup_megatron.tuning.study import Study
 
 
-def loss_of(trial: Trial, step: int) -> float:
-    """Made up; depends on nothing but the trial and the step."""
-    return 5 + abs(math.log(float(trial.values["lr"]) / 0.01)) / 3 - 0.01 * step + 0.001 * (trial.seed % 7)
+def loss_of(values: Mapping[str, Any], step: int) -> float:
+    """Made up; depends on nothing but the trial's values and the step."""
+    return 5 + abs(math.log(float(values["lr"]) / 0.01)) / 3 - 0.01 * step
 
 
 def main(path: str, log: str) -> None:
@@ -35,7 +37,8 @@ def main(path: str, log: str) -> None:
         while True:
             trial = study.claim()
             if trial is None:
-                if all(each.state in FINISHED for each in study.trials()):
+                ended = sum(each.state in FINISHED for each in study.trials())
+                if ended == config.tuning.trials:
                     break
                 time.sleep(0.3)
                 continue
@@ -43,11 +46,11 @@ def main(path: str, log: str) -> None:
             try:
                 for step in steps:
                     study.check_held(trial)
-                    if not study.survives(trial, step, loss_of(trial, step), partial(study.check_held, trial)):
+                    if not study.survives(trial, step, loss_of(trial.values, step), partial(study.check_held, trial)):
                         study.finish(trial, "stopped")
                         break
                 else:
-                    study.finish(trial, "complete", loss=loss_of(trial, steps[-1]))
+                    study.finish(trial, "complete", loss=loss_of(trial.values, steps[-1]))
                 lines.write(f"ended {trial.name}\n")
             except Lost:
                 continue

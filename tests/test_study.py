@@ -6,13 +6,16 @@ import math
 import random
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
+from mup_megatron.tuning import study as study_module
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.outcome import Trial, choose
 from mup_megatron.tuning.study import Study
@@ -150,6 +153,83 @@ def test_a_trial_has_one_owner(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(owned) == list(range(12))
+
+
+def owners_on_sqlite(path: Path) -> int:
+    """How many of two workers get the only trial, where each waits for the other between looking and taking."""
+    (path / "tuning").mkdir(parents=True)
+    config = study_config(path, tuning__storage=f"sqlite:///{path}/study.db", tuning__trials=1)
+    Study.create(config)
+    both, owned = threading.Barrier(2), []
+
+    def meet(_connection: Any, _cursor: Any, statement: str, *_more: Any) -> None:
+        if statement.startswith("UPDATE trials"):
+            with suppress(threading.BrokenBarrierError):
+                both.wait(1)
+
+    def claim() -> None:
+        study = Study(config)
+        sqlalchemy.event.listen(study._storage.engine, "before_cursor_execute", meet)
+        owned.append(study.claim())
+
+    threads = [threading.Thread(target=claim) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(trial is not None for trial in owned)
+
+
+def test_a_trial_has_one_owner_on_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert owners_on_sqlite(tmp_path / "ours") == 1
+    monkeypatch.setattr(study_module, "_one_at_a_time", lambda _engine: None)  # as Python's driver begins transactions
+    assert owners_on_sqlite(tmp_path / "driver's") == 2
+
+
+def test_the_plan_is_enqueued_as_it_is_needed(tmp_path: Path) -> None:
+    """A look at a database costs what has not ended; who plans, and how often, changes nothing."""
+    config = study_config(tmp_path, tuning__trials=150)
+    study = Study.create(config)
+    assert len(study.trials()) == 64
+    assert study.plan(study.trials()) == 150 - 64
+    assert len(study.trials()) == 64  # enough wait
+    for _ in range(10):
+        assert study.claim() is not None
+    other = Study(config)
+    assert other.plan(other.trials()) == 150 - 64
+    assert len(other.trials()) == 74
+    while (trial := other.claim()) is not None:
+        other.finish(trial, "stopped")
+        other.plan(other.trials())
+    found = study.trials()
+    assert study.plan(found) == 0
+    assert [trial.slot for trial in found] == list(range(150))
+    assert [trial.values for trial in found] == study.points
+
+
+def test_a_trial_that_ends_while_it_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker was slow, no more; what it found stays, and the leader goes on."""
+    config = study_config(tmp_path)
+    leader = Study.create(config, Leases(tmp_path / "tuning", 0.2))
+    slow = joined(config, tmp_path, 0.2)
+    trial = slow.claim()
+    assert trial is not None
+    silence(slow)
+    assert slow._leases is not None
+    monkeypatch.setattr(slow._leases, "check", lambda _name: None)  # it has looked just before
+    leader.take_back()
+    time.sleep(0.3)
+    assert leader._leases is not None
+    lost = leader._leases.lost
+
+    def meanwhile(running: Any) -> list[str]:
+        found = lost(running)
+        slow.finish(trial, "complete", loss=2.0)
+        return found
+
+    monkeypatch.setattr(leader._leases, "lost", meanwhile)
+    assert leader.take_back() == []
+    assert (leader.trials()[0].state, leader.trials()[0].loss) == ("complete", 2.0)
 
 
 def test_what_a_lost_worker_had_waits_again(tmp_path: Path) -> None:

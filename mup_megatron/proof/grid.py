@@ -7,6 +7,7 @@ work on one grid.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -216,7 +217,7 @@ class _Slot:
             elif event in ("complete", "diverged"):
                 return self._end(job, "diverged", reason=message.get("reason", "the evaluation loss is not finite"))
             elif event == "disk_full":
-                raise DiskFull(self._directory, os.strerror(28).lower())
+                raise DiskFull(self._directory, os.strerror(errno.ENOSPC).lower())
             elif event == "failed":
                 self._process.stop()
                 return self._end(job, "failed", reason=message["reason"])

@@ -2,10 +2,11 @@
 
 Public name: `Study`.
 
-Optuna keeps the study (a journal file or a database, which any number of processes share) and samples the values. Every
-trial is enqueued before the first one starts, so that which values are tried depends on the seed alone. A trial's
-`slot` is its place in that plan. Halving compares a trial with those of lower slots only, and waits for them: whoever
-runs first or fastest, the same trials are stopped and the same values chosen.
+Optuna keeps the study (a journal file or a database, which any number of processes share) and samples the values. Which
+values are tried depends on the seed alone: trials are enqueued in the order of a plan, some ahead of those that run,
+since every look at a database reads all that have not ended. A trial's `slot` is its place in that plan. Halving
+compares a trial with those of lower slots only, and waits for them: whoever runs first or fastest, the same trials are
+stopped and the same values chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from mup_megatron.tuning.space import Value, distributions, proxy_config, rungs,
 
 _POLL_SECONDS = 0.2
 _MOST_LOST = 5
+_AHEAD = 64  # trials that wait, at least, while the plan has more
 # Brackets of hyperband over slots, 4 : 3 : 3 as Optuna shares them among three brackets at reduction factor 2. Trials
 # of bracket b may be stopped at the last 2 - b rungs only.
 _BRACKETS = (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
@@ -135,7 +138,7 @@ class Study:
             for trial in self.trials():
                 if trial.state == "running":
                     self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
-        self._plan()
+        self.plan(self.trials())
 
     def _check(self) -> bool:
         """Whether the study says already what decides its outcome. Raises UserError where that is something else."""
@@ -155,17 +158,19 @@ class Study:
         A trial that has taken too many workers with it has failed.
         """
         running = {trial.name: trial for trial in self.trials() if trial.state == "running"}
-        lost = self._leases.lost(running) if self._leases else []
-        for name in lost:
+        taken = []
+        for name in self._leases.lost(running) if self._leases else []:
             trial = running[name]
-            times = self._storage.get_trial(trial.id).user_attrs.get("lost", 0) + 1
-            self._storage.set_trial_user_attr(trial.id, "lost", times)
-            if times < _MOST_LOST:
-                self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
-            else:
-                self._storage.set_trial_user_attr(trial.id, "reason", f"its worker was lost, {times} times")
-                self._storage.set_trial_state_values(trial.id, TrialState.FAIL)
-        return lost
+            with suppress(optuna.exceptions.UpdateFinishedTrialError):  # its worker was slow, and ended it just now
+                times = self._storage.get_trial(trial.id).user_attrs.get("lost", 0) + 1
+                self._storage.set_trial_user_attr(trial.id, "lost", times)
+                if times < _MOST_LOST:
+                    self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
+                else:
+                    self._storage.set_trial_user_attr(trial.id, "reason", f"its worker was lost, {times} times")
+                    self._storage.set_trial_state_values(trial.id, TrialState.FAIL)
+                taken.append(name)
+        return taken
 
     def check_held(self, trial: Trial) -> None:
         """Raises Lost where a trial of this process's was taken back."""
@@ -183,15 +188,29 @@ class Study:
                 raise
             raise Lost(trial.name) from None
 
-    def _plan(self) -> None:
-        planned = [trial for trial in self.trials() if not trial.repeats]
+    @cached_property
+    def points(self) -> list[dict[str, Value]]:
+        """Values of the trials of the plan, by slot; empty where the sampler learns from trials that ended (tpe)."""
         wanted = self._config.tuning.trials
         if self._config.tuning.sampler == "tpe":
-            values: list[dict[str, Value]] = [{} for _ in range(wanted)]
-        else:
-            values = _sample(self._config, self._distributions, wanted)
-        for slot in range(len(planned), min(wanted, len(values))):
-            self.study.enqueue_trial(values[slot], user_attrs={"slot": slot, "seed": self._config.run.seed})
+            return [{} for _ in range(wanted)]
+        return _sample(self._config, self._distributions, wanted)
+
+    def plan(self, trials: list[Trial]) -> int:
+        """Has enough trials wait, where the plan has more. For the worker that leads, or alone.
+
+        Args:
+            trials: every trial as of now.
+
+        Returns:
+            How many trials of the plan were missing before.
+        """
+        first = [trial for trial in trials if not trial.repeats]
+        waiting = sum(trial.state == "waiting" for trial in first)
+        missing = self.points[len(first) :]
+        for slot, values in enumerate(missing[: max(0, _AHEAD - waiting)], start=len(first)):
+            self.study.enqueue_trial(values, user_attrs={"slot": slot, "seed": self._config.run.seed})
+        return len(missing)
 
     def repeat_best(self) -> None:
         """Plans the best trials again with other seeds, where that was not done before."""
@@ -371,14 +390,30 @@ def _storage(config: Config, directory: Path) -> optuna.storages.BaseStorage:
         # SQLite lets one process write at a time; the others wait for it.
         waits = {"connect_args": {"timeout": 300}} if config.tuning.storage.startswith("sqlite") else {}
         try:
-            return optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
+            storage = optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
         except Exception as error:  # sqlalchemy's, a driver's, or an import's
             reason = str(error).strip().splitlines()[0]
             raise config.error("tuning.storage", f"cannot open {config.tuning.storage}: {reason}") from None
+        if waits:
+            _one_at_a_time(storage.engine)
+        return storage
     directory.mkdir(parents=True, exist_ok=True)
     from optuna.storages.journal import JournalFileBackend
 
     return optuna.storages.JournalStorage(JournalFileBackend(str(journal_path(config))))
+
+
+def _one_at_a_time(engine: Any) -> None:
+    """Has SQLite's transactions begin before their first read (SQLAlchemy, dialects/sqlite, "Serializable isolation").
+
+    Python's driver begins them at the first write, so that two workers may both read that a trial waits, and both take
+    it.
+    """
+    from sqlalchemy import event
+
+    event.listen(engine, "connect", lambda connection, _record: setattr(connection, "isolation_level", None))
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    engine.dispose()  # those that are open already
 
 
 def _sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks import harness, table
+from benchmarks import harness, table, tuning_cost
 from mup_megatron import runtime
+from tests.configs import MIXED, make
 from tests.distributed import Ranks
 
 VOCABULARY = 300
@@ -234,3 +236,44 @@ def test_committed_table_is_made_from_the_committed_results(repository: Path) ->
 def test_committed_results_say_where_they_come_from(repository: Path) -> None:
     for path in (repository / "benchmarks" / "results").glob("*.json"):
         assert {"date", "cores", "versions"} <= set(json.loads(path.read_text())["machine"]), path
+
+
+def grid_record() -> dict[str, Any]:
+    """Of a study that went through a grid: the loss is the distance to lr 1e-2, and falls with the steps."""
+    trials = [
+        {"values": {"lr": lr}, "repeats": False, "reports": {str(step): loss(lr, step) for step in (4, 8, 12, 16)}}
+        for lr in LR
+    ]
+    return {"tuned": ["lr"], "study": {"trials": trials}, "budget": {"spent": {"flops": 17e9}}}
+
+
+LR = [10 ** (-3 + power / 8) for power in range(17)]
+
+
+def loss(lr: float, step: int) -> float:
+    return 5 + abs(math.log(lr / 0.01)) - 0.01 * step
+
+
+def test_a_table_of_runs_is_looked_up_at_its_nearest_point() -> None:
+    table = tuning_cost.Table.of(grid_record())
+    assert (table.flops, table.best, list(table.steps)) == (1e9, loss(0.01, 16), [4, 8, 12, 16])
+    assert table.loss({"lr": LR[3] * 1.1}, 8) == loss(LR[3], 8)
+    assert table.loss({"lr": LR[3] * 1.2}, 8) == loss(LR[4], 8)
+    record = grid_record()
+    record["tuned"].append("output_multiplier")
+    for trial in record["study"]["trials"]:
+        trial["values"]["output_multiplier"] = trial["values"]["lr"]
+    with pytest.raises(SystemExit, match="lacks 272 of its points"):
+        tuning_cost.Table.of(record)
+
+
+def test_a_replayed_search_pays_for_the_steps_it_ran() -> None:
+    """Only the best of 17 rates is within half a percent; halving finds the same trial for less."""
+    table = tuning_cost.Table.of(grid_record())
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
+    whole = tuning_cost.replay(config, table, table, tuning_cost.METHODS["random"], 1)
+    halved = tuning_cost.replay(config, table, table, tuning_cost.METHODS["random, halving"], 1)
+    assert whole[-1][1] == halved[-1][1] == table.best
+    assert whole[-1][0] == int(whole[-1][0])
+    assert halved[-1][0] < 0.8 * whole[-1][0]
+    assert [loss for _, loss in whole] == sorted((loss for _, loss in whole), reverse=True)

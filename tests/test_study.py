@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import threading
 import time
 from contextlib import suppress
@@ -308,9 +309,19 @@ def test_the_grid_is_gone_through_once(tmp_path: Path) -> None:
     assert len(study.trials()) == 6
 
 
-def test_a_sampler_that_learns(tmp_path: Path) -> None:
-    trials = run_all(study_config(tmp_path, tuning__sampler="tpe", tuning__trials=12), workers=1, seed=0)
+def misses(path: Path, sampler: str) -> tuple[float, float]:
+    """Mean distance of lr to its best value, in e-folds, of the first ten trials (drawn at random) and the last."""
+    trials = run_all(study_config(path, tuning__sampler=sampler, tuning__trials=40), workers=1, seed=0)
     assert all(trial.state in ("complete", "stopped") and set(trial.values) == set(SEARCH) for trial in trials)
+    distances = [abs(math.log(float(trial.values["lr"]) / 0.01)) for trial in trials]
+    return statistics.fmean(distances[:10]), statistics.fmean(distances[-10:])
+
+
+def test_a_sampler_that_learns(tmp_path: Path) -> None:
+    first, last = misses(tmp_path / "tpe", "tpe")
+    assert last < first / 2
+    first, last = misses(tmp_path / "random", "random")  # negative control
+    assert last > first / 2
 
 
 @pytest.mark.parametrize("storage", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])

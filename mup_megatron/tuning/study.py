@@ -85,13 +85,13 @@ class Study:
     def study(self) -> optuna.Study:
         """Optuna's study."""
         if self._study is None:
-            self._study = optuna.load_study(
-                study_name=self._name,
-                storage=self._storage,
-                sampler=_sampler(self._config),
-                pruner=optuna.pruners.NopPruner(),
-            )
+            self._study = self._load(_sampler(self._config))
         return self._study
+
+    def _load(self, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
+        return optuna.load_study(
+            study_name=self._name, storage=self._storage, sampler=sampler, pruner=optuna.pruners.NopPruner()
+        )
 
     @property
     def digest(self) -> str:
@@ -265,8 +265,11 @@ class Study:
             if ours:
                 if self._leases is not None:
                     self._leases.take(waiting.name)
-                self.study.sampler = _sampler(self._config, waiting.slot)  # else every process draws the same points
-                trial = optuna.trial.Trial(self.study, waiting.id)
+                # A study keeps the trials that its sampler learns from until its own `ask` or `tell`; and every process
+                # would draw the same points with the same sampler.
+                learns = self._config.tuning.sampler == "tpe"
+                study = self._load(_sampler(self._config, waiting.slot)) if learns else self.study
+                trial = optuna.trial.Trial(study, waiting.id)
                 for name, distribution in self._distributions.items():
                     _suggest(trial, name, distribution)
                 return self._trial(self._storage.get_trial(waiting.id))
@@ -417,10 +420,10 @@ def _one_at_a_time(engine: Any) -> None:
 
 
 def _sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:
-    seed = config.run.seed + slot
     if config.tuning.sampler == "tpe":
+        seed = random.Random(f"{config.run.seed} {slot}").getrandbits(32)  # noqa: S311  (no secret)
         return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-    return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.RandomSampler(seed=config.run.seed)
 
 
 def _sample(

@@ -1,0 +1,239 @@
+"""What tuning costs: searches replayed on a recorded table of real runs, by the study that ships.
+
+    mup-megatron tune configs/proof/tuning-cost.yaml --nproc-per-node 2    (the table: 280 runs of a proxy)
+    python -m benchmarks.tuning_cost runs/proof/tuning-cost [--target RUN] --output docs/evidence/tuning-cost
+
+After Tensor Programs V, figure 5. A replayed trial takes its losses from the table's nearest point and costs
+the steps that it ran. A search has arrived when the best trial that it ran to the
+end is within 0.5 % of the best loss there is. With a table of the target, a search is judged by what its
+values give there, and a random search on the target itself is replayed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.config import Config, load_config
+from mup_megatron.proof.family import changed
+from mup_megatron.report.pictures import load_pyplot, save_figure
+from mup_megatron.tuning.outcome import Trial
+from mup_megatron.tuning.record import read_record
+from mup_megatron.tuning.study import Study
+
+GOAL = 0.005
+METHODS: dict[str, tuple[str, str, int]] = {
+    "random": ("random", "none", 1),
+    "random, halving": ("random", "successive_halving", 1),
+    "random, hyperband": ("random", "hyperband", 1),
+    "TPE": ("tpe", "none", 1),
+    "TPE, halving": ("tpe", "successive_halving", 1),
+    "TPE, halving, 8 workers": ("tpe", "successive_halving", 8),
+    "TPE, hyperband": ("tpe", "hyperband", 1),
+}
+"""Sampler, pruner, workers: trials whose values are chosen before any of them ends."""
+
+_MOST_RUNS = 400
+
+
+@dataclass(frozen=True)
+class Table:
+    """Evaluation losses of a grid.
+
+    Args:
+        values: per hyperparameter the values that were run, ascending.
+        steps: evaluated, ascending.
+        losses: by point (one value of each) and step.
+        flops: of one whole run.
+    """
+
+    values: Mapping[str, Sequence[float]]
+    steps: Sequence[int]
+    losses: Mapping[tuple[float, ...], Sequence[float]]
+    flops: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Table:
+        """From the record of a study whose sampler is the grid and whose pruner is none."""
+        trials = [trial for trial in record["study"]["trials"] if not trial["repeats"]]
+        names = list(record["tuned"])
+        values = {name: sorted({trial["values"][name] for trial in trials}) for name in names}
+        steps = sorted({int(step) for trial in trials for step in trial["reports"]})
+        losses = {
+            tuple(trial["values"][name] for name in names): [trial["reports"][str(step)] for step in steps]
+            for trial in trials
+        }
+        missing = math.prod(map(len, values.values())) - len(losses)
+        if missing:
+            raise SystemExit(f"the table lacks {missing} of its points")
+        spent = record["budget"]["spent"]
+        return cls(values, steps, losses, spent["flops"] / len(trials))
+
+    @property
+    def best(self) -> float:
+        """Lowest loss at the last step."""
+        return min(losses[-1] for losses in self.losses.values())
+
+    def loss(self, values: Mapping[str, float], step: int) -> float:
+        """At the nearest point of the grid, by the logarithm of every value."""
+        near = (min(known, key=partial(_octaves, values[name])) for name, known in self.values.items())
+        return self.losses[tuple(near)][self.steps.index(step)]
+
+
+def _octaves(one: float, other: float) -> float:
+    return abs(math.log2(one / other))
+
+
+Search = list[tuple[float, float]]
+"""After every trial that was the best so far: cost in whole runs, and loss in the judging table."""
+
+
+def replay(config: Config, table: Table, judge: Table, method: tuple[str, str, int], seed: int) -> Search:
+    """One search, until it has arrived or tried 400."""
+    sampler, pruner, workers = method
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
+    with tempfile.TemporaryDirectory(dir=folder) as directory:
+        search = {name: {"log_uniform": [known[0], known[-1]]} for name, known in table.values.items()}
+        tuning = {"sampler": sampler, "pruner": pruner, "search": search, "trials": _MOST_RUNS}
+        keys = {f"tuning.{key}": value for key, value in tuning.items()}
+        study = Study.create(changed(config, {**keys, "run.dir": directory, "run.seed": seed}))
+        cost, best, found = 0.0, math.inf, []
+        while trials := [trial for _ in range(workers) if (trial := study.claim()) is not None]:
+            for trial in trials:
+                steps, loss = _run(study, trial, table)
+                cost += steps / table.steps[-1]
+                if loss is not None and loss < best:
+                    best = loss
+                    found.append((cost, judge.loss(trial.values, judge.steps[-1])))
+            if found and found[-1][1] <= judge.best * (1 + GOAL):
+                break
+            study.plan(study.trials())
+    return found
+
+
+def _run(study: Study, trial: Trial, table: Table) -> tuple[int, float | None]:
+    """Steps that the trial ran, and its loss if it ran them all."""
+    for step in table.steps:
+        loss = table.loss(trial.values, step)
+        if not study.survives(trial, step, loss):
+            study.finish(trial, "stopped")
+            return step, None
+    study.finish(trial, "complete", loss=loss)
+    return table.steps[-1], loss
+
+
+def _needed(found: Search, goal: float) -> float | None:
+    """Cost at which a search first was within the goal for good; None if it never was."""
+    return found[-1][0] if found and found[-1][1] <= goal else None
+
+
+def _searches(config: Config, proxy: Table, target: Table | None, seeds: int) -> dict[str, dict[str, Any]]:
+    judge = target or proxy
+    jobs = {name: (proxy, method, 1.0) for name, method in METHODS.items()}
+    if target is not None:
+        jobs["random, on the target"] = (target, METHODS["random"], target.flops / proxy.flops)
+    searches = {}
+    with Pool() as pool:
+        for name, (table, method, unit) in jobs.items():
+            job = partial(replay, config, table, judge, method)
+            curves = [[(cost * unit, loss) for cost, loss in found] for found in pool.imap(job, range(1, seeds + 1))]
+            needed = [_needed(found, judge.best * (1 + GOAL)) for found in curves]
+            arrived = sorted(cost for cost in needed if cost is not None)
+            searches[name] = {
+                "needed": needed,
+                "curves": curves,
+                "mean": statistics.fmean(arrived) if arrived else None,
+            }
+            print(f"{name}: {_said(needed)}", flush=True)
+    return searches
+
+
+def _said(needed: Sequence[float | None]) -> str:
+    arrived = sorted(cost for cost in needed if cost is not None)
+    if not arrived:
+        return f"none of {len(needed)} arrived"
+    return (
+        f"mean {statistics.fmean(arrived):.1f}, median {statistics.median(arrived):.1f}, {arrived[0]:.1f} to "
+        f"{arrived[-1]:.1f} proxy runs, {len(arrived)} of {len(needed)} arrived"
+    )
+
+
+def draw(searches: Mapping[str, Mapping[str, Any]], best: float, path: Path) -> None:
+    """Median over seeds of the best trial's excess loss, over the cost."""
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    colors = pyplot.get_cmap("tab10")
+    longest = max(cost for search in searches.values() for curve in search["curves"] for cost, _ in curve)
+    costs = [2 ** (step / 8) for step in range(math.ceil(8 * math.log2(longest)) + 1)]
+    for number, (name, search) in enumerate(searches.items()):
+        excess = [statistics.median(_at(curve, cost) / best - 1 for curve in search["curves"]) for cost in costs]
+        shown = [(cost, 100 * value) for cost, value in zip(costs, excess, strict=True) if math.isfinite(value)]
+        axes.plot(*zip(*shown, strict=True), color=colors(number), lw=1.6, drawstyle="steps-post", label=name)
+    axes.axhline(100 * GOAL, color="0.4", lw=1, ls="--")
+    axes.text(costs[0], 100 * GOAL, f" {100 * GOAL:.1f} %", va="bottom", fontsize=8, color="0.4")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("compute, in whole runs of the proxy")
+    axes.set_ylabel("loss above the best there is, %")
+    axes.set_title(f"Median of {len(next(iter(searches.values()))['curves'])} searches", loc="left", fontsize=10)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def _at(curve: Search, cost: float) -> float:
+    return next((loss for spent, loss in reversed(curve) if spent <= cost), math.inf)
+
+
+def _record(run: Path) -> dict[str, Any]:
+    found = read_record(run / "transfer.json", None)
+    if found is None:
+        raise SystemExit(f"{run}: no transfer.json; expected the run.dir of a study that has ended")
+    return found
+
+
+def _named(record: Mapping[str, Any], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for trial in record["study"]["trials"]:
+        yield {**{name: trial["values"][name] for name in names}, "losses": trial["reports"]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replays, prints, writes cost.json and cost.png."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run.dir of the proxy's table")
+    parser.add_argument("--target", type=Path, metavar="RUN", help="run.dir of the target's table")
+    parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--output", type=Path, required=True)
+    asked = parser.parse_args(arguments)
+    records = [_record(run) for run in (asked.run, asked.target) if run]
+    tables = [Table.of(record) for record in records]
+    proxy, target = tables[0], tables[1] if len(tables) > 1 else None
+    config = load_config(asked.run / "config.yaml")
+    searches = _searches(config, proxy, target, asked.seeds)
+    asked.output.mkdir(parents=True, exist_ok=True)
+    result = {
+        "goal": GOAL,
+        "best": (target or proxy).best,
+        "seeds": asked.seeds,
+        "searches": searches,
+        "tables": [list(_named(record, list(record["tuned"]))) for record in records],
+    }
+    (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    draw(searches, result["best"], asked.output / "cost.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,6 +22,7 @@ _OPTIONAL = (
         "transformer_engine",
         "no model.transformer_impl: transformer_engine; megatron-core's local layers and sdpa attention are used",
     ),
+    ("emerging_optimizers", "emerging_optimizers", "no optimizer.name: muon"),
     ("C++ compiler", "c++", "no optimizer.implementation deepspeed_cpu_adam (parallel.offload_optimizer needs it)"),
 )
 
@@ -42,6 +43,7 @@ def examine() -> dict[str, Any]:
         "cuda": torch.cuda.is_available(),
         "apex": runtime.importable("apex"),
         "transformer_engine": runtime.importable("transformer_engine"),
+        "emerging_optimizers": runtime.importable("emerging_optimizers"),
         "c++": shutil.which(os.environ.get("CXX", "c++")) is not None,
     }
     return {

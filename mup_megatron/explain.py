@@ -154,7 +154,7 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
     )
     console.print(
         f"base: lr {hparams.lr:.6g}, init std {hparams.init_method_std:.6g}, weight decay {hparams.weight_decay:.6g}, "
-        f"{config.optimizer.name}" + (f" eps {config.optimizer.eps:.6g}" if parametrization.rule == "adam" else "")
+        f"{config.optimizer.name}" + (f" eps {config.optimizer.eps:.6g}" if parametrization.rule != "sgd" else "")
     )
     for warning in sorted({family(line) for line in parametrization.clip_warnings()}):
         console.print(f"[yellow]warning[/] {warning}", highlight=False)

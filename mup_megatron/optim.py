@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
+from mup_megatron import rules
 from mup_megatron.config import Config, Training
 from mup_megatron.parametrization import Parametrization
+
+MOMENTS: dict[rules.Rule, tuple[str, ...]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "muon": ("momentum_buffer",),
+}
+"""What optimizers keep of a parameter, by rule."""
 
 
 def parameter_groups(
@@ -28,7 +36,7 @@ def parameter_groups(
         parametrization: of the same model.
 
     Returns:
-        Groups with `params`, `lr` (peak), `weight_decay`, `eps` (not for SGD), and beside them `lr_multiplier`, which
+        Groups with `params`, `lr` (peak), `weight_decay`, `eps` (Adam's), and beside them `lr_multiplier`, which
         the schedule reads, `rule`, which identifies the group whatever its rates are, and `names`.
     """
     groups: dict[Any, dict[str, Any]] = {}
@@ -71,6 +79,9 @@ def megatron_overrides(
     for name, parameter in named_parameters:
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
+        if parametrization.rule == "muon" and tensor.group.rule == "adam":
+            # By this mark upstream leaves a matrix to Adam; it forgets the position embedding.
+            parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         rules[str(tensor.group)] = tensor
     min_lr_ratio = parametrization.config.training.min_lr_ratio
     overrides: dict[ParamKey, Any] = {}
@@ -131,7 +142,8 @@ def allocate(optimizer: Any, parameters: Iterable[torch.Tensor], kinds: Iterable
         kinds: names of the moments; others than those of an optimizer state (the weight) are left out.
         step: updates done.
     """
-    moments = [kind for kind in kinds if kind in ("exp_avg", "exp_avg_sq", "momentum_buffer")]
+    own = MOMENTS["adam" if "betas" in optimizer.param_groups[0] else "sgd"]
+    moments = [kind for kind in kinds if kind in own]
     adam = "exp_avg" in moments
     ours = type(optimizer).__module__.startswith("torch.")
     for parameter in parameters:

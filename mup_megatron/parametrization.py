@@ -16,9 +16,9 @@ from functools import cached_property
 from mup_megatron import rules
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.shapes import Init, TensorShape
+from mup_megatron.shapes import Init, TensorShape, TensorSpec
 
-OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd"}
+OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +40,17 @@ class ForwardMultipliers:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupKey:
-    """What makes an optimizer group: the rule's multipliers, never the rates. Equal multipliers share a group."""
+    """What makes an optimizer group: rule and multipliers, never the rates. Equal ones share a group."""
 
+    rule: rules.Rule
     lr: Fraction | float
     eps: Fraction | float
     weight_decay: Fraction | float
 
     def __str__(self) -> str:
         """What identifies the group in an optimizer and in checkpoints, whatever its rates are."""
-        return f"lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
+        muon = "muon, " if self.rule == "muon" else ""
+        return f"{muon}lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,7 @@ class Parametrization:
 
     @property
     def rule(self) -> rules.Rule:
-        """How the optimizer's update scales."""
+        """How the optimizer's update scales; Muon's of matrices alone, see `TensorHyperparameters.group`."""
         return OPTIMIZER_RULES[self.config.optimizer.name]
 
     @cached_property
@@ -175,7 +177,8 @@ class Parametrization:
 
         init_std = {block: self._init_std(shape, block, m_in, forward) for block in shape.fan_outs}
 
-        if self.rule != "adam" and len(set(m_outs.values())) > 1:
+        rule = self._rule_of(spec)
+        if rule != "adam" and len(set(m_outs.values())) > 1:
             raise UserError(
                 f"optimizer.name: {config.optimizer.name} needs one learning rate per tensor, but the blocks of "
                 f"{shape.name} grow by different factors ("
@@ -183,10 +186,12 @@ class Parametrization:
                 + "); expected adamw, or blocks that grow together"
             )
         m_out = max(m_outs.values())
-        lr = rules.learning_rate(self.rule, m_in=m_in, m_out=m_out, forward=forward) * _exact(depth.lr)
+        lr = rules.learning_rate(rule, m_in=m_in, m_out=m_out, forward=forward) * _exact(depth.lr)
+        if rule == "muon" and self.is_mup:
+            lr /= _muon_scale(shape)
         if spec.frozen:
             lr = Fraction(0)
-        eps = rules.epsilon(m_out=m_out, forward=forward) * _exact(depth.eps) if self.rule == "adam" else rules.ONE
+        eps = rules.epsilon(m_out=m_out, forward=forward) * _exact(depth.eps) if rule == "adam" else rules.ONE
         decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed and lr else Fraction(0)
         multiplier = float(forward) * (config.hparams.output_multiplier if spec.readout else 1.0)
         if spec.init is Init.EMBEDDING:
@@ -197,12 +202,18 @@ class Parametrization:
             init_std=init_std,
             lr=config.hparams.lr * float(lr),
             lr_multiplier=float(lr),
-            eps=config.optimizer.eps * float(eps) if self.rule == "adam" else None,
-            eps_multiplier=float(eps) if self.rule == "adam" else None,
+            eps=config.optimizer.eps * float(eps) if rule == "adam" else None,
+            eps_multiplier=float(eps) if rule == "adam" else None,
             weight_decay=config.hparams.weight_decay * float(decay),
             weight_decay_multiplier=float(decay),
-            group=GroupKey(lr=lr, eps=eps, weight_decay=decay),
+            group=GroupKey(rule=rule, lr=lr, eps=eps, weight_decay=decay),
         )
+
+    def _rule_of(self, spec: TensorSpec) -> rules.Rule:
+        """Megatron-core's Muon takes what has two dimensions and is no embedding and no readout; AdamW the rest."""
+        if self.rule == "muon" and (len(spec.shape) != 2 or spec.init is Init.EMBEDDING or spec.readout):
+            return "adam"
+        return self.rule
 
     def _init_std(self, shape: TensorShape, block: str | None, m_in: Fraction, forward: Fraction) -> float:
         """Standard deviation of one block."""
@@ -231,6 +242,22 @@ class Parametrization:
             for name, shape in self.shapes.items()
             if not shape.spec.readout and shape.fan_in.grows and any(not dim.grows for dim in shape.fan_outs.values())
         ]
+
+
+def _muon_scale(shape: TensorShape) -> float:
+    """How the factor grows from the base on that megatron-core's Muon (scale mode `spectral`) puts on an update.
+
+    The square root of the larger side, of each of query, key and value by itself.
+    """
+    blocks = shape.fan_outs.values() if shape.spec.query and shape.blocks else [shape.fan_out]
+    sides = [(dim, shape.fan_in) for dim in blocks]
+    scales = {
+        math.sqrt(Fraction(max(side.dim for side in both), max(side.base_dim or side.dim for side in both)))
+        for both in sides
+    }
+    if len(scales) > 1:
+        raise UserError(f"optimizer.name: muon scales the blocks of {shape.name} by different factors; expected adamw")
+    return scales.pop()
 
 
 def _exact(factor: float) -> Fraction | float:

@@ -20,6 +20,7 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, named_parameters, parametrize
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.proof.controls import CONTROLS
 from tests.breakages import break_, replaced
 
 
@@ -176,6 +177,26 @@ def first_update(rank: runtime.Rank, *, config: Config) -> dict[str, tuple[float
         result[name] = (float(change), parametrization.tensors[name].lr)
     engine.close()
     return result
+
+
+def first_update_norms(rank: runtime.Rank, *, config: Config, rule: str) -> dict[str, float]:
+    """Spectral norms of what the first step adds to each matrix; `rule` base: with the base's rate."""
+    config, layout, parametrization, model = start(rank, config)
+    if rule == "base":
+        parametrization = CONTROLS["muon_rate"].break_(parametrization, layout)
+    before = {name: parameter.detach().clone() for name, parameter in named_parameters(model)}
+    engine = build_engine(config, parametrization, model, layout)
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    engine.step(batches[0], config.hparams.lr)
+    changes = {name: parameter.detach() - before[name] for name, parameter in named_parameters(engine.chunks)}
+    engine.close()
+    found = {}
+    for name, change in changes.items():
+        if change.dim() == 2:
+            # Query, key and value are orthogonalised by themselves: the query of each head's rows.
+            part = change.view(-1, 3, config.model.head_size, change.shape[1])[:, 0] if "qkv" in name else change
+            found[name] = float(torch.linalg.matrix_norm(part.reshape(-1, change.shape[1]), 2))
+    return found
 
 
 def leg(

@@ -319,6 +319,14 @@ def load_weights_alone() -> contextlib.AbstractContextManager[None]:
     return replaced(bodies, "load_state", lambda *arguments: None)
 
 
+def muon_slices() -> contextlib.AbstractContextManager[None]:
+    """Muon takes what a rank holds of a matrix for the whole, as is megatron-core's default."""
+    from mup_megatron.engines import megatron_config
+
+    original = megatron_config._muon
+    return replaced(megatron_config, "_muon", lambda config: {**original(config), "muon_tp_mode": "blockwise"})
+
+
 @contextlib.contextmanager
 def _patch_off(name: str) -> Iterator[None]:
     from mup_megatron import runtime

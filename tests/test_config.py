@@ -92,6 +92,7 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
         ({"parametrization__depth": 2.0}, "parametrization.depth: expected one of"),
         ({"optimizer__betas": [0.9]}, "optimizer.betas: expected 2 values, found [0.9]"),
         ({"optimizer__name": "adam", "hparams__weight_decay": 0.1}, "would be L2 added to the gradient"),
+        ({"optimizer__name": "muon"}, "optimizer.name: muon is megatron-core's; expected it with parallel.engine"),
         ({"optimizer__name": "sgd", "optimizer__implementation": "apex"}, "implements Adam and AdamW, not sgd"),
         ({"hparams__lr": 0}, "hparams.lr: expected a number > 0"),
         ({"hparams__lr": float("nan")}, "hparams.lr"),

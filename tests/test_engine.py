@@ -11,6 +11,7 @@ import pytest
 from mup_megatron import runtime
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import refuse
+from mup_megatron.engines.megatron_config import muon_missing
 from mup_megatron.errors import ConfigError
 from mup_megatron.layout import resolve_layout
 from tests import bodies
@@ -61,6 +62,57 @@ def test_the_first_update_under_sgd(ranks: Ranks) -> None:
         assert rate * 2 == updates[name][1]
 
 
+MUON = {
+    "parallel__engine": "megatron",
+    "parallel__use_distributed_optimizer": False,
+    "optimizer__name": "muon",
+    "hparams__weight_decay": 0.0,
+    "model__num_query_groups": 4,
+    "base__num_query_groups": 2,
+}
+muon = pytest.mark.skipif(muon_missing() is not None, reason=str(muon_missing()))
+
+
+@muon
+@pytest.mark.parametrize("rule", ["muon", pytest.param("base", marks=pytest.mark.slow)])
+def test_the_first_update_under_muon(ranks: Ranks, rule: str) -> None:
+    """Its spectral norm goes as sqrt(m_out/m_in), by the real optimizer; it does not at the base's rate."""
+    growth = {
+        "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1},
+        "base": {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1},
+    }
+    larger = {"model__hidden_size": 128, "model__ffn_hidden_size": 384, "model__num_attention_heads": 4}
+    settings = {key: value for key, value in MUON.items() if "query_groups" not in key}
+    configs = [make(growth, "gpt3", **settings, **sizes) for sizes in ({}, larger)]
+    for config in configs:
+        prepare(config)
+    base, wide = (ranks.run(1, bodies.first_update_norms, config=config, rule=rule)[0] for config in configs)
+    expected = {"linear_qkv": 1, "linear_proj": 1, "linear_fc1": (12 / 4) ** 0.5, "linear_fc2": (4 / 12) ** 0.5}
+    off = {
+        name: wide[name] / base[name] / factor
+        for layer, factor in expected.items()
+        for name in base
+        if name.endswith(f"{layer}.weight")
+    }
+    assert len(off) == 4
+    right = {name: 0.8 < ratio < 1.25 for name, ratio in off.items()}  # five Newton-Schulz steps end within that
+    assert all(right.values()) if rule == "muon" else not any(right.values()), off
+
+
+@muon
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_muon_sees_no_layout(ranks: Ranks, sequence: bool) -> None:
+    """Whole matrices are orthogonalised, whoever holds them; negative control: upstream's default takes slices."""
+    settings = {**MUON, "hparams__lr": 2e-2}
+    layout = {**TP2, "parallel__sequence_parallel": sequence}
+    whole = ranks.run(1, bodies.train, config=prepared(**settings), steps=8)[0]
+    assert whole["losses"][0] - whole["losses"][-1] > 0.1
+    for result in ranks.run(4, bodies.train, config=prepared(**settings, **layout), steps=8):
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)
+    slices = ranks.run(4, bodies.train, config=prepared(**settings, **layout), steps=8, broken="muon_slices")[0]
+    assert abs(slices["losses"][-1] / whole["losses"][-1] - 1) > 1e-4
+
+
 def go(ranks: Ranks, folder: Path, count: int, config: Any, **settings: Any) -> list[dict[str, Any]]:
     """Steps 0 to 5, saved; then everything is thrown away; then steps 5 to 9 from what was saved."""
     first = ranks.run(count, bodies.leg, config=config, start_at=0, stop_at=5, save=str(folder))
@@ -79,14 +131,20 @@ STOPS = {
     "megatron": {**MEGATRON, "parallel__use_distributed_optimizer": False},
     "megatron-distributed": MEGATRON,
     "megatron-bf16": {**MEGATRON, "training__precision": "bf16", "parallel__use_distributed_optimizer": False},
+    "megatron-muon": MUON,
+    "megatron-muon-bf16": {**MUON, "training__precision": "bf16"},
     "megatron-distributed-bf16": {**MEGATRON, "training__precision": "bf16"},
 }
 QUICK_STOPS = ("zero2",)  # tests/test_resume.py has the Megatron engine's
 
 
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [muon] * ("muon" in name) + [pytest.mark.slow] * (name not in QUICK_STOPS)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(s, id=n, marks=() if n in QUICK_STOPS else pytest.mark.slow) for n, s in STOPS.items()],
+    [pytest.param(s, id=n, marks=_marks(n)) for n, s in STOPS.items()],
 )
 def test_stop_and_go_is_bitwise(ranks: Ranks, settings: dict[str, Any], tmp_path: Path) -> None:
     """Saved and loaded at step 5 of 9: the same losses and rates to the last bit; ratios between groups never move."""
@@ -95,7 +153,7 @@ def test_stop_and_go_is_bitwise(ranks: Ranks, settings: dict[str, Any], tmp_path
     assert go(ranks, tmp_path, 4, config) == whole
     rates = np.array(whole[0]["rates"])[1:]  # the first is 0, warm-up
     np.testing.assert_allclose(rates / rates[:, :1], np.tile(rates[0] / rates[0, 0], (8, 1)), rtol=1e-12)
-    assert len(set(rates[0])) == 4
+    assert len(set(rates[0])) >= 4
 
 
 def test_a_loaded_run_without_optimizer_state_differs(ranks: Ranks, tmp_path: Path) -> None:

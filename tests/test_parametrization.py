@@ -199,6 +199,32 @@ def test_sgd() -> None:
     assert tensors[FC2 + ".weight"].eps is None
 
 
+def test_muon() -> None:
+    """Matrices in the blocks: sqrt(m_out/m_in) over the growth of sqrt(larger side), megatron-core's own factor."""
+    growth = {
+        "model": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 4},
+        "base": {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1},
+    }
+    muon: dict[str, Any] = {"optimizer__name": "muon", "parallel__engine": "megatron"}
+    tensors = apply(growth, **muon).tensors
+    # Query, key and value by themselves: sqrt(4/4) / sqrt(128/32).
+    assert tensors[QKV + ".weight"].lr_multiplier == tensors[PROJ + ".weight"].lr_multiplier == 1 / 2
+    assert tensors[FC1 + ".weight"].lr_multiplier == pytest.approx(1 / 2)  # sqrt(12/4) / sqrt(384/32)
+    assert tensors[FC2 + ".weight"].lr_multiplier == pytest.approx(1 / 6)  # sqrt(4/12) / sqrt(384/32)
+    assert tensors[FC2 + ".weight"].weight_decay_multiplier == pytest.approx(6)
+    assert tensors[FC2 + ".weight"].eps is None
+    # AdamW's: what is no matrix, embeddings and the readout.
+    assert numbers(tensors[FC1 + ".bias"]) == (1, pytest.approx(1 / 12), 0)
+    for name in (EMBEDDING, "embedding.position_embeddings.weight"):
+        assert numbers(tensors[name]) == (1, 1 / 4, 1)
+    readout = apply(growth, "llama", **muon).tensors["output_layer.weight"]
+    assert (readout.lr_multiplier, readout.eps_multiplier) == (1, 1 / 4)
+    standard = apply(growth, **muon, parametrization__name="standard").tensors
+    assert {tensor.lr_multiplier for tensor in standard.values()} == {1}
+    with pytest.raises(UserError, match=r"muon needs one learning rate per tensor, but the blocks of .*linear_qkv"):
+        apply(MIXED, **muon)
+
+
 def test_sgd_with_blocks_that_grow_apart_is_refused() -> None:
     with pytest.raises(UserError, match=r"linear_qkv\.weight grow by different factors \(query 2, key 4, value 4\)"):
         apply(MIXED, optimizer__name="sgd", optimizer__implementation="torch")

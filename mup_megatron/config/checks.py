@@ -308,6 +308,8 @@ def _check_optimizer(config: Config) -> None:
         raise config.error(
             "optimizer.implementation", f"{optimizer.implementation} implements Adam and AdamW, not sgd; expected torch"
         )
+    if optimizer.name == "muon" and config.parallel.engine != "megatron":
+        raise config.error("optimizer.name", "muon is megatron-core's; expected it with parallel.engine: megatron")
 
 
 def _check_data(config: Config) -> None:

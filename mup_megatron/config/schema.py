@@ -275,9 +275,12 @@ class Training(Section):
 
 
 class Optimizer(Section):
-    """The optimizer and whose implementation of it steps."""
+    """The optimizer and whose implementation of it steps.
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    `muon` is megatron-core's, on matrices inside the blocks; AdamW steps everything else.
+    """
+
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     eps: PositiveFloat = 1e-8
     momentum: Fraction = 0.9

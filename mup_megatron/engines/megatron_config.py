@@ -1,8 +1,13 @@
-"""The Megatron engine's settings, from the config. Public names: `ddp_config`, `optimizer_config`, `refuse`."""
+"""The Megatron engine's settings, from the config.
+
+Public names: `ddp_config`, `optimizer_config`, `muon_missing`, `refuse`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -10,6 +15,9 @@ from megatron.core.optimizer import OptimizerConfig
 
 from mup_megatron.config import Config
 from mup_megatron.layout import Layout
+
+_ADAMW_RMS = 0.2
+"""Root mean square of a coordinate of AdamW's update over its rate (Liu et al., 2502.16982), which Muon is given."""
 
 
 def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
@@ -27,8 +35,9 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
     optimizer = config.optimizer
     bf16 = config.training.precision == "bf16"
     return OptimizerConfig(
-        optimizer="sgd" if optimizer.name == "sgd" else "adam",
-        decoupled_weight_decay=optimizer.name == "adamw",
+        optimizer=optimizer.name if optimizer.name in ("sgd", "muon") else "adam",
+        decoupled_weight_decay=optimizer.name in ("adamw", "muon"),
+        **(_muon(config) if optimizer.name == "muon" else {}),
         lr=config.hparams.lr,
         min_lr=config.training.min_lr_ratio * config.hparams.lr,
         weight_decay=config.hparams.weight_decay,
@@ -45,6 +54,31 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
     )
 
 
+def _muon(config: Config) -> dict[str, Any]:
+    """Whole matrices, whatever the layout, query, key and value each for itself; at the base AdamW's size of update.
+
+    The rates of `Parametrization` are made for scale mode `spectral`.
+    """
+    return {
+        "muon_momentum": config.optimizer.momentum,
+        "muon_scale_mode": "spectral",
+        "muon_extra_scale_factor": _ADAMW_RMS,
+        "muon_tp_mode": "duplicated",
+        "muon_split_qkv": True,
+        "muon_fp32_matmul_prec": "highest" if config.training.precision == "fp32" else "medium",
+        "muon_scalar_optimizer": "adam",
+    }
+
+
+def muon_missing() -> str | None:
+    """Why this installation has no Muon; None if it has."""
+    if "muon_scalar_optimizer" not in OptimizerConfig.__dataclass_fields__:
+        return "this megatron-core has no muon that takes rates per tensor; expected 0.19 or later"
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        return "muon needs NVIDIA's emerging_optimizers; expected pip install emerging-optimizers"
+    return None
+
+
 def refuse(config: Config, layout: Layout) -> None:
     """Refuses what megatron-core does not have or gets wrong, before anything is built.
 
@@ -56,6 +90,8 @@ def refuse(config: Config, layout: Layout) -> None:
             "parallel.use_distributed_optimizer",
             f"megatron-core's distributed optimizer is AdamW's, not {config.optimizer.name}'s; expected false",
         )
+    if missing := muon_missing() if config.optimizer.name == "muon" else None:
+        raise config.error("optimizer.name", missing)
     if config.training.clip_norm == "invariant":
         raise config.error(
             "training.clip_norm",

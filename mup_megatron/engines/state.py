@@ -28,6 +28,7 @@ from mup_megatron.engines import WEIGHT, Engine
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_buffers, named_parameters
+from mup_megatron.optim import MOMENTS
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.shapes import Init, TensorSpec
 
@@ -79,10 +80,17 @@ def load_state(
     """
     kinds = sorted({key.partition(".")[0] for key in saved_shapes(directory)} - {_BUFFER})
     engine.prepare_state(kinds, step)
-    specs = {name: parametrization.tensors[name].shape.spec for name, _ in named_parameters(engine.chunks)}
-    loaded = _load(directory, specs, kinds, layout, rank)
-    for name, parameter in named_parameters(engine.chunks):
-        engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in kinds})
+    for rule in dict.fromkeys(tensor.group.rule for tensor in parametrization.tensors.values()):
+        own = [kind for kind in kinds if kind in (WEIGHT, *MOMENTS[rule])]
+        parameters = {
+            name: parameter
+            for name, parameter in named_parameters(engine.chunks)
+            if parametrization.tensors[name].group.rule == rule
+        }
+        specs = {name: parametrization.tensors[name].shape.spec for name in parameters}
+        loaded = _load(directory, specs, own, layout, rank)
+        for name, parameter in parameters.items():
+            engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in own})
 
 
 @torch.no_grad()

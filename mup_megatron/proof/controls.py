@@ -121,7 +121,7 @@ def retuned(
         eps_multiplier=None if tensor.eps is None else float(eps),
         weight_decay=config.hparams.weight_decay * float(decay),
         weight_decay_multiplier=float(decay),
-        group=GroupKey(lr=lr, eps=eps, weight_decay=decay),
+        group=GroupKey(rule=group.rule, lr=lr, eps=eps, weight_decay=decay),
     )
 
 
@@ -283,6 +283,29 @@ def _sgd(config: Config, steps: int) -> dict[str, Any]:
     return {"optimizer.name": "sgd", "hparams.lr": lr, "hparams.weight_decay": 0.0, "training.clip_grad": 0.0}
 
 
+def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """Muon's rate is the same at all widths: a coordinate of an update keeps its size, as it is commonly used."""
+
+    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return retuned(parametrization, tensor, lr=rules.ONE) if tensor.group.rule == "muon" else tensor
+
+    return _with(parametrization, change)
+
+
+def _muon(config: Config, steps: int) -> dict[str, Any]:
+    """Muon under the Megatron engine, which alone has it; without decay."""
+    return {
+        "optimizer.name": "muon",
+        "optimizer.implementation": "auto",
+        "parallel.engine": "megatron",
+        "parallel.use_distributed_optimizer": False,
+        "parallel.zero_stage": 1,
+        "parallel.offload_optimizer": False,
+        "parallel.deepspeed_config": None,
+        "hparams.weight_decay": 0.0,
+    }
+
+
 def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Fan-in and fan-out are read from the parameter itself, which under tensor parallelism is a slice of it."""
 
@@ -319,6 +342,7 @@ CONTROLS: dict[str, Control] = {
     "decay": Control(rule="independent weight decay", break_=_weight_decay, regime=_large_decay),
     "depth_factor": Control(rule="depth factor of branches", break_=_depth_factor, regime=_depth_grows, axis="depth"),
     "sgd_rate": Control(rule="SGD's rate", break_=_sgd_rate, regime=_sgd),
+    "muon_rate": Control(rule="Muon's rate", break_=_muon_rate, regime=_muon),
     "local_shard": Control(
         rule="global widths (read from a local shard)",
         break_=_local_shard,

@@ -5,8 +5,9 @@ by least squares over the sizes of the family, seed by seed; its confidence is t
 their mean (Student's t).
 
 In µP every activation, and its change since step 0, has slope 0 (Tensor Programs V, appendix D.1); the gradient with
-respect to an activation that grows has slope -1, that with respect to logits 0; the update of a tensor goes as
-1/(A m_in), whatever the optimizer. Not so, and known here (docs/parametrization.md, section 7):
+respect to an activation that grows has slope -1, that with respect to logits 0; the update of a tensor goes as 1/(A
+m_in) under Adam and SGD, and as its rate under Muon, where the gradient has full rank. Not so, and known here
+(docs/parametrization.md, section 7):
 
 - What comes out of output-like tensors falls with width at first, and with it what is made of it in the same branch:
   logits, router logits, k and v of fixed KV heads and their attention, an FFN of fixed size; attention logits where the
@@ -32,6 +33,9 @@ BOUNDS = {"output": 0.25, "change": 0.25, "gradient": 0.4, "update": 0.25}
 _FALL = 0.5 + BOUNDS["change"]
 _FED = 0.15 + BOUNDS["change"]
 """How far the change of what a falling branch feeds may be below 0: it has that branch's share less."""
+
+_RANK = 0.5
+"""How much further Muon's update may fall: a gradient of few tokens has less rank than a wide matrix."""
 
 _DEEPEST = "decoder.layers.last"
 
@@ -139,7 +143,9 @@ class Theory:
             return 0.0, None, None  # half of all branches come before it in a model of two layers, most in a deep one
         if quantity == "update":
             judged = not self._decays and not name.endswith(ZERO_GRADIENT)
-            return self._update(name), *((bound, bound) if judged else (None, None))
+            tensor = self._largest.tensors.get(in_whole_model(name, self._layers))
+            low = bound + (_RANK if tensor is not None and tensor.group.rule == "muon" else 0.0)
+            return self._update(name), *((low, bound) if judged else (None, None))
         if quantity == "change":
             return 0.0, (_FALL if self._falls(name) else _FED if self._is_fed(name) else bound), bound
         if quantity == "output":
@@ -168,12 +174,17 @@ class Theory:
         return self._head_grows and ".core_attention.logits" in name
 
     def _update(self, name: str) -> float:
-        """Slope of 1/(A m_in), and of depth's factor, over the family."""
+        """Slope of 1/(A m_in), of depth's factor, over the family; of Muon's rate."""
         multipliers = []
         for parametrization in self._rules:
-            shape = parametrization.shapes.get(in_whole_model(name, parametrization.config.model.num_layers))
-            if shape is None:
+            tensor = parametrization.tensors.get(in_whole_model(name, parametrization.config.model.num_layers))
+            if tensor is None:
                 return 0.0
+            if tensor.group.rule == "muon":
+                # A coordinate of an orthogonal matrix goes as 1/sqrt(larger side), which is what Muon's scale makes up.
+                multipliers.append(tensor.lr_multiplier)
+                continue
+            shape = tensor.shape
             forward = rules.readout_multiplier(shape.fan_in.ratio) if shape.spec.readout else rules.ONE
             rate = float(rules.learning_rate("adam", m_in=shape.fan_in.ratio, m_out=rules.ONE, forward=forward))
             config = parametrization.config

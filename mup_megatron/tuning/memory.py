@@ -19,7 +19,8 @@ def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
     """Bytes of weights, gradients and optimizer state on the process that holds most of them; no activations.
 
     Per parameter (ZeRO, arXiv 1910.02054, section 3.1, with this project's fp32 beside its bf16): weights 2 or 4,
-    gradients as much (4 in Megatron's buffers), Adam's two moments 8, SGD's momentum 4, bf16's master copy 4.
+    gradients as much (4 in Megatron's buffers), Adam's two moments 8 (taken for Muon too), SGD's momentum 4, bf16's
+    master copy 4.
     What is split over data-parallel ranks is divided by their number, experts' state (whose replicas are fewer) too.
     """
     config = parametrization.config

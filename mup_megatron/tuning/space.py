@@ -134,12 +134,14 @@ def stretched(config: Config, steps: int) -> Config:
 
 
 def one_process(config: Config) -> Config:
-    """The config on one process, unsplit, under the DeepSpeed engine, whose numbers every layout and engine has."""
+    """The config on one process, unsplit. The DeepSpeed engine's numbers are those of every layout and engine."""
+    muon = config.optimizer.name == "muon"  # the Megatron engine's alone
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
                 update={
-                    "engine": "deepspeed",
+                    "engine": "megatron" if muon else "deepspeed",
+                    "use_distributed_optimizer": not muon and config.parallel.use_distributed_optimizer,
                     "tensor_model_parallel_size": 1,
                     "pipeline_model_parallel_size": 1,
                     "virtual_pipeline_model_parallel_size": None,

@@ -44,6 +44,7 @@ BESIDE = {
     "tuning",
     "slurm",
     "proof",
+    "cli",
 }  # packages: their own modules
 ALSO = {("runtime", "patches"), ("optim", "parametrization")}
 

@@ -1,0 +1,89 @@
+"""`mup-megatron`: the command line. Commands are thin; what they do lives in the module of the same name.
+
+Public names: `main`, `run`, `launched`, `demo_config`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from mup_megatron.cli.common import app
+from mup_megatron.errors import UserError
+
+# They register their commands, in the order of the help.
+from mup_megatron.cli import runs  # noqa: F401  # isort: skip
+from mup_megatron.cli import proof  # noqa: F401  # isort: skip
+from mup_megatron.cli import tools  # noqa: F401  # isort: skip
+
+
+def main() -> NoReturn:
+    """Entry point: bad input is one sentence and exit status 2, never a traceback."""
+    from mup_megatron.launch import end_with_launcher, keep_log
+
+    end_with_launcher()
+    keep_log()
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a command line; returns its exit status. Process groups that it started are ended."""
+    others = _has_groups()
+    status = _status(arguments)
+    if _has_groups() and not others:
+        from mup_megatron.runtime import stop_distributed
+
+        stop_distributed()  # a process that leaves while gloo's threads run may abort, with a status of its own
+    return status
+
+
+def _has_groups() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
+def _status(arguments: list[str]) -> int:
+    from mup_megatron.runtime import read_rank, say_error
+
+    # Ranks whose first one left say so themselves; torch's own account of it is a page long.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        result = app(arguments, standalone_mode=False)
+        return int(result or 0)
+    except UserError as error:
+        say_error(str(error), read_rank())
+        return 2
+    except typer.TyperException as error:  # unknown command or option
+        say_error(error.format_message(), read_rank())
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def launched(command: str, arguments: list[str]) -> NoReturn:
+    """What launch/*.sh run: a command, on configs/demo.yaml unless a config is named.
+
+    Args:
+        command: pipeline or tune.
+        arguments: [CONFIG] [KEY.PATH=VALUE]..., and whatever `--local_rank` a launcher adds.
+    """
+    arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
+    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+        arguments = [str(demo_config()), *arguments]
+    sys.exit(run([command, *arguments]))
+
+
+def demo_config() -> Path:
+    """configs/demo.yaml of this checkout.
+
+    Raises:
+        UserError: the package is installed without its checkout.
+    """
+    path = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
+    if not path.is_file():
+        raise UserError("no config was named, and configs/demo.yaml is not beside this installation; name a config")
+    return Path(os.path.relpath(path))

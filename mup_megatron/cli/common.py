@@ -1,0 +1,60 @@
+"""What all commands share: the app they register with, options and arguments by name.
+
+Public names: `app`, `read_config`, `gpus`, `console`, and the annotated types.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="mup-megatron",
+    help="Maximal update parametrization (µP) for megatron-core and DeepSpeed: tune a small proxy, train the target.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Any config key, e.g. hparams.lr=3e-3.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
+WorldSize = Annotated[
+    int | None, typer.Option(min=1, help="Processes to lay the model out for; the fewest that fit unless given.")
+]
+AllowChange = Annotated[
+    list[str] | None, typer.Option(metavar="KEY", help="A key that may differ from the checkpoint's; repeatable.")
+]
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="Processes to start where no launcher did; one per GPU unless given.")
+]
+Workers = Annotated[int | None, typer.Option(min=1, help="Runs at a time; one per GPU, else one per core.")]
+Control = Annotated[
+    bool, typer.Option(help="Afterwards train the same target in the standard parametrization, with the same values.")
+]
+
+
+def read_config(path: str, overrides: list[str] | None) -> Any:
+    """The config with its overrides. Raises UserError."""
+    from mup_megatron.config import load_config, parse_overrides
+
+    return load_config(path, parse_overrides(overrides or []))
+
+
+def gpus() -> int:
+    """GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def console() -> Any:
+    """Rich's console, of a fixed width where nobody looks."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)

@@ -1,0 +1,223 @@
+"""Commands that prove: coord-check, stability, reverse."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, Processes, Workers, app, gpus, read_config
+from mup_megatron.errors import UserError
+
+
+@app.command("coord-check", epilog="Example: mup-megatron coord-check configs/demo.yaml --widths 1,4,16 --seeds 3")
+def coordinate_check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    widths: Annotated[
+        str, typer.Option(metavar="1,2,4,...", help="Factors of the base (of its layers for depth_factor).")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 4,
+    seeds: Annotated[int, typer.Option(help="Repetitions, each with initial values and text of its own.")] = 3,
+    parametrization: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="mup, standard or interpolate:INIT,LR; the config's if none."),
+    ] = None,
+    broken: Annotated[
+        str | None,
+        typer.Option("--break", metavar="RULE", help="Take a rule out, where it matters: it must fail."),
+    ] = None,
+    beside: Annotated[bool, typer.Option(help="Also measure standard beside µP, µP beside all others.")] = True,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="For picture and JSON; run.dir/coord-check unless given.")
+    ] = None,
+    nproc_per_node: Processes = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import smallest_world
+    from mup_megatron.proof.controls import processes
+
+    settings = read_config(config, overrides)
+    factors = _factors(widths)
+    rank = runtime.read_rank()
+    if not rank.launched:
+        ranks = nproc_per_node or processes(broken, factors) or gpus() or smallest_world(settings)
+        if ranks > 1:
+            from mup_megatron.launch import start_ranks
+
+            options = {"--parametrization": parametrization, "--break": broken, "--output": output, "--widths": widths}
+            given = [word for name, value in options.items() if value for word in (name, value)]
+            given += ["--steps", str(steps), "--seeds", str(seeds)]
+            given += ["--beside" if beside else "--no-beside", *(["--json"] if as_json else [])]
+            return start_ranks(["coord-check", config, *(overrides or []), *given], ranks)
+    runtime.prepare_process()
+    from mup_megatron.proof.coord_check import coord_check, lines, write
+
+    result = coord_check(
+        settings,
+        rank,
+        factors=factors,
+        steps=steps,
+        seeds=seeds,
+        point=parametrization,
+        broken=broken,
+        beside=beside,
+        say=lambda line: None if as_json or not rank.is_first else print(line, flush=True),
+    )
+    if rank.is_first:
+        from mup_megatron.report.coordinates import draw_coordinates
+
+        path = write(result, Path(output or f"{settings.run.dir}/coord-check"))
+        picture = draw_coordinates(result, path.with_suffix(".png"))
+        print(json.dumps(result, indent=1) if as_json else "\n".join([*lines(result), f"{path}", f"{picture}"]))
+    return 0 if result["passed"] else 1
+
+
+def _factors(words: str, option: str = "--widths") -> list[int]:
+    """`1,2,4` as numbers."""
+    try:
+        return [int(word) for word in words.split(",") if word]
+    except ValueError:
+        raise UserError(f"{option}: {words}: expected whole factors, for example 1,2,4,8") from None
+
+
+@app.command(
+    epilog="Example: mup-megatron stability configs/demo.yaml --over lr --across width --sizes 1,2,4 --seeds 3"
+)
+def stability(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    over: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Hyperparameters to vary, each by itself; lr_schedule is one.")
+    ] = "lr",
+    across: Annotated[str, typer.Option(help="What grows: width, depth, batch, sequence or tokens.")] = "width",
+    values: Annotated[
+        str, typer.Option(metavar="V,V,...", help="To try; powers of two about the config's own unless given.")
+    ] = "",
+    sizes: Annotated[
+        str, typer.Option(metavar="1,2,4,...", help="Factors of the base (width, depth), else of the config's own.")
+    ] = "",
+    least: Annotated[
+        int | None, typer.Option("--from", metavar="FACTOR", help="Smallest size that is judged; the smallest.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
+    workers: Workers = None,
+    beside: Annotated[bool, typer.Option(help="Also draw standard beside µP, µP beside standard.")] = True,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="For runs, picture and JSON; run.dir/stability unless given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train a grid of sizes and values: does the optimum stay where it is? Goes on where it was stopped.
+
+    Any number of these commands may work on one folder, on any node that sees it: `srun mup-megatron stability ...`.
+    """
+    from mup_megatron import runtime
+
+    settings = read_config(config, overrides)
+    runtime.prepare_process()
+    from mup_megatron.proof import stability as proof
+    from mup_megatron.report.stability import draw_stability
+
+    asked = [
+        proof.question(
+            settings,
+            over=name,
+            across=across,
+            values=values,
+            factors=_factors(sizes, "--sizes"),
+            seeds=seeds,
+            least=least,
+            beside=beside,
+        )
+        for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip())
+    ]
+    directory, found = Path(output or f"{settings.run.dir}/stability"), []
+
+    def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
+        for each in asked:
+            result = proof.stability(settings, each, directory, rank, workers=workers, say=say)
+            found.append(result)
+            if rank.is_first:
+                path = proof.write(result, directory)
+                picture = draw_stability(result, path.with_suffix(".png"))
+                if not as_json:
+                    print("\n".join([*proof.lines(result), f"{path}", f"{picture}"]), flush=True)
+        if as_json and rank.is_first:
+            print(json.dumps(found, indent=1))
+
+    return _grid(body, workers, as_json) or (0 if all(result["passed"] for result in found) else 1)
+
+
+def _grid(body: Callable[[Any, int, Callable[[str], None]], None], workers: int | None, as_json: bool) -> int:
+    """Runs `body(rank, workers, say)` on many runs of one process each; exit status."""
+    from mup_megatron import runtime
+    from mup_megatron.tuning import Stopped
+
+    rank = runtime.read_rank()
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    try:
+        body(rank, 1 if rank.launched else workers or gpus() or os.cpu_count() or 1, say)
+    except Stopped:
+        say("SIGTERM: the runs at hand are saved; the same command goes on with them")
+        return 143
+    return 0
+
+
+def _numbers(words: str, option: str) -> list[float]:
+    """`1e-3,2e-3` as positive numbers."""
+    try:
+        numbers = [float(word) for word in words.split(",") if word]
+    except ValueError:
+        numbers = [0.0]
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        raise UserError(f"{option}: {words}: expected positive numbers, for example 1e-3,4e-3")
+    return numbers
+
+
+@app.command(epilog="Example: mup-megatron reverse large.yaml --rates 1e-3,4e-3,1.6e-2 --beside")
+def reverse(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    rates: Annotated[str, typer.Option(metavar="LR,LR,...", help="To try; the config's own unless given.")] = "",
+    seeds: Annotated[int, typer.Option(help="Repetitions.")] = 1,
+    beside: Annotated[bool, typer.Option(help="Also train the large model, and the small one unreversed.")] = False,
+    workers: Workers = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="For runs, config, picture, JSON; run.dir/reverse unless given."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Make and train the small model that is as unstable as this large one in the standard parametrization.
+
+    The config is the large run; `base:` names the small model's sizes.
+    """
+    from mup_megatron import runtime
+
+    settings = read_config(config, overrides)
+    numbers = _numbers(rates, "--rates")
+    runtime.prepare_process()
+    from mup_megatron.proof import reverse as proof
+    from mup_megatron.report.reverse import draw_reverse
+
+    directory = Path(output or f"{settings.run.dir}/reverse")
+
+    def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
+        result = proof.reverse(settings, numbers, seeds, directory, rank, beside=beside, workers=workers, say=say)
+        if rank.is_first:
+            paths = [*proof.write(result, directory), draw_reverse(result, directory / "reverse.png")]
+            print(json.dumps(result) if as_json else "\n".join([*proof.lines(result), *map(str, paths)]))
+
+    return _grid(body, workers, as_json)

@@ -1,0 +1,285 @@
+"""Commands that make and show runs: prepare, explain, train, pipeline, tune, transfer, plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mup_megatron.cli.common import (
+    AllowChange,
+    AsJson,
+    ConfigPath,
+    Control,
+    Overrides,
+    Processes,
+    WorldSize,
+    app,
+    console,
+    gpus,
+    read_config,
+)
+from mup_megatron.errors import UserError
+
+
+@app.command(epilog="Example: mup-megatron prepare configs/demo.yaml")
+def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train the tokenizer and write the indexed dataset; does nothing where they are there already."""
+    from mup_megatron import runtime
+
+    settings = read_config(config, overrides)
+    runtime.prepare_process()
+    from mup_megatron.data.prepare import data_directory
+    from mup_megatron.data.prepare import prepare as prepare_data
+
+    prepared = prepare_data(settings, print)
+    print(f"prepared: {prepared.tokens:,} tokens, vocabulary {prepared.vocab_size}, {data_directory(settings)}")
+
+
+@app.command(epilog="Example: mup-megatron explain configs/demo.yaml hparams.lr=1e-3 --world-size 4 --rank 3")
+def explain(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    rank: Annotated[int, typer.Option(min=0, help="Rank whose tensors are shown.")] = 0,
+    world_size: WorldSize = None,
+    as_json: AsJson = False,
+    save_base_shapes: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the base shapes as a .bsh file.")
+    ] = None,
+) -> None:
+    """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = read_config(config, overrides)
+    runtime.prepare_process()
+    settings = runtime.resolve_auto(settings)
+    layout = resolve_layout(settings, world_size or smallest_world(settings))
+    if rank >= layout.world_size:
+        raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
+    from mup_megatron import shapes
+    from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.explain import explain as explain_data
+    from mup_megatron.explain import print_table
+    from mup_megatron.model import parametrize
+
+    parametrization = parametrize(settings, known_vocab_size(settings))
+    if save_base_shapes:
+        extra = {"kv_channels": parametrization.base_head_size}
+        shapes.save_base_shapes(save_base_shapes, parametrization.shapes, extra)
+    if as_json:
+        print(json.dumps(explain_data(settings, parametrization, layout, rank), indent=1))
+        return
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 200
+    print_table(settings, parametrization, layout, Console(width=width), rank)
+
+
+@app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc_per_node: Processes = None,
+    allow_change: AllowChange = None,
+) -> int:
+    """Train the target with the config's hyperparameters, from the last checkpoint if there is one."""
+
+    def body(settings: Any, rank: Any) -> None:
+        from mup_megatron import train as training  # on ranks alone: it takes seconds to import
+
+        training.train(settings, rank, allow_change or [])
+
+    allowed = _allowed(allow_change)
+    return _on_ranks(["train", config, *(overrides or []), *allowed], config, overrides, nproc_per_node, body)
+
+
+@app.command(epilog="Example: mup-megatron pipeline configs/demo.yaml --nproc-per-node 2 --control")
+def pipeline(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc_per_node: Processes = None,
+    allow_change: AllowChange = None,
+    control: Control = False,
+) -> int:
+    """Tune the proxy if there is no transfer record yet, then train the target with the transferred values."""
+
+    def body(settings: Any, rank: Any) -> None:
+        from mup_megatron.pipeline import run_pipeline  # on ranks alone: it takes seconds to import
+
+        run_pipeline(settings, rank, control=control, allowed_changes=tuple(allow_change or ()))
+
+    arguments = ["pipeline", config, *(overrides or []), *_allowed(allow_change), *(["--control"] if control else [])]
+    return _on_ranks(arguments, config, overrides, nproc_per_node, body)
+
+
+@app.command(epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2")
+def tune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc_per_node: Processes = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="Be one worker beside others that come and go; makes the study if need be.")
+    ] = False,
+) -> int:
+    """Tune the proxy and write the transfer record; every process is a worker on one shared study."""
+    overrides = [*(overrides or []), "tuning.run=only"]
+    if join:
+        return _join(config, overrides)
+    return pipeline(config, overrides, nproc_per_node, None, False)
+
+
+def _join(config: str, overrides: list[str]) -> int:
+    from mup_megatron import runtime
+
+    settings = read_config(config, overrides)
+
+    led = False
+
+    def body(settings: Any, rank: Any) -> None:
+        from mup_megatron.pipeline import join_study
+
+        nonlocal led
+        led = join_study(settings, rank)
+
+    return _ended(settings, runtime.read_rank(), body, lambda: led)
+
+
+@app.command(epilog="Example: mup-megatron transfer configs/demo.yaml --output target.yaml")
+def transfer(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the config with the values in it, for `train`.")
+    ] = None,
+    world_size: WorldSize = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the values of the transfer record, and what each becomes on this config's target."""
+    import yaml
+
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = read_config(config, overrides)
+    runtime.prepare_process()
+    settings = runtime.resolve_auto(settings)
+    layout = resolve_layout(settings, world_size or smallest_world(settings))
+    from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.model import parametrize
+    from mup_megatron.pipeline import apply_record
+    from mup_megatron.report.summary import print_transfer
+    from mup_megatron.tuning.record import becomes
+
+    transferred, record = apply_record(settings)
+    on_target = becomes(transferred, parametrize(transferred, known_vocab_size(settings)), layout)
+    if output:
+        never = transferred.model_copy(update={"tuning": transferred.tuning.model_copy(update={"run": "never"})})
+        Path(output).write_text(yaml.safe_dump(never.model_dump(), sort_keys=False), encoding="utf-8")
+    if as_json:
+        print(json.dumps({"values": record["values"], "tuned": record["tuned"], "becomes": on_target}, indent=1))
+        return
+    print_transfer(record, on_target, console())
+
+
+@app.command(epilog="Example: mup-megatron plan configs/gpt3/6.7b.yaml --world-size 64")
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    world_size: WorldSize = None,
+    device_tflops: Annotated[
+        float | None, typer.Option(min=1e-3, help="Peak of one device, TFLOP/s: 989 for an H100 in bf16.")
+    ] = None,
+    utilization: Annotated[float, typer.Option(min=1e-3, max=1, help="Share of it that training reaches (MFU).")] = 0.4,
+    as_json: AsJson = False,
+) -> None:
+    """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = read_config(config, overrides)
+    runtime.prepare_process()
+    settings = runtime.resolve_auto(settings)
+    ranks = world_size or smallest_world(settings)
+    layout = resolve_layout(settings, ranks)
+    from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.tuning import budget
+
+    planned = budget.plan(settings, known_vocab_size(settings), ranks, measure=True, layout=layout)
+    hours = budget.device_hours(planned, device_tflops, utilization) if device_tflops else None
+    if as_json:
+        print(json.dumps({**planned.as_json(), **({"device_hours": hours} if hours else {})}, indent=1))
+        return
+    print("\n".join(budget.lines(settings, planned)))
+    if hours:
+        print(
+            f"device-hours at {utilization:.0%} of {device_tflops:g} TFLOP/s: tuning {hours['tuning']:.3g}, target "
+            f"{hours['target']:.3g}"
+        )
+    budget.check_share(settings, planned)
+
+
+def _allowed(keys: list[str] | None) -> list[str]:
+    return [word for key in keys or [] for word in ("--allow-change", key)]
+
+
+def _on_ranks(
+    arguments: list[str],
+    config: str,
+    overrides: list[str] | None,
+    processes: int | None,
+    body: Callable[[Any, Any], None],
+) -> int:
+    """Runs `body(config, rank)` here if a launcher started us, or one process is enough; else starts the ranks."""
+    from mup_megatron import runtime
+    from mup_megatron.layout import resolve_layout, smallest_world
+
+    settings = read_config(config, overrides)
+    rank = runtime.read_rank()
+    if not rank.launched:
+        ranks = processes or gpus() or smallest_world(settings)
+        if settings.tuning.run != "only":
+            resolve_layout(settings, ranks)
+        if ranks > 1:
+            from mup_megatron.launch import start_ranks
+
+            return start_ranks(arguments, ranks)
+    return _ended(settings, rank, body)
+
+
+def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Callable[[], bool] | None = None) -> int:
+    """Runs `body`; how it ended as an exit status, and, on the first rank or where `shows`, what there is to see."""
+    from mup_megatron import runtime
+
+    runtime.quiet_upstream()  # the next import brings megatron-core
+    from mup_megatron import train as training
+    from mup_megatron.run_directory import full_disk
+    from mup_megatron.tuning import Stopped
+
+    directory = Path(settings.run.dir)
+    status = 0
+    try:
+        with full_disk(directory):
+            body(settings, rank)
+    except Stopped:
+        status = 143
+        if rank.is_first:
+            print("SIGTERM: the trials at hand are saved; the same command goes on with the study", flush=True)
+    except training.Terminated as message:
+        status = 143
+        if rank.is_first:
+            print(message, flush=True)
+    except training.Diverged as message:
+        status = 1
+        if rank.is_first:
+            print(f"mup-megatron: {message}; the last checkpoint is untouched", file=sys.stderr, flush=True)
+    if shows() if shows else rank.is_first:
+        from mup_megatron.report.summary import summarize
+
+        with full_disk(directory):
+            summarize(directory, console())
+    return status

@@ -1,0 +1,157 @@
+"""Commands about what is there: report, generate, run, patch, slurm, doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, app, read_config
+from mup_megatron.errors import UserError
+
+
+@app.command(epilog="Example: mup-megatron report runs/demo")
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs (run.dir).")],
+) -> None:
+    """Write report.html into each run's folder: pictures, tables, config, record; opens from disk, needs no network."""
+    from mup_megatron.report.page import write_page
+
+    for run in runs:
+        print(write_page(Path(run)))
+
+
+@app.command(epilog='Example: mup-megatron generate runs/demo "def main(" --temperature 0.8 --top-p 0.95')
+def generate(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
+    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from; '' begins a document.")],
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="128, or as many as the model has positions for, unless given.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: the most likely token. Unless given, 1 beside another of these, else 0.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the most likely tokens that make up p.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Of the draws; another one each time unless given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
+    from mup_megatron import runtime
+
+    if runtime.read_rank().world_size > 1:
+        raise UserError("generate runs in one process; expected no launcher before it")
+    runtime.prepare_process()
+    from mup_megatron import generate as generation
+
+    draws = any(option is not None for option in (top_k, top_p, seed))
+    given: dict[str, Any] = {"temperature": float(draws) if temperature is None else temperature}
+    if seed is not None:
+        given["seed"] = seed
+    sampling = generation.Sampling(top_k=top_k, top_p=top_p, **given)
+    _, model, tokenizer = generation.load_model(Path(checkpoint), runtime.device_of(runtime.Rank()))
+    tokens = generation.generate(model, tokenizer, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
+    said = []
+    if not as_json:
+        print(prompt, end="", flush=True)
+    for token in tokens:
+        said.append(token)
+        if not as_json:
+            print(token.text, end="", flush=True)
+    if not as_json:
+        print()
+        return
+    ended = bool(said) and said[-1].id == tokenizer.eod
+    result = {
+        "prompt": prompt,
+        "text": "".join(token.text for token in said),
+        "tokens": [token.id for token in said],
+        "ended": "end_of_document" if ended else "max_new_tokens",
+        "sampling": asdict(sampling),
+    }
+    print(json.dumps(result, indent=1))
+
+
+@app.command(
+    "run",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    },
+    epilog="Example: mup-megatron run pretrain_gpt.py --mup-base base.yaml --num-layers 24 --hidden-size 2048 ...",
+)
+def run_script(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[--config mup.yaml] SCRIPT ARGS...", help="A script written against megatron.training."
+        ),
+    ] = None,
+) -> None:
+    """Run an unmodified Megatron-LM script in µP; `torchrun ... -m mup_megatron.run` does the same on many ranks."""
+    from mup_megatron.megatron_training.script import run_script as run_it
+
+    run_it(arguments or [])
+
+
+@app.command(epilog="Example: mup-megatron patch apply ~/Megatron-LM")
+def patch(
+    action: Annotated[str, typer.Argument(metavar="apply|check|revert", help="What to do.")],
+    tree: Annotated[
+        str, typer.Argument(metavar="TREE", help="A Megatron-LM checkout: the folder that holds megatron/.")
+    ],
+) -> None:
+    """Put the few lines that call this library into a Megatron-LM tree, or take them out; all of them or nothing."""
+    from mup_megatron.patches import trees
+
+    path = Path(tree)
+    if action == "check":
+        release, state = trees.check_tree(path)
+        print(f"{tree}: {release}: {state}")
+    elif action == "apply":
+        print(f"{tree}: {'applied' if trees.apply_tree(path) else 'applied already'}")
+    elif action == "revert":
+        print(f"{tree}: {'reverted' if trees.revert_tree(path) else 'not applied, so nothing to revert'}")
+    else:
+        raise UserError(f"{action}: expected apply, check or revert")
+
+
+@app.command(epilog="Example: mup-megatron slurm pipeline configs/demo.yaml --dry-run")
+def slurm(
+    stage: Annotated[Literal["pipeline", "tune", "pretrain"], typer.Argument(help="What to submit.")],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the sbatch commands and the scripts.")] = False,
+) -> int:
+    """Submit the run to SLURM; what launch/slurm/*.sbatch start, and inside a job of theirs run."""
+    from mup_megatron.slurm import job, submit
+
+    settings, arguments = read_config(config, overrides), [config, *(overrides or [])]
+    if job.is_ours(stage):
+        return job.run_job(stage, settings, arguments)
+    submit.submit(settings, submit.jobs(stage, settings, arguments, os.environ), dry_run=dry_run)
+    return 0
+
+
+@app.command(epilog="Example: mup-megatron doctor --json")
+def doctor(as_json: AsJson = False) -> None:
+    """Show what is installed, which patches are active, what is missing and what that costs."""
+    from mup_megatron.doctor import examine, print_examination
+
+    examination = examine()
+    if as_json:
+        print(json.dumps(examination, indent=1))
+        return
+    from rich.console import Console
+
+    print_examination(examination, Console(width=None if sys.stdout.isatty() else 160))

@@ -56,9 +56,25 @@ def test_mup_passes_and_standard_fails(ranks: Ranks, architecture: str) -> None:
 @pytest.mark.parametrize("name", ["gpt3", "llama", "moe", "mla"])
 def test_the_families_of_the_evidence(ranks: Ranks, repository: Path, tmp_path: Path, name: str) -> None:
     """Widths 32 to 512: fixed key/value heads, experts, latent attention whose ranks grow."""
-    config = changed(load_config(repository / "configs" / "proof" / f"{name}.yaml"), {"data.dir": str(tmp_path)})
+    path = repository / "configs" / "proof" / f"{name}.yaml"
+    keys = {"data.dir": str(tmp_path), "hparams.lr": 2e-3, "hparams.output_multiplier": 1.0}
+    config = changed(load_config(path), keys)
     result = check(ranks, config, factors=(1, 2, 4, 8, 16), steps=3, seeds=2)
     assert result["passed"], result["out_of_bounds"]
+
+
+@pytest.mark.slow
+def test_attention_that_grows_twice(ranks: Ranks, repository: Path, tmp_path: Path) -> None:
+    """Heads and head sizes grow under MLA: the size of attention's output goes as width squared."""
+    heads = {"qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 4}
+    keys = {f"base.{name}": size for name, size in heads.items()}
+    keys |= {f"model.{name}": 16 * size for name, size in heads.items()}
+    config = load_config(repository / "configs" / "proof" / "mla.yaml")
+    result = check(ranks, changed(config, {"data.dir": str(tmp_path), **keys}))
+    assert result["passed"], result["out_of_bounds"]
+    value = "decoder.layers.0.self_attention.core_attention.value"
+    expected = {each["expected"] for each in result["slopes"]["mup"] if each["name"] == value}
+    assert sorted(expected) == [pytest.approx(-1.5), 0.0]
 
 
 def broken(ranks: Ranks, rule: str, architecture: str = "gpt3") -> None:

@@ -42,7 +42,8 @@ _DEEPEST = "decoder.layers.last"
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """0.975 quantiles of Student's t for 1 to 9 degrees of freedom; 2.2 above."""
 
-_SCORED = (".query", ".key", ".q_layernorm", ".k_layernorm")
+_SCORED = (".query", ".key", ".q_layernorm", ".k_layernorm", ".linear_q_up_proj", ".linear_q_down_proj")
+"""Ends of names of what only attention's logits are made of."""
 
 ZERO_GRADIENT = ("linear_qkv.bias",)
 """Ends of names of parameters that hold one whose gradient is zero in exact arithmetic: the key's bias."""
@@ -156,7 +157,27 @@ class Theory:
         feeds = name.endswith(".input_layernorm") and any(
             branch.endswith(".self_attention") for branch in self._falling
         )
-        return (0.0 if ends else -1.0), (None if feeds else bound), bound
+        if ends:
+            return 0.0, bound, bound
+        # Through initial weights as 1/sqrt(own size · next size), through what was learned as 1/(own size).
+        further = (self._growth(name) - 1) / 2
+        return -1.0 - further, (None if feeds else bound + max(0.0, further)), bound + max(0.0, -further)
+
+    def _growth(self, name: str) -> float:
+        """Slope of the size of a module's output; 1 where it is the trunk's, or grows with it."""
+        sizes = [self._output_size(parametrization, name) for parametrization in self._rules]
+        return _slope([size_of(rule, self._axis) for rule in self._rules], sizes)
+
+    def _output_size(self, parametrization: Parametrization, name: str) -> int:
+        model = parametrization.config.model
+        name = in_whole_model(f"{name}.", model.num_layers)
+        before, attention, after = name.partition(".self_attention.")
+        normed = after.startswith(("q_layernorm", "k_layernorm")) and not model.multi_latent_attention
+        if after.startswith("core_attention") or normed:  # of all heads
+            shape = parametrization.shapes.get(f"{before}{attention}linear_proj.weight")
+            return shape.fan_in.dim if shape is not None else model.hidden_size
+        shape = parametrization.shapes.get(f"{name}weight")
+        return shape.fan_out.dim if shape is not None else model.hidden_size
 
     def _falls(self, name: str) -> bool:
         """Whether the output may fall with width in the first steps."""

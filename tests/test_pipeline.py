@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.tuning.study import Study
+from mup_megatron.tuning.trial import is_out_of_memory
 from tests import bodies
 from tests.commands import BIN, Background, losses, metrics, mup, run, until
 from tests.configs import SEARCH, SIZES, pipeline_file
@@ -173,37 +175,49 @@ def test_one_bad_trial_costs_that_trial_alone(tmp_path: Path, start: Callable[..
         tuning__pruner="none",
         tuning__search={"lr": {"choice": [0.005, 0.01, 0.011, 1e30]}},
         tuning__trials=4,
-        tuning__hang_timeout=12,
+        tuning__hang_timeout=20,
         tuning__repeat_best=0,
         tuning__train_steps=30,
         training__clip_grad=0.0,
     )
     command, trials = start("tune", path), tmp_path / "run" / "tuning"
 
-    def running(slot: int) -> int:
-        until(lambda: (trials / f"trial-{slot:03d}" / "metrics.jsonl").exists())
+    def running(slot: int, attempt: int) -> int:
+        """The process of a trial, once it has taken a step there."""
+        metrics = trials / f"trial-{slot:03d}" / "metrics.jsonl"
+        lines = len(metrics.read_text().splitlines()) if attempt else 0
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > lines)
         return until(command.trials)[0]
 
     def ended(process: int) -> None:
         until(lambda: process not in command.trials())
 
-    hanging = running(0)
-    os.kill(hanging, signal.SIGSTOP)
-    ended(hanging)
-    for _ in range(2):
-        victim = running(1)
-        os.kill(victim, signal.SIGKILL)
-        ended(victim)
+    for slot, how in ((1, signal.SIGSTOP), (2, signal.SIGKILL)):  # slot 0 diverges by itself
+        for attempt in range(2):
+            victim = running(slot, attempt)
+            os.kill(victim, how)
+            ended(victim)
     out, err = command.process.communicate(timeout=240)
     assert command.process.returncode == 0, err
     found = Study(load_config(path)).trials()
-    assert (found[0].state, found[0].reason) == ("failed", "no step in 12 s (tuning.hang_timeout)")
-    assert (found[1].state, found[1].reason) == ("failed", "its process died (SIGKILL), twice")
-    others = {trial.values["lr"]: trial.state for trial in found[2:]}
-    assert set(others.values()) <= {"complete", "diverged"}
-    assert others.get(1e30, "diverged") == "diverged"
-    assert "no step in 12 s" in out
+    assert (found[1].state, found[1].reason) == ("failed", "no step in 20 s (tuning.hang_timeout), twice")
+    assert (found[2].state, found[2].reason) == ("failed", "its process died (SIGKILL), twice")
+    assert (found[0].values["lr"], found[0].state) == (1e30, "diverged")
+    assert found[3].state == "complete"
+    assert "trial-001: no step in 20 s (tuning.hang_timeout); it goes on from its last checkpoint" in out
     assert record(tmp_path)["study"]["values"]["lr"] < 1
+
+
+def test_what_is_out_of_memory() -> None:
+    """Torch's own errors: of memory that is not there, and of anything else."""
+    with pytest.raises(RuntimeError) as memory:
+        torch.empty(2**60)
+    with pytest.raises(RuntimeError) as other:
+        torch.empty(2) + torch.empty(3)
+    assert is_out_of_memory(memory.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(other.value)
 
 
 def test_two_pipelines_on_one_folder(tmp_path: Path, start: Callable[..., Background]) -> None:

@@ -219,6 +219,8 @@ class _Slot:
             elif event == "disk_full":
                 raise DiskFull(self._directory, os.strerror(errno.ENOSPC).lower())
             elif event == "failed":
+                if message["again"]:
+                    return self._died(job, message["reason"])
                 self._process.stop()
                 return self._end(job, "failed", reason=message["reason"])
         if messages:

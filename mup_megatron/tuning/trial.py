@@ -65,6 +65,14 @@ class _Watcher:
         return not self.stopped
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or this machine had no memory left, which may be another process's doing."""
+    import torch
+
+    of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch has no type for it
+    return of_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
 def main() -> None:
     """Runs trials until the other end is gone."""
     wire = _Wire()
@@ -96,7 +104,8 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            wire.send(event="failed", reason=f"{type(error).__name__}: {reason}"[:300])
+            reason = f"{type(error).__name__}: {reason}"[:300]
+            wire.send(event="failed", reason=reason, again=is_out_of_memory(error))
             return  # whatever it left in this process (memory, groups) goes with it
         runtime.stop_distributed()
 

@@ -3,8 +3,7 @@
 Public name: `work`.
 
 The process that works holds no CUDA context and no model; a trial that runs out of memory, hangs or takes its process
-down costs that trial alone. A trial whose process died without a word goes on once from its last checkpoint, in a new
-process; the second time it has failed.
+down costs that trial alone. It goes on once from its last checkpoint, in a new process; the second time it has failed.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def _follow(
     alive: Callable[[], None],
     say: Callable[[str], None],
 ) -> str | None:
-    """Hears a trial out; returns how its process died, None if the trial came to an end."""
+    """Hears a trial out; returns why its process ended before it, None if the trial came to an end."""
     heard = said = time.monotonic()
     steps = tuning_steps(config)
     while True:
@@ -168,6 +167,8 @@ def _follow(
                 raise DiskFull(config.run.dir, os.strerror(errno.ENOSPC).lower())
             elif event == "failed":
                 process.stop()
+                if message["again"]:
+                    return str(message["reason"])
                 end("failed", reason=message["reason"])
                 return None
         if messages:
@@ -179,8 +180,7 @@ def _follow(
             return died
         elif time.monotonic() - heard > (limit := process.patience(config.tuning.hang_timeout)):
             process.stop()
-            end("failed", reason=f"no step in {limit} s (tuning.hang_timeout)")
-            return None
+            return f"no step in {limit} s (tuning.hang_timeout)"
 
 
 def _plain(config: Config) -> dict[str, Any]:

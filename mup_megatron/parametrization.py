@@ -16,7 +16,7 @@ from functools import cached_property
 from mup_megatron import rules
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.shapes import Init, TensorShape, TensorSpec
+from mup_megatron.shapes import FixedFanOut, Init, TensorShape, TensorSpec
 
 OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
@@ -220,9 +220,17 @@ class Parametrization:
         spec, config = shape.spec, self.config.parametrization
         if (config.zero_init_readout and spec.readout) or (config.zero_init_query and spec.is_query(block)):
             return 0.0
-        rule = spec.fixed_fan_out_of(block) or config.fixed_fan_out_init
-        output_like = rules.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
+        output_like = self.is_output_like(shape, block)
         return self._base_std(spec.init) * rules.init_std(m_in=m_in, forward=forward, output_like=output_like)
+
+    def is_output_like(self, shape: TensorShape, block: str | None) -> bool:
+        """Whether init of one block takes the factor g: the layer's own rule, else the config's."""
+        rule = shape.spec.fixed_fan_out_of(block)
+        if rule is None:
+            named = self.config.parametrization.fixed_fan_out_init
+            measured: FixedFanOut = "hidden_like" if ".mlp." in shape.name else "output_like"
+            rule = measured if named == "auto" else named
+        return rules.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
 
     @cached_property
     def groups(self) -> dict[GroupKey, list[TensorHyperparameters]]:

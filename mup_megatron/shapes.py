@@ -72,7 +72,8 @@ class TensorSpec:
         fused: blocks of dimension 0, if there are several.
         readout: the tensor turns the trunk's output into logits and carries the forward multiplier A = 1/m_in.
         fixed_fan_out: which init rule holds where the fan-in grows and the fan-out does not; None leaves it to the
-            config's `fixed_fan_out_init`. For a fused tensor: of every block that `block_fixed_fan_out` does not name.
+            config's `fixed_fan_out_init` (`Parametrization.is_output_like`). For a fused tensor: of every block that
+            `block_fixed_fan_out` does not name.
         block_fixed_fan_out: (block name, rule) of the blocks that have a rule of their own.
         query: what it puts out is attention's query (in a fused tensor: the block `query`).
         expert: it is part of an expert: the experts' tensor parallelism splits it.

@@ -97,18 +97,19 @@ def test_untied_readout_in_llama() -> None:
 
 
 def test_fixed_ffn() -> None:
-    """FFN 128 in base and target, hidden 32 to 128 (×4): fc1 is output-like, fc2 input-like."""
+    """FFN 128 in base and target, hidden 32 to 128 (×4): fc1's fan-out is fixed, fc2 is input-like."""
     growth = {
         "model": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 4},
         "base": {"hidden_size": 32, "num_attention_heads": 1},
     }
-    tensors = apply(growth).tensors
+    tensors = apply(growth, parametrization__fixed_fan_out_init="output_like").tensors
     assert tensors[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 / 4)}  # 1/m_in
     assert numbers(tensors[FC1 + ".weight"]) == (0.25, 1, 4)
     assert tensors[FC2 + ".weight"].init_std == {None: pytest.approx(0.025)}  # not the half that native MuP gives
     assert numbers(tensors[FC2 + ".weight"]) == (1, 0.25, 1)
-    hidden_like = apply(growth, parametrization__fixed_fan_out_init="hidden_like").tensors
-    assert hidden_like[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 / 2)}  # m_in^-1/2
+    for rule in ("hidden_like", "auto"):
+        tensors = apply(growth, parametrization__fixed_fan_out_init=rule).tensors
+        assert tensors[FC1 + ".weight"].init_std == {None: pytest.approx(0.05 / 2)}  # m_in^-1/2
 
 
 def test_fixed_kv_heads() -> None:
@@ -123,7 +124,7 @@ def test_fixed_kv_heads() -> None:
         },
         "base": {"hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 2},
     }
-    parametrization = apply(growth, "llama")
+    parametrization = apply(growth, "llama")  # by default K and V take g
     qkv = parametrization.tensors[QKV + ".weight"]
     assert qkv.init_std == {
         "query": pytest.approx(0.05 / 2),

@@ -217,12 +217,16 @@ class Base(Growth):
 
 
 class Parametrization(Section):
-    """Which rules hold. Section numbers are those of docs/parametrization.md."""
+    """Which rules hold. Section numbers are those of docs/parametrization.md.
+
+    `fixed_fan_out_init` is of tensors whose fan-in grows and whose fan-out does not; `auto` is what transferred best in
+    docs/evidence: `hidden_like` in an MLP, `output_like` elsewhere.
+    """
 
     name: Literal["mup", "standard"] = "mup"
     depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
     weight_decay: Literal["independent", "coupled"] = "independent"
-    fixed_fan_out_init: Literal["output_like", "hidden_like"] = "output_like"
+    fixed_fan_out_init: Literal["auto", "output_like", "hidden_like"] = "auto"
     zero_init_readout: bool = False
     zero_init_query: bool = False
 

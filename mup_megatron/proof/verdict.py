@@ -295,10 +295,6 @@ def _any_layer(name: str) -> str:
 
 def _is_output_like(parametrization: Parametrization, name: str) -> bool:
     shape = parametrization.shapes[name]
-    rule = parametrization.config.parametrization.fixed_fan_out_init
     if shape.spec.readout or not name.endswith("weight"):
         return False
-    return any(
-        rules.is_output_like(shape.fan_in.grows, dim.grows, shape.spec.fixed_fan_out_of(block) or rule)
-        for block, dim in shape.fan_outs.items()
-    )
+    return any(parametrization.is_output_like(shape, block) for block in shape.fan_outs)

@@ -3,9 +3,9 @@
     mup-megatron tune configs/proof/tuning-cost.yaml --nproc-per-node 2    (the table: 280 runs of a proxy)
     python -m benchmarks.tuning_cost runs/proof/tuning-cost [--target RUN] --output docs/evidence/tuning-cost
 
-After Tensor Programs V, figure 5. A replayed trial takes its losses from the table's nearest point and costs
-the steps that it ran. A search has arrived when the best trial that it ran to the
-end is within 0.5 % of the best loss there is. With a table of the target, a search is judged by what its
+After Tensor Programs V, figure 5. A replayed trial takes its losses from the table's nearest point and costs the
+steps that it ran. A search has arrived when the best trial that it ran to the end is within 0.5 % of the best loss
+there is. With a table of the target (of the same points or fewer, to which all keep), a search is judged by what its
 values give there, and a random search on the target itself is replayed beside.
 """
 
@@ -79,6 +79,11 @@ class Table:
             raise SystemExit(f"the table lacks {missing} of its points")
         spent = record["budget"]["spent"]
         return cls(values, steps, losses, spent["flops"] / len(trials))
+
+    def within(self, other: Table) -> Table:
+        """What it holds of another table's points, all of which it has."""
+        losses = {point: self.losses[point] for point in other.losses}
+        return Table(other.values, self.steps, losses, self.flops)
 
     @property
     def best(self) -> float:
@@ -220,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = [_record(run) for run in (asked.run, asked.target) if run]
     tables = [Table.of(record) for record in records]
     proxy, target = tables[0], tables[1] if len(tables) > 1 else None
+    if target is not None:
+        proxy = proxy.within(target)
     config = load_config(asked.run / "config.yaml")
     searches = _searches(config, proxy, target, asked.seeds)
     asked.output.mkdir(parents=True, exist_ok=True)

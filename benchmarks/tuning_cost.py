@@ -139,7 +139,7 @@ def _run(study: Study, trial: Trial, table: Table) -> tuple[int, float | None]:
 
 
 def _needed(found: Search, goal: float) -> float | None:
-    """Cost at which a search first was within the goal for good; None if it never was."""
+    """Cost at which a search was within the goal, where its replay ends; None if it never was."""
     return found[-1][0] if found and found[-1][1] <= goal else None
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, growing_sizes
 from mup_megatron.init import local_shape
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
@@ -21,7 +21,8 @@ def explain(
 ) -> dict[str, Any]:
     """Every parameter that `rank` holds, as plain data (ARCHITECTURE: explain --json).
 
-    Where a tensor holds several blocks, `fan_out`, `m_out` and `init_std` are told per block and null at the top.
+    `growth` holds every size that grows, also what follows from others without being named (`GrowingSize`). Where a
+    tensor holds several blocks, `fan_out`, `m_out` and `init_std` are told per block and null at the top.
 
     Args:
         config: the run.
@@ -33,6 +34,7 @@ def explain(
     return {
         "config": config.model_dump(),
         "layout": _layout(config, layout, rank),
+        "growth": {name: size._asdict() for name, size in growing_sizes(config).items()},
         "forward": {
             "softmax_scale": forward.softmax_scale,
             "readout": forward.readout,
@@ -156,6 +158,7 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
         f"base: lr {hparams.lr:.6g}, init std {hparams.init_method_std:.6g}, weight decay {hparams.weight_decay:.6g}, "
         f"{config.optimizer.name}" + (f" eps {config.optimizer.eps:.6g}" if parametrization.rule != "sgd" else "")
     )
+    console.print(_growth(config), highlight=False)
     for warning in sorted({family(line) for line in parametrization.clip_warnings()}):
         console.print(f"[yellow]warning[/] {warning}", highlight=False)
     for key, group in parametrization.groups.items():
@@ -179,6 +182,20 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
         style="dim",
         highlight=False,
     )
+
+
+def _growth(config: Config) -> str:
+    """What grows, in words: what `base:` names, then what follows from it without being named."""
+    if config.base.file is not None:
+        return f"grows: what {config.base.file} says, tensor by tensor"
+    sizes = growing_sizes(config)
+    named = ", ".join(f"{name} {size.base} to {size.target}" for name, size in sizes.items() if not size.follows)
+    following = "".join(
+        f"; {name} {size.base} to {size.target}, which is {size.follows} where nothing else is said"
+        for name, size in sizes.items()
+        if size.follows
+    )
+    return f"grows: {named or 'nothing'}{following}"
 
 
 def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[str, ...]]:

@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron import init
+from mup_megatron.base_file import shapes_from_file
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
 from mup_megatron.layers.embedding import record_embedding, record_readout, scale_input, scale_output
@@ -32,7 +33,7 @@ from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import ForwardMultipliers, Parametrization
 from mup_megatron.representatives import layer_kinds, replicate, representatives
-from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_base_shapes, join_shapes, load_base_shapes
+from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_shapes
 
 ACTIVATIONS = {
     "gelu": torch.nn.functional.gelu,
@@ -76,10 +77,8 @@ def parametrize(config: Config, vocab_size: int) -> Parametrization:
     vocabulary = config.model.padded_vocab_size(vocab_size)
     target = _specs(config, config.model, vocabulary)
     if config.base.file is not None:
-        base_shapes = load_base_shapes(config.base.file)
-        shapes = join_base_shapes(target, base_shapes, config.base.file)
-        known = config.base.kv_channels or base_shapes.extra.get("kv_channels")
-        return Parametrization(config, shapes, base_head_size=known or config.model.head_size)
+        shapes, base_head_size = shapes_from_file(config, target, config.base.file)
+        return Parametrization(config, shapes, base_head_size=base_head_size)
     base = config.model.resized(config.base.width)
     enlarged = base.resized(config.base.enlarged())
     shapes = join_shapes(target, _specs(config, base, vocabulary), _specs(config, enlarged, vocabulary))

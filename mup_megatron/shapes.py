@@ -328,7 +328,7 @@ def _is_extra(extra: Any) -> bool:
     blocks = extra.get("blocks", {}).values()
     if not all(isinstance(block, dict) and all(map(_is_base_size, block.values())) for block in blocks):
         return False
-    return _is_base_size(extra.get("kv_channels"))
+    return _is_base_size(extra.get("kv_channels")) and _is_base_size(extra.get("num_layers"))
 
 
 def _is_base_size(size: Any) -> bool:

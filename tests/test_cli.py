@@ -55,7 +55,8 @@ def by_name(explained: dict[str, Any]) -> dict[str, Any]:
 def test_explain_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make(MIXED, "llama", parallel__tensor_model_parallel_size=2)
     explained = explain(capsys, write(tmp_path, config), "--world-size", "4", "--rank", "3")
-    assert set(explained) == {"config", "layout", "forward", "parameters"}
+    assert set(explained) == {"config", "layout", "growth", "forward", "parameters"}
+    assert explained["growth"]["ffn_hidden_size"] == {"base": 64, "target": 160, "follows": None}
     assert set(explained["forward"]) == {"softmax_scale", "readout", "embedding", "residual"}
     assert explained["layout"]["tensor_model_parallel_rank"] == 1
     assert all(set(parameter) == KEYS for parameter in explained["parameters"])
@@ -111,6 +112,14 @@ def test_explain_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "lr 0.008 (×1), eps 6.667e-09, weight decay 0.1" in out
     assert "query ×2 key ×4 value ×4" in out
     assert max(len(line) for line in out.splitlines()) <= 200
+
+
+def test_explain_names_what_grows_without_being_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write(tmp_path, make(MIXED, model__ffn_hidden_size=None, base={"hidden_size": 64}))
+    assert cli.run(["explain", config]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    follows = "ffn_hidden_size 256 to 384, which is 4 * hidden_size where nothing else is said"
+    assert f"grows: hidden_size 64 to 96; {follows}" in said
 
 
 def test_explain_saves_base_shapes_that_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mup_megatron.config import Config, load_config, parse_config, parse_overrides, parse_yaml
+from mup_megatron.config import Config, growing_sizes, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.load import override
 from mup_megatron.errors import ConfigError, UserError
 
@@ -90,6 +90,14 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
         ({"parallel__zero_stage": 4}, "parallel.zero_stage: expected a number <= 3, found 4"),
         ({"parallel__sequence_parallel": "yes"}, "expected true or false, found 'yes'"),
         ({"parametrization__depth": 2.0}, "parametrization.depth: expected one of"),
+        (
+            {"parametrization__depth": "completep"},
+            "x.yaml: base.num_layers: missing; parametrization.depth: completep needs the number of layers where",
+        ),
+        (
+            {"parametrization__depth": 0.75, "base": {"file": "base.bsh"}},
+            "x.yaml: base.num_layers: missing; parametrization.depth: 0.75 needs",
+        ),
         ({"optimizer__betas": [0.9]}, "optimizer.betas: expected 2 values, found [0.9]"),
         ({"optimizer__name": "adam", "hparams__weight_decay": 0.1}, "would be L2 added to the gradient"),
         ({"optimizer__name": "muon"}, "optimizer.name: muon is megatron-core's; expected it with parallel.engine"),
@@ -126,6 +134,39 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
 )
 def test_bad(keys: dict[str, Any], sentence: str) -> None:
     assert sentence in problem(**keys)
+
+
+def test_a_depth_rule_off_or_unused_needs_no_base_depth() -> None:
+    assert parse_config(changed()).num_layers_base == 2
+    assert parse_config(changed(parametrization={"name": "standard", "depth": "completep"})).num_layers_base == 2
+
+
+def test_what_grows_without_being_named() -> None:
+    """Hidden 32 to 64, heads 2 to 4: FFN 4 * hidden and as many KV heads as heads; the head size, 16, stays."""
+    growth = growing_sizes(parse_config(changed()))
+    assert growth == {
+        "hidden_size": (32, 64, None),
+        "num_attention_heads": (2, 4, None),
+        "ffn_hidden_size": (128, 256, "4 * hidden_size"),
+        "num_query_groups": (2, 4, "num_attention_heads"),
+    }
+    # Named under model: alone, they are fixed; under base: they are declared.
+    fixed = growing_sizes(parse_config(changed(model__ffn_hidden_size=256, model__num_query_groups=2)))
+    assert list(fixed) == ["hidden_size", "num_attention_heads"]
+    declared = growing_sizes(parse_config(changed(base__ffn_hidden_size=64)))
+    assert declared["ffn_hidden_size"] == (64, 256, None)
+
+
+def test_what_grows_in_experts_and_heads_without_being_named() -> None:
+    """Two heads in both, so that the head size follows hidden / heads; an expert's FFN is the dense one's."""
+    wide = {"model__num_attention_heads": 2, "base": {"hidden_size": 32}, "model__num_moe_experts": 4}
+    assert growing_sizes(parse_config(changed(**wide))) == {
+        "hidden_size": (32, 64, None),
+        "ffn_hidden_size": (128, 256, "4 * hidden_size"),
+        "moe_ffn_hidden_size": (128, 256, "ffn_hidden_size"),
+        "kv_channels": (16, 32, "hidden_size / num_attention_heads"),
+    }
+    assert growing_sizes(parse_config(changed(base={"file": "base.bsh"}))) == {}
 
 
 def test_missing_key() -> None:

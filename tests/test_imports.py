@@ -25,6 +25,7 @@ LEVELS = [
     {"model"},
     {"data", "optim", "runtime", "mup"},
     {"layers"},
+    {"base_file"},
     {"parametrization", "init"},
     {"rules", "layout", "patches", "representatives"},
     {"shapes"},
@@ -101,7 +102,7 @@ def test_the_walk_can_fail(tmp_path: Path) -> None:
     assert level("train") < level("rules")
 
 
-@pytest.mark.parametrize("name", ["shapes", "rules", "parametrization", "layout", "config", "errors"])
+@pytest.mark.parametrize("name", ["shapes", "rules", "parametrization", "base_file", "layout", "config", "errors"])
 def test_mathematics_without_torch(repository: Path, name: str) -> None:
     heavy = {"torch", "megatron", "deepspeed", "numpy"}
     paths = [repository / "mup_megatron" / f"{name}.py", *(repository / "mup_megatron" / name).glob("*.py")]

@@ -13,7 +13,7 @@ from mup_megatron.config import Config, load_config
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
-from mup_megatron.tuning.family import digest, digested
+from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.record import make_record, read_record, write_record
 from mup_megatron.tuning.space import with_values
 from tests.configs import MIXED, make
@@ -152,3 +152,28 @@ def test_the_command_shows_it(record: dict[str, Any], tmp_path: Path, capsys: py
     assert load_config(target).hparams.lr == 0.004
     assert cli.run(["transfer", str(source)]) == 0
     assert "output_multiplier" in capsys.readouterr().out
+
+
+def test_the_digest_holds_the_depth_of_the_base(tmp_path: Path) -> None:
+    """Same target, bases of 1 and 2 layers: another family, by that key alone."""
+    depth = {"parametrization__depth": "completep"}
+    shallow, deep = (
+        digested(config_in(tmp_path, **depth, base={**MIXED["base"], "num_layers": layers})) for layers in (1, 2)
+    )
+    assert differences(shallow, deep, "then", "now") == ["base.num_layers: 1 then, 2 now"]
+    target = config_in(tmp_path, **depth, base={**MIXED["base"], "num_layers": 1}, model__num_layers=16)
+    assert digest(digested(target)) == digest(shallow)
+
+
+def test_the_digest_holds_what_grows_without_being_named(tmp_path: Path) -> None:
+    """An FFN that is left out is 4 * hidden, 256 in the base: the family of a config that names it, and no other."""
+    base = {name: size for name, size in MIXED["base"].items() if name != "ffn_hidden_size"}
+    left_out = digested(config_in(tmp_path, model__ffn_hidden_size=None, base=base))
+    named = digested(config_in(tmp_path, model__ffn_hidden_size=384, base={**base, "ffn_hidden_size": 256}))
+    fixed = digested(config_in(tmp_path, model__ffn_hidden_size=384, base=base))
+    assert differences(left_out, named, "", "") == []
+    assert left_out["base.ffn_hidden_size"] == 256
+    assert differences(left_out, fixed, "then", "now") == [
+        "base.ffn_hidden_size: 256 then, None now",
+        "model.ffn_hidden_size: None then, 384 now",
+    ]

@@ -62,6 +62,7 @@ def explain(
     if rank >= layout.world_size:
         raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
     from mup_megatron import shapes
+    from mup_megatron.base_file import beside_shapes
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.explain import explain as explain_data
     from mup_megatron.explain import print_table
@@ -69,8 +70,7 @@ def explain(
 
     parametrization = parametrize(settings, known_vocab_size(settings))
     if save_base_shapes:
-        extra = {"kv_channels": parametrization.base_head_size}
-        shapes.save_base_shapes(save_base_shapes, parametrization.shapes, extra)
+        shapes.save_base_shapes(save_base_shapes, parametrization.shapes, beside_shapes(parametrization))
     if as_json:
         print(json.dumps(explain_data(settings, parametrization, layout, rank), indent=1))
         return

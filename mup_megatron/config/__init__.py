@@ -3,6 +3,7 @@
 An unknown key is an error that names the nearest known one. This package imports nothing of the project but `errors`.
 """
 
+from mup_megatron.config.growth import GrowingSize, growing_sizes
 from mup_megatron.config.load import load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.schema import Base, Config, Data, Growth, Hparams, Model, Optimizer, Parallel, Training
 
@@ -10,12 +11,14 @@ __all__ = [
     "Base",
     "Config",
     "Data",
+    "GrowingSize",
     "Growth",
     "Hparams",
     "Model",
     "Optimizer",
     "Parallel",
     "Training",
+    "growing_sizes",
     "load_config",
     "parse_config",
     "parse_overrides",

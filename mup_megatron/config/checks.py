@@ -227,6 +227,14 @@ def _check_zero_init(config: Config) -> None:
 def _check_growth(config: Config) -> None:
     if config.parametrization.name == "mup" and not config.base.sizes and config.base.file is None:
         raise config.error("base", "missing; expected the sizes that grow, for example base: {hidden_size: 256}")
+    if config.base.file is not None:
+        beside = [name for name in config.base.sizes if name not in _beside_a_file(config.model)]
+        if beside:
+            raise config.error(
+                f"base.{beside[0]}",
+                f"base.file tells the base size of every tensor; expected one of the two (remove {', '.join(beside)}, "
+                "or file)",
+            )
     for name in config.proxy.sizes:
         if name not in config.base.sizes and not (name == "num_layers" and config.parametrization.depth != "none"):
             raise config.error(
@@ -234,6 +242,12 @@ def _check_growth(config: Config) -> None:
                 f"{name} differs from the base without being declared; expected only keys of base: "
                 f"({', '.join(config.base.sizes) or 'none'})",
             )
+
+
+def _beside_a_file(model: Model) -> set[str]:
+    """Base sizes that no tensor's shape tells, so that they may stand beside a file of base shapes."""
+    head = {"qk_head_dim", "qk_pos_emb_head_dim"} if model.multi_latent_attention else {"kv_channels"}
+    return {"num_layers", *head}
 
 
 def _check_head_size_growth(config: Config) -> None:
@@ -251,7 +265,16 @@ def _check_head_size_growth(config: Config) -> None:
 
 
 def _check_depth(config: Config) -> None:
-    if config.parametrization.name == "standard" or config.parametrization.depth != "none":
+    depth = config.parametrization.depth
+    if config.parametrization.name != "mup":
+        return
+    if depth != "none":
+        if config.base.num_layers is None:
+            raise config.error(
+                "base.num_layers",
+                f"missing; parametrization.depth: {depth} needs the number of layers where hyperparameters are "
+                "defined, the same for every model of the family",
+            )
         return
     for section, layers in (("model", config.model.num_layers), ("proxy", config.proxy.num_layers)):
         if layers is not None and layers != config.num_layers_base:

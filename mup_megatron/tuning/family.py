@@ -12,19 +12,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import Config, Model
+from mup_megatron.config import Config, Model, growing_sizes
+from mup_megatron.errors import UserError
 
 
 def digested(config: Config) -> dict[str, Any]:
-    """What must be equal for values to transfer, by dotted key."""
-    grows = set(config.base.sizes)
+    """What must be equal for values to transfer, by dotted key.
+
+    Under `base:` is every size that grows, also one that grows because another does, so that it makes no difference
+    whether a config names it; of a file of base shapes it is the content, wherever the file lies.
+
+    Raises:
+        UserError: the file of base shapes cannot be read.
+    """
+    growth = growing_sizes(config)
+    grows = set(growth)
     if config.parametrization.depth != "none":
         grows.add("num_layers")
     model = config.model.model_dump(exclude={*Model.PLAIN_KERNELS, "vocab_size", *grows})
+    base = {**config.base.model_dump(), **{name: size.base for name, size in growth.items()}}
+    if config.base.file is not None:
+        base["file"] = _sha256(config.base.file)
     tokenizer = config.data.tokenizer
     settings = {
         "model": {**model, "vocab_size": config.vocab_size},
-        "base": config.base.model_dump(),
+        "base": base,
         "parametrization": config.parametrization.model_dump(),
         "data.tokenizer": {
             "library": tokenizer.library,
@@ -33,6 +45,13 @@ def digested(config: Config) -> dict[str, Any]:
         "optimizer": config.optimizer.model_dump(exclude={"implementation"}),
     }
     return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+
+
+def _sha256(path: str) -> str:
+    try:
+        return "sha256:" + hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot read base shapes: {getattr(error, 'strerror', None) or error}") from None
 
 
 def digest(settings: Mapping[str, Any]) -> str:

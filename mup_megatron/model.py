@@ -31,7 +31,7 @@ from mup_megatron.layers.moe import global_expert_names
 from mup_megatron.layers.record import InitMethod, recorded
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout
-from mup_megatron.parametrization import ForwardMultipliers, Parametrization
+from mup_megatron.parametrization import WORD_EMBEDDINGS, ForwardMultipliers, Parametrization
 from mup_megatron.representatives import layer_kinds, replicate, representatives
 from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_shapes
 
@@ -49,9 +49,6 @@ INIT_METHODS = {
     "output_layer_init_method": InitMethod(Init.OUTPUT_PROJECTION),
     "embedding_init_method": InitMethod(Init.EMBEDDING),
 }
-
-
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class _OneRank:
@@ -243,7 +240,7 @@ def _global_names(chunk: GPTModel) -> Callable[[str], str]:
 
     def global_name(local_name: str) -> str:
         if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-            return EMBEDDING
+            return WORD_EMBEDDINGS
         name = global_expert_name(local_name)
         if name.startswith("decoder.layers."):
             _, _, index, rest = name.split(".", 3)
@@ -314,7 +311,7 @@ _SPECS: dict[tuple[str, int, int], dict[str, TensorSpec]] = {}
 
 def _vocabulary(parametrization: Parametrization) -> int:
     shapes: list[TensorShape] = list(parametrization.shapes.values())
-    return next(shape.spec.shape[0] for shape in shapes if shape.name == EMBEDDING)
+    return next(shape.spec.shape[0] for shape in shapes if shape.name == WORD_EMBEDDINGS)
 
 
 def _gpt_model(

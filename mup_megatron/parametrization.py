@@ -21,6 +21,9 @@ from mup_megatron.shapes import FixedFanOut, Init, TensorShape, TensorSpec
 OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
 
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardMultipliers:
     """What the forward pass multiplies, tunable constants included.
@@ -114,7 +117,7 @@ class Parametrization:
 
     @property
     def is_mup(self) -> bool:
-        """Whether width rules hold; False is the standard parametrization, whose multipliers are all 1."""
+        """Whether µP's rules hold; otherwise all multipliers are 1, but for the init of `fan_in`."""
         return self.config.parametrization.name == "mup"
 
     @property
@@ -157,8 +160,8 @@ class Parametrization:
 
     def _base_std(self, init: Init) -> float:
         hparams, config = self.config.hparams, self.config
-        # Megatron's 1/sqrt(2L) takes the base depth, so that it is a constant of the family; the standard
-        # parametrization is Megatron's own and takes the depth of the model.
+        # Megatron's 1/sqrt(2L) takes the base depth, so that it is a constant of the family; the others take the depth
+        # of the model, as Megatron does.
         layers = config.num_layers_base if self.is_mup else config.model.num_layers
         return {
             Init.WEIGHT: hparams.init_method_std,
@@ -220,8 +223,15 @@ class Parametrization:
         spec, config = shape.spec, self.config.parametrization
         if (config.zero_init_readout and spec.readout) or (config.zero_init_query and spec.is_query(block)):
             return 0.0
+        if config.name == "fan_in":
+            return self._base_std(spec.init) * rules.init_std(m_in=self._fan_in_of_the_product(shape))
         output_like = self.is_output_like(shape, block)
         return self._base_std(spec.init) * rules.init_std(m_in=m_in, forward=forward, output_like=output_like)
+
+    def _fan_in_of_the_product(self, shape: TensorShape) -> Fraction:
+        """m_in under `fan_in`: of a head tied to the embedding it is the head's, the one product that it is part of."""
+        tied = self.config.model.share_embeddings_and_output_weights and shape.name == WORD_EMBEDDINGS
+        return (shape.fan_out if tied else shape.fan_in).ratio
 
     def is_output_like(self, shape: TensorShape, block: str | None) -> bool:
         """Whether init of one block takes the factor g: the layer's own rule, else the config's."""

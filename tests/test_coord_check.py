@@ -234,7 +234,7 @@ def test_the_family() -> None:
         (["--steps", "0"], "--steps: 0"),
         (["--seeds", "0"], "--seeds: 0"),
         (["--break", "everything"], "expected one of embedding_rate"),
-        (["--parametrization", "interpolate:1"], "expected mup, standard, or interpolate"),
+        (["--parametrization", "interpolate:1"], "expected mup, standard, fan_in, or interpolate"),
         (["--parametrization", "standard", "--break", "eps"], "takes a rule out of mup"),
         (["optimizer.name=sgd", "--break", "eps"], "optimizer.name"),
     ],

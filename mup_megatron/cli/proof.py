@@ -27,7 +27,7 @@ def coordinate_check(
     seeds: Annotated[int, typer.Option(help="Repetitions, each with initial values and text of its own.")] = 3,
     parametrization: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="mup, standard or interpolate:INIT,LR; the config's if none."),
+        typer.Option(metavar="NAME", help="mup, standard, fan_in or interpolate:INIT,LR; the config's if none."),
     ] = None,
     broken: Annotated[
         str | None,
@@ -110,7 +110,7 @@ def stability(
     ] = None,
     seeds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
     workers: Workers = None,
-    beside: Annotated[bool, typer.Option(help="Also draw standard beside µP, µP beside standard.")] = True,
+    beside: Annotated[bool, typer.Option(help="Also draw standard and fan_in beside µP, µP beside others.")] = True,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For runs, picture and JSON; run.dir/stability unless given.")
     ] = None,

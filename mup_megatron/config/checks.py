@@ -225,7 +225,7 @@ def _check_zero_init(config: Config) -> None:
 
 
 def _check_growth(config: Config) -> None:
-    if config.parametrization.name == "mup" and not config.base.sizes and config.base.file is None:
+    if config.parametrization.name != "standard" and not config.base.sizes and config.base.file is None:
         raise config.error("base", "missing; expected the sizes that grow, for example base: {hidden_size: 256}")
     if config.base.file is not None:
         beside = [name for name in config.base.sizes if name not in _beside_a_file(config.model)]

@@ -219,11 +219,13 @@ class Base(Growth):
 class Parametrization(Section):
     """Which rules hold. Section numbers are those of docs/parametrization.md.
 
+    `name` is `mup`, or one of two to compare it with: `standard`, Megatron's own, the same numbers at every width, and
+    `fan_in`, initial values as 1/sqrt(fan-in) and one rate (section 8). All three are one model at the base.
     `fixed_fan_out_init` is of tensors whose fan-in grows and whose fan-out does not; `auto` is what transferred best in
     docs/evidence: `hidden_like` in an MLP, `output_like` elsewhere.
     """
 
-    name: Literal["mup", "standard"] = "mup"
+    name: Literal["mup", "standard", "fan_in"] = "mup"
     depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
     weight_decay: Literal["independent", "coupled"] = "independent"
     fixed_fan_out_init: Literal["auto", "output_like", "hidden_like"] = "auto"

@@ -61,13 +61,14 @@ class Cell:
 
 MUP = Line(label="mup")
 STANDARD = Line(label="standard", name="standard")
+FAN_IN = Line(label="fan_in", name="fan_in")
 
 
 def parse_line(point: str | None, broken: str | None, config: Config) -> Line:
     """What is judged.
 
     Args:
-        point: mup, standard or interpolate:INIT,LR; the config's own unless given.
+        point: mup, standard, fan_in or interpolate:INIT,LR; the config's own unless given.
         broken: name of a control; µP without that rule.
         config: the run.
 
@@ -79,15 +80,16 @@ def parse_line(point: str | None, broken: str | None, config: Config) -> Line:
             raise UserError(f"--break {broken}: takes a rule out of mup; expected no --parametrization {point}")
         return Line(label=f"mup without {control(broken).rule}", break_=control(broken).break_)
     point = point or config.parametrization.name
-    if point in ("mup", "standard"):
-        return {"mup": MUP, "standard": STANDARD}[point]
+    for line in (MUP, STANDARD, FAN_IN):
+        if point == line.label:
+            return line
     kind, _, numbers = point.partition(":")
     try:
         init, lr = (float(number) for number in numbers.split(","))
         if kind != "interpolate" or not (math.isfinite(init) and math.isfinite(lr)):
             raise ValueError
     except ValueError:
-        raise UserError(f"--parametrization {point}: expected mup, standard, or interpolate:0.5,1") from None
+        raise UserError(f"--parametrization {point}: expected mup, standard, fan_in, or interpolate:0.5,1") from None
     return Line(label=point, break_=interpolate(init, lr))
 
 

@@ -1,7 +1,7 @@
 """Whether the best hyperparameter stays put while the model, the batch or the run grows.
 
 Public names: `stability`, `question`, `Question`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. Every size
-is trained with every value and seed, in the config's parametrization and in one that is drawn beside it; each run is
+is trained with every value and seed, in the config's parametrization and in those that are drawn beside it; each run is
 one process (grid.py), as a tuning trial is.
 """
 
@@ -59,7 +59,7 @@ class Question:
         factors: sizes over the base's (width, depth), else over the config's own.
         seeds: repetitions, with seeds from the config's on.
         least: smallest factor that is judged; all are drawn.
-        beside: whether the other parametrization is drawn too.
+        beside: whether others are drawn too: standard and fan_in beside µP, µP beside these.
     """
 
     over: str
@@ -207,7 +207,7 @@ def grid(config: Config, asked: Question) -> list[_Run]:
     """
     lines = [config.parametrization.name]
     if asked.beside:
-        lines.append("standard" if lines == ["mup"] else "mup")
+        lines += ["standard", "fan_in"] if lines == ["mup"] else ["mup"]
     sized = dict(zip(asked.factors, _sized(config, asked), strict=True))
     section = "training" if asked.over == "lr_schedule" else "hparams"
     runs = []

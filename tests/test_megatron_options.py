@@ -71,7 +71,7 @@ def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path) -> None:
     assert settings.base == {"hidden_size": 64, "num_attention_heads": 4}
     assert settings.hparams == {"residual_multiplier": 0.5, "output_multiplier": 2.0}
     assert settings.parametrization == {"weight_decay": "coupled"}
-    assert (settings.kv_channels, settings.ffn_hidden_size) == (16, None)
+    assert settings.sizes == {"kv_channels": 16}
 
 
 @needs_training

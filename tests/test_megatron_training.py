@@ -315,3 +315,56 @@ def test_refused(how: str, words: list[str], said: str, tmp_path: Path) -> None:
     assert status == 2, output[-4000:]
     assert said in output
     assert "Traceback" not in output
+
+
+OWN_SPEC = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.training import pretrain
+from tests.pretrain_gpt import *
+
+def own(config):
+    layer = get_gpt_layer_local_spec(normalization=config.normalization).submodules
+    {change}
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+if __name__ == "__main__":
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    args = parse_and_validate_args(args_defaults={{"tokenizer_type": "GPT2BPETokenizer"}})
+    model = gpt_config_from_args(args)
+    model.transformer_layer_spec = own
+    train_valid_test_datasets_provider.is_distributed = True
+    full_config = pretrain_cfg_container_from_args(args, model)
+    pretrain(full_config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+"""
+
+
+def own_spec(folder: Path, change: str) -> str:
+    """A script whose model provider makes a layer spec of its own."""
+    (folder / "own.py").write_text(OWN_SPEC.format(change=change))
+    return str(folder / "own.py")
+
+
+def test_a_spec_without_norms_keeps_none(tmp_path: Path) -> None:
+    """What trains is what the script built: norms that it left out are not there, and the rest has its rules."""
+    words = options(config(training__train_steps=2), tmp_path)
+    script = own_spec(tmp_path, "layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp")
+    status, said, found = saw(tmp_path, "run", script, *words)
+    assert status == 0, said[-4000:]
+    norms = {name for name in found["groups"] if "layernorm" in name}
+    assert norms == {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"}
+    # fc2's fan-in grows from 64 to 160.
+    assert found["groups"]["decoder.layers.1.mlp.linear_fc2.weight"][1] == pytest.approx(64 / 160)
+    assert np.isfinite(found["losses"]).all()
+
+
+@pytest.mark.slow
+def test_a_spec_that_the_shims_would_undo_is_refused(tmp_path: Path) -> None:
+    words = options(config(), tmp_path)
+    script = own_spec(tmp_path, "layer.self_attention.submodules.q_layernorm = torch.nn.LayerNorm")
+    status, said, _ = saw(tmp_path, "run", script, *words)
+    assert status == 2, said[-4000:]
+    assert "layer 0: self_attention.q_layernorm is LayerNorm, and megatron-core's own for these options is Iden" in said
+    assert "Traceback" not in said

@@ -116,6 +116,7 @@ class Model(Section):
     attention_dropout: Fraction = 0.0
     qk_layernorm: bool = False
     norm_gains: Literal["trained", "frozen", "none"] = "trained"
+    without_norms: list[Literal["input_layernorm", "pre_mlp_layernorm", "final_layernorm"]] = []
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     norm_implementation: Literal["auto", "torch", "apex", "transformer_engine"] = "auto"
     core_attention: Literal["auto", "megatron", "sdpa", "transformer_engine"] = "auto"

@@ -56,7 +56,7 @@ def block_spec(
     kinds = {experts: _layer(config, model, residual_multiplier, experts, one_expert) for experts in set(with_experts)}
     return TransformerBlockSubmodules(
         layer_specs=[kinds[experts] for experts in with_experts],
-        layer_norm=_norm(model),
+        layer_norm=None if "final_layernorm" in model.without_norms else _norm(model),
     )
 
 
@@ -107,7 +107,8 @@ def _layer(
     )
     norm, shims = functools.partial(_norm, model), _shims(model)
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = norm()
+    for place in ("input_layernorm", "pre_mlp_layernorm"):
+        setattr(parts, place, IdentityOp if place in model.without_norms else norm())
     parts.self_attn_bda = parts.mlp_bda = scaled_bias_dropout_add(residual_multiplier)
 
     attention = parts.self_attention.submodules

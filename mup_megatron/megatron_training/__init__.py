@@ -98,7 +98,7 @@ def reads_arguments(validate_args: Function) -> Function:
         from mup_megatron.megatron_training.options import check, read_options
 
         global _current
-        settings = read_options(args)
+        settings = read_options(args, defaults)
         result = validate_args(args, defaults)
         _current = None
         if settings is not None:

@@ -1,14 +1,16 @@
 """The options of µP in Megatron's own parser, what they name, and what is refused beside them.
 
-Public names: `Settings`, `add_options`, `prepare`, `read_options`, `check`.
+Public names: `Settings`, `DERIVED_SIZES`, `add_options`, `prepare`, `read_options`, `check`.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mup_megatron.config.load import parse_yaml
@@ -26,6 +28,9 @@ _MEGATRONS: dict[str, tuple[str, Any]] = {
     "lr_schedule": ("lr_decay_style", "linear"),
 }
 _MULTIPLIERS = tuple(name for name in Hparams.model_fields if name not in _MEGATRONS)
+
+DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size")
+"""Sizes that upstream fills from others where they are not typed: only what was typed is a size of its own."""
 
 # What would change the model or the groups beyond what the shims know: attribute, the values that are known.
 _KNOWN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -71,9 +76,7 @@ class Settings:
         record: the transfer record's file.
         explain: print the table and leave.
         allowed: keys that may differ from the checkpoint's.
-        kv_channels: as typed, before upstream derives it.
-        ffn_hidden_size: as typed.
-        command: what to call the command line in messages.
+        sizes: of `DERIVED_SIZES`, those that were typed (or that the script sets), before upstream fills the others.
     """
 
     base: dict[str, Any]
@@ -82,8 +85,7 @@ class Settings:
     record: Path | None
     explain: bool
     allowed: tuple[str, ...]
-    kv_channels: int | None
-    ffn_hidden_size: int | None
+    sizes: dict[str, int]
 
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
@@ -113,11 +115,12 @@ def prepare() -> None:
     apply_patches(TRAINING_PATCHES, cuda=torch.cuda.is_available())
 
 
-def read_options(args: Namespace) -> Settings | None:
+def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType({})) -> Settings | None:
     """Reads what the options name, and puts the transfer record's values into `args`; None without any option.
 
     Args:
         args: as Megatron's parser returns them, nothing derived yet.
+        defaults: the script's `args_defaults`, which upstream takes where an option was not typed.
 
     Raises:
         UserError: a file cannot be used, or two options contradict each other.
@@ -130,6 +133,11 @@ def read_options(args: Namespace) -> Settings | None:
         raise UserError(
             "--use-mup: megatron-core's native MuP cannot be combined with this project's; remove "
             + ", ".join(["--use-mup", *sorted(others)])
+        )
+    if _given(args, defaults, "use_checkpoint_args"):
+        raise UserError(
+            "--use-checkpoint-args: a checkpoint's arguments hold sizes that were typed and sizes that Megatron "
+            "derived from them alike, and which of them grow depends on that; expected the model's options typed again"
         )
     sections = _read_config(args.mup_config) if args.mup_config else {}
     base = _read_base(args.mup_base) if args.mup_base else sections.get("base", {})
@@ -149,9 +157,13 @@ def read_options(args: Namespace) -> Settings | None:
         record=Path(args.mup_hparams) if args.mup_hparams else None,
         explain=args.mup_explain,
         allowed=tuple(args.mup_allow_change or ()),
-        kv_channels=args.kv_channels,
-        ffn_hidden_size=args.ffn_hidden_size,
+        sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
     )
+
+
+def _given(args: Namespace, defaults: Mapping[str, Any], name: str) -> Any:
+    """An option's value, or the script's default for it."""
+    return getattr(args, name, None) or defaults.get(name)
 
 
 def check(args: Namespace) -> None:

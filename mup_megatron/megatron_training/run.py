@@ -22,6 +22,7 @@ from mup_megatron import checkpoint
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.explain import print_table
+from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.options import Settings
@@ -85,10 +86,21 @@ class MegatronRun:
         bound = inspect.signature(init).bind(model, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        left_out = norms_left_out(
+            given["config"],
+            given["transformer_layer_spec"],
+            given["mtp_block_spec"],
+            transformer_engine=self._args.transformer_impl == "transformer_engine",
+            stage=given["vp_stage"],
+        )
         if self._made is None:
-            self._made = self._parametrize(given)
+            self._made = self._parametrize(given, left_out)
             if self._settings.explain:
                 self._explain_and_leave()
+        if left_out != self.config.model.without_norms:
+            raise UserError(
+                "the script's layer specs leave out other norms on this rank than elsewhere; expected the same"
+            )
         config, chunk = given["config"], given["vp_stage"] or 0
         self._put_shims(given, chunk)
         init(*bound.args, **bound.kwargs)
@@ -99,11 +111,14 @@ class MegatronRun:
         if not torch.cuda.is_available():
             _communicate_over_gloo(config)
 
-    def _parametrize(self, given: dict[str, Any]) -> tuple[Config, Parametrization, Layout]:
+    def _parametrize(self, given: dict[str, Any], left_out: list[str]) -> tuple[Config, Parametrization, Layout]:
         from megatron.training.global_vars import get_tokenizer
 
         vocab_size = self._args.vocab_size or get_tokenizer().vocab_size
-        config = resolve_auto(config_of(self._args, given, self._settings, vocab_size))
+        # Of one rank: what others have is compared with it, and they with their own.
+        agreed = [left_out]
+        torch.distributed.broadcast_object_list(agreed, src=0)
+        config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, agreed[0]))
         if self._settings.record is not None:
             _check_family(self._settings.record, config)
         layout = resolve_layout(config, torch.distributed.get_world_size())

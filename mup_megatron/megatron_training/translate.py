@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,13 @@ _TOKENIZERS = {
 }
 
 
-def config_of(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_size: int) -> Config:
+def config_of(
+    args: Namespace,
+    given: Mapping[str, Any],
+    settings: Settings,
+    vocab_size: int,
+    without_norms: Sequence[str] = (),
+) -> Config:
     """The config of a run of megatron.training.
 
     Args:
@@ -37,13 +43,14 @@ def config_of(args: Namespace, given: Mapping[str, Any], settings: Settings, voc
         given: what GPTModel is constructed with, by parameter name.
         settings: what the options of µP name.
         vocab_size: entries of the tokenizer, before padding.
+        without_norms: what the script's layer spec leaves out (`layers.given.norms_left_out`).
 
     Raises:
         UserError: the model has something that no shim knows, or sizes contradict the base's.
     """
     data = {
         "run": {"name": "megatron.training", "dir": args.save or ".", "seed": args.seed},
-        "model": _model(args, given, settings),
+        "model": {**_model(args, given, settings), "without_norms": list(without_norms)},
         "base": settings.base,
         "parametrization": settings.parametrization,
         "hparams": {
@@ -81,9 +88,11 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings) -> dic
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
-        "ffn_hidden_size": _ffn_hidden_size(config, settings),
-        "num_query_groups": config.num_query_groups if args.group_query_attention else None,
-        "kv_channels": settings.kv_channels,
+        "ffn_hidden_size": _ffn_hidden_size(args, config, settings),
+        "num_query_groups": config.num_query_groups
+        if args.group_query_attention or config.num_query_groups != config.num_attention_heads
+        else None,
+        "kv_channels": _size("kv_channels", config.hidden_size // config.num_attention_heads, config, settings),
         "max_position_embeddings": _unless(given["max_sequence_length"], args.seq_length),
         "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
         "share_embeddings_and_output_weights": given["share_embeddings_and_output_weights"],
@@ -108,6 +117,8 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings) -> dic
     optional = ["mtp_num_layers", *(["mtp_loss_scaling_factor"] if config.mtp_num_layers else [])]
     if config.num_moe_experts is not None:
         optional += ["num_moe_experts", *(name for name in Model.model_fields if name.startswith("moe_"))]
+        optional.remove("moe_ffn_hidden_size")
+        fields["moe_ffn_hidden_size"] = _size("moe_ffn_hidden_size", config.ffn_hidden_size, config, settings)
     if config.multi_latent_attention:
         optional += ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"]
         optional += ["v_head_dim", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings"]
@@ -132,16 +143,21 @@ def _same(ours: Any, theirs: Any) -> bool:
     return torch.equal(ours(x), theirs(x))
 
 
-def _ffn_hidden_size(config: Any, settings: Settings) -> int | None:
-    if settings.ffn_hidden_size is None and not config.gated_linear_unit:
-        return None  # 4 * hidden_size, and grows with it
+def _size(name: str, derived: int, config: Any, settings: Settings) -> int | None:
+    """A size as a config has it: None where it was not typed and is what upstream derives, which grows with others."""
+    found = getattr(config, name)
+    return None if name not in settings.sizes and found == derived else int(found)
+
+
+def _ffn_hidden_size(args: Namespace, config: Any, settings: Settings) -> int | None:
     named = settings.base.get("ffn_hidden_size") or settings.base.get("file")
-    if settings.ffn_hidden_size is None and settings.base and not named:
+    untyped = "ffn_hidden_size" not in settings.sizes and config.ffn_hidden_size == args.ffn_hidden_size
+    if untyped and config.gated_linear_unit and settings.base and not named:
         raise UserError(
             f"--ffn-hidden-size: not given, so Megatron makes it {config.ffn_hidden_size} of --hidden-size; expected "
             "it given, or ffn_hidden_size among the base sizes"
         )
-    return int(config.ffn_hidden_size)
+    return _size("ffn_hidden_size", 4 * config.hidden_size, config, settings)
 
 
 def _training(args: Namespace) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""Megatron's options, translated: the same table as `explain` of the equivalent config, whatever upstream derives."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from argparse import ArgumentParser
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron import runtime
+from mup_megatron.errors import UserError
+from mup_megatron.explain import explain
+from mup_megatron.layout import resolve_layout
+from mup_megatron.megatron_training.options import add_options, read_options
+from mup_megatron.megatron_training.translate import config_of
+from mup_megatron.model import parametrize
+from mup_megatron.parametrization import Parametrization
+from tests.configs import make
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+PLAIN = (  # noqa: SIM905  (a command line reads as one)
+    "--num-layers 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 8 "
+    "--train-iters 20 --lr 8e-3 --init-method-std 0.05 --weight-decay 0.1 --transformer-impl local --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 375 --hidden-dropout 0 --attention-dropout 0 --no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion "
+    "--distributed-backend gloo"
+).split()
+VOCABULARY = 384
+
+# Every one: options of the model, `model:` of the equivalent config, `base:` of both, and rates (or the softmax scale)
+# worked out by hand.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Fraction]]] = {
+    # Experts' FFN is a copy of the dense one: 64 to 192, and fc2's fan-in with it.
+    "experts": (
+        "--hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 192 --num-experts 4",
+        {"hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 192, "num_moe_experts": 4},
+        {"hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64},
+        {
+            "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight": Fraction(1, 3),
+            "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight": Fraction(1, 2),
+        },
+    ),
+    # The same where the experts' FFN was typed: a size of its own, which does not grow.
+    "experts-typed": (
+        "--hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 192 --num-experts 4 --moe-ffn-hidden-size 192",
+        {
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 192,
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 192,
+        },
+        {"hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64},
+        {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight": Fraction(1)},
+    ),
+    # Nothing typed: 4 * hidden in the dense layer and in the experts. Shared experts have a size of their own.
+    "experts-of-hidden": (
+        "--hidden-size 96 --num-attention-heads 3 --num-experts 2 --moe-layer-freq ([0,1]) "
+        "--moe-shared-expert-intermediate-size 96 --disable-bias-linear",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 3,
+            "num_moe_experts": 2,
+            "moe_layer_freq": [0, 1],
+            "moe_shared_expert_intermediate_size": 96,
+            "add_bias_linear": False,
+        },
+        {"hidden_size": 64, "num_attention_heads": 2, "moe_shared_expert_intermediate_size": 32},
+        {
+            "decoder.layers.0.mlp.linear_fc2.weight": Fraction(2, 3),
+            "decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight": Fraction(2, 3),
+            "decoder.layers.1.mlp.shared_experts.linear_fc2.weight": Fraction(1, 3),
+        },
+    ),
+    # Gated, with a projection into further tokens whose layer holds experts too.
+    "gated-experts-mtp": (
+        "--hidden-size 96 --num-attention-heads 4 --ffn-hidden-size 160 --num-experts 2 --swiglu --mtp-num-layers 1 "
+        "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights",
+        {
+            "architecture": "llama",
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 160,
+            "num_moe_experts": 2,
+            "mtp_num_layers": 1,
+        },
+        {"hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64, "kv_channels": 32},
+        {"decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight": Fraction(2, 5)},
+    ),
+    # The head size is hidden / heads, and heads do not grow: 8 to 32.
+    "head-size": (
+        "--hidden-size 128 --num-attention-heads 4",
+        {"hidden_size": 128, "num_attention_heads": 4},
+        {"hidden_size": 32},
+        {
+            "decoder.layers.0.mlp.linear_fc2.weight": Fraction(1, 4),
+            "decoder.layers.0.self_attention.linear_proj.weight": Fraction(1, 4),
+        },
+    ),
+    # Key/value heads follow the heads where they are not grouped ...
+    "ungrouped": (
+        "--hidden-size 128 --num-attention-heads 8 --kv-channels 24",
+        {"hidden_size": 128, "num_attention_heads": 8, "kv_channels": 24},
+        {"hidden_size": 64, "num_attention_heads": 2},
+        {"decoder.layers.0.self_attention.linear_proj.weight": Fraction(1, 4)},
+    ),
+    # ... and are one, which does not grow, where they are and no number was typed.
+    "one-group": (
+        "--hidden-size 128 --num-attention-heads 8 --group-query-attention",
+        {"hidden_size": 128, "num_attention_heads": 8, "num_query_groups": 1},
+        {"hidden_size": 64, "num_attention_heads": 4},
+        {"decoder.layers.0.self_attention.linear_qkv.weight": Fraction(1, 2)},
+    ),
+    "latent": (
+        "--hidden-size 96 --num-attention-heads 8 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 48 "
+        "--qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 14 --rope-type yarn --position-embedding-type rope "
+        "--qk-layernorm",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 8,
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 48,
+            "qk_head_dim": 12,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 14,
+            "position_embedding_type": "rope",
+            "rope_type": "yarn",
+        },
+        {"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 4},
+        {
+            "decoder.layers.0.self_attention.linear_kv_up_proj.weight": Fraction(1, 3),
+            "decoder.layers.0.self_attention.linear_proj.weight": Fraction(1, 7),
+            "decoder.layers.0.self_attention.linear_q_up_proj.weight": Fraction(1),
+            "decoder.layers.0.mlp.linear_fc2.weight": Fraction(2, 3),
+        },
+    ),
+}
+
+
+def translated(words: str, base: dict[str, int], folder: Path, **defaults: Any) -> Any:
+    """The config that `mup-megatron run` makes of a command line, by upstream's parser, checks and model config."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import add_megatron_arguments, validate_args
+
+    (folder / "base.json").write_text(json.dumps(base))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parser = add_options(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+        args = parser.parse_args([*PLAIN, *words.split(), "--mup-base", str(folder / "base.json")])
+        args.rank, args.world_size = 0, 1
+        settings = read_options(args, defaults)
+        assert settings is not None
+        validate_args(args, defaults)
+        unset_num_microbatches_calculator()
+        built = gpt_config_from_args(args)
+    return config_of(args, arguments_of(built), settings, 375), args, built, settings
+
+
+def arguments_of(built: Any) -> dict[str, Any]:
+    """What upstream's GPTModelBuilder hands to GPTModel, as far as the translation reads it."""
+    names = ("share_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent")
+    return {
+        "config": built.transformer,
+        "max_sequence_length": built.seq_length,
+        **{name: getattr(built, name) for name in names},
+    }
+
+
+def table(parametrization: Parametrization) -> dict[str, Any]:
+    """`explain --json` without the config, which names data and tokenizer of its own."""
+    config = parametrization.config
+    told = explain(config, parametrization, resolve_layout(config, 1))
+    return {"forward": told["forward"], **{tensor["name"]: tensor for tensor in told["parameters"]}}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_translation_is_explain(name: str, tmp_path: Path) -> None:
+    """Tensor by tensor: shapes, bases, what grows, init, rates, epsilon, decay; and the forward multipliers."""
+    runtime.prepare_process()
+    words, model, base, rates = ARCHITECTURES[name]
+    ours, *_ = translated(words, base, tmp_path)
+    ours = ours.model_copy(update={"training": ours.training.model_copy(update={"precision": "fp32"})})
+    sizes = {key: value for key, value in model.items() if key != "architecture"}
+    beta2 = {"optimizer__betas": [0.9, 0.999], "model__core_attention": "megatron"}
+    config = make({"model": {"num_layers": 2, **sizes}, "base": base}, model.get("architecture", "gpt3"), **beta2)
+    native, expected = table(parametrize(ours, VOCABULARY)), table(parametrize(config, VOCABULARY))
+    assert native.keys() == expected.keys()
+    for tensor, row in expected.items():
+        assert native[tensor] == row, tensor
+    for tensor, rate in rates.items():
+        assert native[tensor]["lr_multiplier"] == float(rate), tensor
+
+
+def test_head_size_that_follows_moves_the_softmax(tmp_path: Path) -> None:
+    """Head size 32 from 8: 1/sqrt(32) * sqrt(8/32)."""
+    runtime.prepare_process()
+    words, _, base, _ = ARCHITECTURES["head-size"]
+    config, *_ = translated(words, base, tmp_path)
+    assert parametrize(config, VOCABULARY).forward.softmax_scale == pytest.approx(32**-0.5 / 2, rel=1e-15)
+
+
+def test_what_the_script_sets_is_a_size(tmp_path: Path) -> None:
+    """`args_defaults` of a script, and sizes that its own TransformerConfig has, are its sizes; they do not grow."""
+    words = "--hidden-size 128 --num-attention-heads 4 --num-experts 4"
+    base = {"hidden_size": 64, "num_attention_heads": 2}
+    config, *_ = translated(words, base, tmp_path, moe_ffn_hidden_size=512)
+    assert (config.model.ffn_hidden_size, config.model.moe_ffn_hidden_size) == (None, 512)
+    _, args, built, settings = translated(words, base, tmp_path)
+    built.transformer.moe_ffn_hidden_size, built.transformer.kv_channels = 80, 24
+    built.transformer.num_query_groups, built.transformer.ffn_hidden_size = 2, 96
+    model = config_of(args, arguments_of(built), settings, 375).model
+    assert (model.ffn_size, model.moe_ffn_size, model.head_size, model.query_groups) == (96, 80, 24, 2)
+
+
+def test_gated_ffn_must_be_told(tmp_path: Path) -> None:
+    """Megatron rounds a gated FFN to a multiple of 64 of 8/3 * hidden, which no ratio follows."""
+    with pytest.raises(UserError, match="--ffn-hidden-size: not given, so Megatron makes it 320 of --hidden-size"):
+        translated("--hidden-size 128 --num-attention-heads 4 --swiglu", {"hidden_size": 64}, tmp_path)
+
+
+def test_arguments_of_a_checkpoint_are_not_typed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--use-checkpoint-args: a checkpoint's arguments hold sizes that were typed"):
+        translated("--hidden-size 128 --num-attention-heads 4 --use-checkpoint-args", {"hidden_size": 64}, tmp_path)

@@ -349,7 +349,7 @@ def own_spec(folder: Path, change: str) -> str:
 
 def test_a_spec_without_norms_keeps_none(tmp_path: Path) -> None:
     """What trains is what the script built: norms that it left out are not there, and the rest has its rules."""
-    words = options(config(training__train_steps=2), tmp_path)
+    words = options(config(training__train_steps=3), tmp_path)
     script = own_spec(tmp_path, "layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp")
     status, said, found = saw(tmp_path, "run", script, *words)
     assert status == 0, said[-4000:]

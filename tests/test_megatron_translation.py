@@ -20,6 +20,7 @@ from mup_megatron.megatron_training.options import add_options, read_options
 from mup_megatron.megatron_training.translate import config_of
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.shapes import save_base_shapes
 from tests.configs import make
 
 pytestmark = pytest.mark.skipif(
@@ -148,17 +149,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Fr
 }
 
 
-def translated(words: str, base: dict[str, int], folder: Path, **defaults: Any) -> Any:
+def translated(words: str, base: dict[str, int] | Path, folder: Path, **defaults: Any) -> Any:
     """The config that `mup-megatron run` makes of a command line, by upstream's parser, checks and model config."""
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
-    (folder / "base.json").write_text(json.dumps(base))
+    if not isinstance(base, Path):
+        (folder / "base.json").write_text(json.dumps(base))
+        base = folder / "base.json"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parser = add_options(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
-        args = parser.parse_args([*PLAIN, *words.split(), "--mup-base", str(folder / "base.json")])
+        args = parser.parse_args([*PLAIN, *words.split(), "--mup-base", str(base)])
         args.rank, args.world_size = 0, 1
         settings = read_options(args, defaults)
         assert settings is not None
@@ -209,6 +212,24 @@ def test_head_size_that_follows_moves_the_softmax(tmp_path: Path) -> None:
     words, _, base, _ = ARCHITECTURES["head-size"]
     config, *_ = translated(words, base, tmp_path)
     assert parametrize(config, VOCABULARY).forward.softmax_scale == pytest.approx(32**-0.5 / 2, rel=1e-15)
+
+
+def test_base_file_without_the_head_size(tmp_path: Path) -> None:
+    """A .bsh file as microsoft/mup writes it: an error where query rows grow, and the way out."""
+    runtime.prepare_process()
+    words, _, base, _ = ARCHITECTURES["head-size"]
+    config, *_ = translated(words, base, tmp_path)
+    path = tmp_path / "model.bsh"
+    save_base_shapes(path, parametrize(config, VOCABULARY).shapes, {})
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("#")))
+    of_file, *_ = translated(words, path, tmp_path)
+    with pytest.raises(
+        UserError, match=r"model\.bsh: does not tell the base's head size, and the query rows of .* grow"
+    ):
+        parametrize(of_file, VOCABULARY)
+    (tmp_path / "mup.yaml").write_text("base: {kv_channels: 8}")
+    told, *_ = translated(f"{words} --mup-config {tmp_path / 'mup.yaml'}", path, tmp_path)
+    assert parametrize(told, VOCABULARY).forward.softmax_scale == pytest.approx(32**-0.5 / 2, rel=1e-15)
 
 
 def test_what_the_script_sets_is_a_size(tmp_path: Path) -> None:

@@ -416,6 +416,26 @@ def multi_token_calls(rank: runtime.Rank, *, config: Config) -> dict[str, list[f
     return calls
 
 
+def branches(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
+    """What each residual branch of the built model adds for an output of 1 and a bias of 2, by layer and branch."""
+    _, _, _, model = start(rank, config)
+    (chunk,) = model
+    layers = {f"decoder {i}": layer for i, layer in enumerate(chunk.decoder.layers)}
+    for number, layer in enumerate(chunk.mtp.layers):
+        # megatron-core 0.16 and 0.19 name it differently.
+        layers[f"mtp {number}"] = getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
+    numbers = {
+        name: torch.full((1, 1, 4), value) for name, value in (("output", 1.0), ("bias", 2.0), ("residual", 0.0))
+    }
+    return {
+        f"{name} {branch}": getattr(layer, branch)(True, False)(
+            (numbers["output"], numbers["bias"]), numbers["residual"], 0.0
+        )[0, 0, 0].item()
+        for name, layer in layers.items()
+        for branch in ("self_attn_bda", "mlp_bda")
+    }
+
+
 def expert_bias(rank: runtime.Rank, *, config: Config) -> list[tuple[Any, Any]]:
     """Each router's expert bias after a step, and how many tokens the experts got in it."""
     from mup_megatron.engines import deepspeed as engine_module

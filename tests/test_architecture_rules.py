@@ -20,7 +20,9 @@ from mup_megatron.layout import resolve_layout
 from mup_megatron.model import named_parameters, unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
 from mup_megatron.shapes import expert_number
+from tests import bodies
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
+from tests.distributed import Ranks
 from tests.test_parametrization import EMBEDDING, apply, numbers
 
 ATTENTION = "decoder.layers.1.self_attention."
@@ -180,6 +182,21 @@ def test_multi_token_prediction_has_its_own_depth() -> None:
     inside = parametrization.tensors["decoder.layers.0.mlp.linear_fc1.weight"]
     assert numbers(inside) == (close(2 / 3), close(1 / 2 * 2 / 5), 1.5)
     assert all(tensor.shape.layer is None for tensor in tensors.values())
+
+
+def test_branches_of_multi_token_prediction_keep_their_depth(ranks: Ranks) -> None:
+    """α_residual 3 under CompleteP, decoder ×2 in depth: 3/2 · (1 + 2) there, bias and all, and 3 · (1 + 2) here."""
+    growth: dict[str, Any] = {
+        "model": {**MIXED["model"], "mtp_num_layers": 1},
+        "base": {**MIXED["base"], "num_layers": 1},
+    }
+    config = make(growth, parametrization__depth="completep", hparams__residual_multiplier=3.0)
+    (added,) = ranks.run(1, bodies.branches, config=config)
+    assert added == {
+        f"{layer} {branch}": 9.0 if layer == "mtp 0" else 4.5
+        for layer in ("decoder 0", "decoder 1", "mtp 0")
+        for branch in ("self_attn_bda", "mlp_bda")
+    }
 
 
 def test_zero_init() -> None:

@@ -17,7 +17,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.optim import set_learning_rates
 from tests import torch_bodies as bodies
 from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from tests.distributed import RankError, Ranks
 from tests.torch_bodies import ADAMW, DECAY, EPS, LR
 
 STEPS = 6
@@ -377,3 +377,34 @@ def test_a_config_by_argument(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(bodies.settings(1, 1, optimizer=ADAMW)))
     assert ranks.run(1, from_arguments, path=path) == [(5, str(path))]
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "SGD"), (1, "AdamW")])
+def test_a_gate_of_deepspeeds_experts(ranks: Ranks, stage: int, optimizer: str) -> None:
+    """It computes with its layer's weight alone: without a multiplier, init and rate are output-like.
+
+    Width 128 over 32: torch draws 1/sqrt(3 * 128), and 1/m is that of the base, 1/sqrt(3 * 32), over 4. Adam's and
+    SGD's rates are over 4 (a readout's with its multiplier would be unchanged, and 4 times).
+    """
+    for result in ranks.run(2, bodies.with_gate, stage=stage, optimizer=optimizer):
+        assert result["std"] == pytest.approx((3 * 32) ** -0.5 / 4, rel=0.05)
+        if stage == 0:
+            assert result["lr"] == [pytest.approx(LR / 4)]
+        else:
+            assert result["update"] == pytest.approx(LR / 4, rel=0.01)
+
+
+def test_a_gate_that_is_a_readout() -> None:
+    """Its forward never runs, and its multiplier with it."""
+    model, base, delta = (bodies.Experts(width, gate=mup.MuReadout) for width in (128, 32, 64))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(
+        UserError, match=r"moe\.deepspeed_moe\.gate\.wg: deepspeed\.moe computes with this layer's weight"
+    ):
+        mup.set_base_shapes(model, base, delta=delta)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_a_gate_that_became_a_readout(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"UserError: moe\.deepspeed_moe\.gate\.wg: deepspeed\.moe computes with"):
+        ranks.run(1, bodies.with_gate, stage=0, optimizer="SGD", late=True)

@@ -200,6 +200,46 @@ def test_sgd() -> None:
     assert tensors[FC2 + ".weight"].eps is None
 
 
+@pytest.mark.parametrize(("depth", "factor"), [("completep", 4.0), ("depth_mup", 1.0), (0.75, 2.0)])
+def test_sgd_under_a_depth_rule(depth: str | float, factor: float) -> None:
+    """Four layers on a base of one: SGD's rates inside the blocks times 4^(2α - 1); Adam's would be 4^(α - 1)."""
+    growth = {"model": {**HEAD_SIZE["model"], "num_layers": 4}, "base": {**HEAD_SIZE["base"], "num_layers": 1}}
+    sgd: dict[str, Any] = {"optimizer__name": "sgd", "optimizer__implementation": "torch"}
+    tensors = apply(growth, **sgd, parametrization__depth=depth).tensors
+    expected = {
+        FC1 + ".weight": 3 / 2,  # FFN ×3, hidden ×2
+        FC2 + ".weight": 2 / 3,
+        QKV + ".weight": 3 / 4,  # head size ×3/2, hidden ×2
+        FC1 + ".bias": 3.0,
+        "decoder.layers.3.input_layernorm.weight": 2.0,
+    }
+    for name, width in expected.items():
+        assert tensors[name].lr_multiplier == pytest.approx(width * factor), name
+        if name.endswith("fc1.weight"):
+            assert tensors[name].weight_decay_multiplier == pytest.approx(1 / (width * factor))
+    for name in (EMBEDDING, "decoder.final_layernorm.weight"):
+        assert tensors[name].lr_multiplier == 2.0, name  # m_out; outside the blocks
+
+
+def test_muon_on_grouped_queries() -> None:
+    """Query rows 64 to 128, key and value rows 32 to 64, hidden 64 to 256: sqrt(2/4) over sqrt(256/64), block by block.
+
+    Of the whole tensor, 128 to 256 rows, the larger side would only double: sqrt(2/4) over sqrt(256/128).
+    """
+    growth = {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 256,
+            "num_attention_heads": 8,
+            "num_query_groups": 4,
+            "kv_channels": 16,
+        },
+        "base": {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2},
+    }
+    tensors = apply(growth, optimizer__name="muon", parallel__engine="megatron").tensors
+    assert tensors[QKV + ".weight"].lr_multiplier == pytest.approx(math.sqrt(2 / 4) / 2)
+
+
 def test_muon() -> None:
     """Matrices in the blocks: sqrt(m_out/m_in) over the growth of sqrt(larger side), megatron-core's own factor."""
     growth = {

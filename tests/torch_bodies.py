@@ -346,3 +346,61 @@ def megatrons(rank: runtime.Rank, *, config: Any, mpu: bool = True, hooked: bool
         losses.append(loss.item())
     engine.destroy()
     return {"rules": rules, "expected": expected, "losses": losses}
+
+
+class Experts(nn.Module):
+    """A layer of deepspeed.moe's experts between two linear ones; returns a loss."""
+
+    def __init__(self, width: int, gate: Any = None) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.first, self.readout = nn.Linear(8, width), mup.MuReadout(width, 4)
+        expert = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+        self.moe = MoE(width, expert, num_experts=8)
+        if gate is not None:
+            self.gate.wg = gate(width, 8, bias=False)
+
+    @property
+    def gate(self) -> Any:
+        """deepspeed.moe's."""
+        return self.moe.deepspeed_moe.gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        output, loss, _ = self.moe(hidden)
+        return self.readout(hidden + output).square().mean() + 0.01 * loss
+
+
+def with_gate(rank: runtime.Rank, *, stage: int, optimizer: str, late: bool = False) -> dict[str, Any]:
+    """One step of `Experts` of width 128 over 32: what its gate drew, its group (stage 0), its update.
+
+    `late`: its layer becomes a MuReadout between base shapes and initialize.
+    """
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from deepspeed.utils import groups as deepspeeds
+
+    from mup_megatron.deepspeed import initialize
+
+    torch.manual_seed(0)
+    net = mup.set_base_shapes(Experts(128), Experts(32), delta=Experts(64))
+    weight = net.gate.wg.weight
+    if late:
+        net.gate.wg = mup.MuReadout(128, 8, bias=False)
+        net.gate.wg.weight = weight
+    before = weight.detach().clone()
+    groups: Any = {"params": list(net.parameters()), "name": "all"}
+    groups = split_params_into_different_moe_groups_for_optimizer(groups) if stage else [groups]
+    client = getattr(torch.optim, optimizer)(groups, lr=LR)
+    try:
+        engine, *_ = initialize(model=net, optimizer=client, config=settings(stage, rank.world_size))
+        groups = [group for group in client.param_groups if any(p is weight for p in group["params"])]
+        loss = engine(torch.randn(BATCH // rank.world_size, 8))
+        engine.backward(loss)
+        engine.step()
+        engine.destroy()
+    finally:
+        for kept in (deepspeeds._EXPERT_PARALLEL_GROUP, deepspeeds._EXPERT_DATA_PARALLEL_GROUP):
+            kept.clear()
+    update = (weight.detach() - before).abs().max().item()
+    return {"std": before.std().item(), "lr": [group["lr"] for group in groups], "update": update}

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from mup_megatron.deepspeed.mpu import tensor_parallel_size
 from mup_megatron.errors import UserError
+from mup_megatron.mup.layers import check_gates
 
 
 def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
@@ -33,6 +34,7 @@ def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
             "tensor_parallel.autotp_size: DeepSpeed would put layers of its own in the place of the model's, readouts "
             "included, and lose multipliers and infinite shapes; expected megatron-core's layers, or none"
         )
+    check_gates(model)
     parameters = dict(model.named_parameters())
     size = tensor_parallel_size()
     for name, parameter in parameters.items():
@@ -58,7 +60,8 @@ def _refuse_experts(name: str, parameter: Any, stage: int) -> None:
     if not hasattr(parameter, "group_name"):
         raise UserError(
             f"{name}: is an expert's, and DeepSpeed was not told over which ranks (no group_name), so that it would "
-            "average it over all; expected deepspeed.moe layers, or parallel.engine: deepspeed of this project"
+            "average it over all; expected deepspeed.moe layers (their gates as deepspeed.moe makes them), or "
+            "parallel.engine: deepspeed of this project"
         )
 
 

@@ -1,6 +1,6 @@
 """A run of megatron.training in µP: what the decorators of this package do, from its arguments on.
 
-Public name: `MegatronRun`.
+Public names: `MegatronRun`, `KEY_PREFIX`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mup_megatron import checkpoint
@@ -32,6 +33,9 @@ from mup_megatron.optim import megatron_overrides
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.runtime import resolve_auto
 from mup_megatron.tuning.record import read_record, write_record
+
+KEY_PREFIX = "mup_megatron."
+"""What the names of tensors in a checkpoint begin with."""
 
 
 class MegatronRun:
@@ -106,6 +110,7 @@ class MegatronRun:
         init(*bound.args, **bound.kwargs)
         rank = torch.distributed.get_rank()
         attach(model, self.parametrization.forward)
+        _name_in_checkpoints(model)
         check_recorded(model, self.parametrization, self.layout, rank, chunk)
         initialise(model, self.parametrization, self.layout, rank)
         if not torch.cuda.is_available():
@@ -213,6 +218,11 @@ class MegatronRun:
                     "mup-megatron run (or a patched tree) wrote"
                 )
             found = checkpoint.Checkpoints(path.parent, 1).read(path)
+            if found.get("key_prefix") != KEY_PREFIX:
+                raise UserError(
+                    f"{path}: names tensors without {KEY_PREFIX!r}, as earlier versions of mup-megatron run did; "
+                    "expected a checkpoint of this version"
+                )
             advice = "change the options back, choose another --save and --load, or name a deliberate change with"
             checkpoint.check_resume(
                 found, self._record(0), path, self._settings.allowed, advice=f"{advice} --mup-allow-change KEY"
@@ -224,7 +234,23 @@ class MegatronRun:
         record = checkpoint.make_record(
             self.config, self.parametrization, self.layout, hashlib.sha256(data.encode()).hexdigest(), step
         )
-        return json.loads(json.dumps(record))
+        return json.loads(json.dumps({**record, "key_prefix": KEY_PREFIX}))
+
+
+def _name_in_checkpoints(model: GPTModel) -> None:
+    """Gives the model's tensors, and with them the optimizer's state, names of their own in checkpoints.
+
+    The forward multipliers are no part of a checkpoint, so that these weights in a model without them are another
+    function. megatron-core's load stops where a tensor is not there by the name that it asks for.
+    """
+    original = model.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        add_prefix_for_sharding(result, KEY_PREFIX)
+        return result
+
+    model.sharded_state_dict = sharded_state_dict
 
 
 def _check_family(path: Path, config: Config) -> None:

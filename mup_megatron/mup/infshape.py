@@ -46,12 +46,18 @@ class InfShape(tuple[InfDim, ...]):
     Attributes:
         main: the dimension that `width_mult` reads: the last that grows, which is the fan-in of a matrix. As in
             microsoft/mup it may be set by hand, with `main_idx`, where a tensor's dimensions stand in another order.
+        fan_in_idx: the dimension that is the fan-in of a matrix: 1, as torch's layers have it, unless layers.py of
+            this package says otherwise.
+        output_like: whether a matrix from a dimension that grows to one that does not has no forward multiplier, so
+            that init and rate shrink as 1/m instead.
         name: of the parameter, for messages; empty where it is not known.
         tensor: what a shim of a megatron-core layer recorded, joined with its base; None for other parameters.
     """
 
     main: InfDim | None
     main_idx: int | None
+    fan_in_idx: int
+    output_like: bool
     name: str
     tensor: TensorShape | None
 
@@ -61,6 +67,7 @@ class InfShape(tuple[InfDim, ...]):
         if not all(isinstance(dim, InfDim) for dim in self):
             raise ValueError("an InfShape consists of InfDims")
         self.name, self.tensor = name, tensor
+        self.fan_in_idx, self.output_like = 1, False
         self.main_idx = next((i for i in reversed(range(len(self))) if self[i].grows), None)
         self.main = None if self.main_idx is None else self[self.main_idx]
         return self
@@ -85,14 +92,20 @@ class InfShape(tuple[InfDim, ...]):
         return 1.0 if self.main is None else self.main.width_mult()
 
     def fanin_fanout(self) -> tuple[InfDim, InfDim]:
-        """Dimensions 1 and 0, as torch's layers have them.
+        """Dimensions 1 and 0, as torch's layers have them; the other way round where `fan_in_idx` is 0.
 
         Raises:
             UserError: there is only one dimension.
         """
         if len(self) < 2:
             raise UserError(f"{self.label}: fan-in and fan-out need two dimensions")
-        return self[1], self[0]
+        return self[self.fan_in_idx], self[1 - self.fan_in_idx]
+
+    def read_transposed(self) -> None:
+        """Takes dimension 0 for the fan-in, and 1 for the fan-out."""
+        self.fan_in_idx = 0
+        if self[0].grows:
+            self.main_idx, self.main = 0, self[0]
 
     def fanin_fanout_mult_ratio(self) -> float:
         """m_in / m_out of `fanin_fanout`."""
@@ -141,6 +154,8 @@ class InfShape(tuple[InfDim, ...]):
             raise UserError(f"{self.label}: {self.ninf()} dimensions grow; there is a rule for up to two")
         if self.main is None:
             return Ratios(rules.ONE, rules.ONE, rules.ONE)
+        if self.output_like:
+            return Ratios(self.main.ratio, rules.ONE, rules.ONE)
         if self.ninf() == 1:
             return Ratios(rules.ONE, self.main.ratio, rules.ONE)
         m_out = next(dim.ratio for i, dim in enumerate(self) if dim.grows and i != self.main_idx)

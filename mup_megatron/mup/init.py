@@ -91,7 +91,7 @@ def _scale(tensor: torch.Tensor, *, centred: bool) -> float:
             f"{infshape.label}: {infshape.ninf()} dimensions grow; a mean other than 0 needs a tensor with one"
         )
     m_in, _, forward = infshape.ratios
-    return rules.init_std(m_in=m_in, forward=forward)
+    return rules.init_std(m_in=m_in, forward=forward, output_like=infshape.output_like)
 
 
 def _base_fans(infshape: InfShape) -> tuple[int, int]:

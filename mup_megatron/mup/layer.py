@@ -1,7 +1,7 @@
 """Readouts by microsoft/mup's names, and the rescaling of torch's default init.
 
-Public names: `MuReadout`, `MuSharedReadout`, `rescale_linear_bias`. The readout has Table 8's form (Tensor Programs V):
-A = 1/m_in in the forward pass, constant init.
+Public names: `MuReadout`, `MuSharedReadout`, `rescale_linear_bias`, `rescale_gate`. The readout has Table 8's form
+(Tensor Programs V): A = 1/m_in in the forward pass, constant init.
 """
 
 from __future__ import annotations
@@ -101,3 +101,13 @@ def rescale_linear_bias(linear: torch.nn.Module) -> None:
         fan_in, _ = infshape_of(linear.weight).fanin_fanout()
         scale_(linear.bias, math.sqrt(fan_in.ratio))
         linear._has_rescaled_params = True  # type: ignore[assignment]
+
+
+def rescale_gate(linear: torch.nn.Linear) -> None:
+    """From torch's init of a weight, which shrinks as fan_in^-1/2, to an output-like one, which does as 1/fan_in; once.
+
+    Args:
+        linear: a layer without a forward multiplier, with base shapes.
+    """
+    scale_(linear.weight, 1 / math.sqrt(infshape_of(linear.weight).ratios.m_in))
+    linear._has_rescaled_params = True  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.modules.conv import _ConvNd
@@ -19,8 +19,10 @@ from torch.nn.modules.conv import _ConvNd
 from mup_megatron import shapes
 from mup_megatron.errors import UserError
 from mup_megatron.layers.record import recorded
+from mup_megatron.mup import drawn
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
-from mup_megatron.mup.layer import MuReadout, rescale_linear_bias
+from mup_megatron.mup.layer import MuReadout, rescale_gate, rescale_linear_bias
+from mup_megatron.mup.layers import gates, is_transposed, read_layers
 from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of
 from mup_megatron.shapes import TensorShape, TensorSpec
 
@@ -113,6 +115,8 @@ def make_base_shapes(base_shapes: Source, delta_shapes: Source, savefile: str | 
 def apply_infshapes(model: torch.nn.Module, infshapes: Mapping[str, InfShape]) -> None:
     """Attaches infinite shapes, by name; they stay when parameters are sharded or replaced (parameters.py)."""
     clean = clean_names(name for name, _ in model.named_parameters())
+    by_identity = {id(parameter): infshapes[clean[name]] for name, parameter in model.named_parameters()}
+    read_layers(model, lambda weight: by_identity[id(weight)])
     attach(model, {name: infshapes[clean[name]] for name in clean})
     for module in model.modules():
         if isinstance(module, MuReadout):
@@ -122,7 +126,7 @@ def apply_infshapes(model: torch.nn.Module, infshapes: Mapping[str, InfShape]) -
 def set_base_shapes(
     model: torch.nn.Module,
     base: Source | None,
-    rescale_params: bool = True,
+    rescale_params: bool | Literal["constant"] = True,
     delta: Source | None = None,
     savefile: str | Path | None = None,
     do_assert: bool = True,
@@ -132,8 +136,10 @@ def set_base_shapes(
     Args:
         model: to be trained.
         base: a model, shapes by name, or a .bsh file; None takes the model itself, so that nothing grows.
-        rescale_params: torch's own init is rescaled to µP's (readouts, and biases of linear and convolution layers).
-            False where weights come from a checkpoint.
+        rescale_params: True: the values that torch's own init drew are rescaled to µP's (readouts, and biases of linear
+            and convolution layers). `constant`: values were drawn with a standard deviation that does not depend on
+            width, as Hugging Face's models draw them; matrices inside are rescaled to µP's. False where weights come
+            from a checkpoint, or are drawn again (init.py).
         delta: as `base`, larger in every dimension that grows; without it, what differs between model and base grows.
         savefile: a .bsh file to be written.
         do_assert: refuse a linear layer from a growing dimension to a fixed one that is no MuReadout.
@@ -142,12 +148,21 @@ def set_base_shapes(
         The model.
 
     Raises:
-        UserError: base and model have different tensors or dimensions (named), a readout is no MuReadout, or the model
-            was rescaled before. Nothing has been changed then.
+        UserError: base and model have different tensors or dimensions (named), a readout is no MuReadout, a gate of
+            deepspeed.moe is one, or the model was rescaled before. Nothing has been changed then.
+
+    Warns where values look drawn without regard to width and `rescale_params` is True.
     """
+    if rescale_params not in (True, False, "constant"):
+        raise UserError(f"rescale_params: {rescale_params!r}; expected True, False or 'constant'")
     infshapes = _infshapes(model, model if base is None else base, delta)
+    if rescale_params == "constant" and any(infshape.tensor is not None for infshape in infshapes.values()):
+        raise UserError(
+            "rescale_params: 'constant' is for layers that draw their own values; megatron-core's shims do not"
+        )
     clean = clean_names(name for name, _ in model.named_parameters())
     by_identity = {id(parameter): infshapes[clean[name]] for name, parameter in model.named_parameters()}
+    read_layers(model, lambda weight: by_identity[id(weight)])
     if do_assert:
         _check_readouts(model, lambda weight: by_identity[id(weight)])
     if rescale_params:
@@ -155,12 +170,17 @@ def set_base_shapes(
     if savefile is not None:
         save_base_shapes(infshapes, savefile)
     apply_infshapes(model, infshapes)
-    if rescale_params:
+    if rescale_params == "constant":
+        drawn.rescale(model)
+    elif rescale_params:
+        drawn.warn(model, base)
         for module in model.modules():
             if isinstance(module, MuReadout):
                 module._rescale_parameters()
             elif isinstance(module, (torch.nn.Linear, _ConvNd)):
                 rescale_linear_bias(module)
+        for _, gate in gates(model):
+            rescale_gate(gate)
     return model
 
 
@@ -174,8 +194,10 @@ def assert_hidden_size_inf(model: torch.nn.Module) -> None:
 
 
 def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
+    without_multiplier = {id(gate) for _, gate in gates(model)}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not isinstance(module, MuReadout):
+        linear = isinstance(module, torch.nn.Linear) or is_transposed(module)
+        if linear and not isinstance(module, MuReadout) and id(module) not in without_multiplier:
             fan_in, fan_out = infshape(module.weight).fanin_fanout()
             if fan_in.grows and not fan_out.grows:
                 raise UserError(

@@ -1,0 +1,160 @@
+"""Layers and initial values that are not torch's own: Hugging Face's, whose init does not depend on width."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mup_megatron import mup
+from mup_megatron.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTHS = (32, 128, 512)
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="Hugging Face's transformers is not installed")
+
+
+def gpt2(transformers: Any, width: int) -> nn.Module:
+    torch.manual_seed(width)
+    sizes = {"n_embd": width, "n_head": width // 16, "n_layer": 2, "n_positions": 16, "vocab_size": 64}
+    config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    return transformers.GPT2Model(config).eval()
+
+
+def activations(model: nn.Module) -> float:
+    """Mean absolute coordinate of what the first block's MLP puts out."""
+    seen: list[torch.Tensor] = []
+    model.h[0].mlp.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    with torch.no_grad():
+        model(torch.arange(16)[None])
+    return seen[0].abs().mean().item()
+
+
+def test_hugging_faces_init_rescaled(transformers: Any) -> None:
+    """Matrices are drawn with 0.02 at any width, and what an MLP puts out grows as m; rescaled, it does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = {width: mup.set_base_shapes(gpt2(transformers, width), gpt2(transformers, 32)) for width in WIDTHS}
+    grown = [activations(model) for model in kept.values()]
+    assert grown[2] / grown[0] > 8  # not by m: the attention output moves too
+    rescaled = [
+        activations(mup.set_base_shapes(gpt2(transformers, width), gpt2(transformers, 32), rescale_params="constant"))
+        for width in WIDTHS
+    ]
+    assert max(rescaled) / min(rescaled) < 1.3, rescaled
+    assert rescaled[0] == pytest.approx(grown[0])  # the base itself is left alone
+
+
+@pytest.mark.parametrize("base", ["values", "meta"])
+def test_hugging_faces_init_is_said(transformers: Any, base: str) -> None:
+    with torch.device("meta" if base == "meta" else "cpu"):
+        small = gpt2(transformers, 32)
+    with pytest.warns(UserWarning, match=r"initial values of h\.0\.attn\.c_attn\.weight, .* do not shrink with width"):
+        mup.set_base_shapes(gpt2(transformers, 128), small)
+
+
+def test_conv1d_is_read_fan_in_first(transformers: Any) -> None:
+    """Fan-in 8 to 32, fan-out 16 to 32: Adam's rate over 4, SGD's times 2/4; the other way round it would be 2, 4/2."""
+    conv1d = transformers.pytorch_utils.Conv1D
+    models = [nn.Sequential(conv1d(out, width)) for width, out in ((32, 32), (8, 16), (16, 48))]
+    model = mup.set_base_shapes(models[0], models[1], delta=models[2], rescale_params=False)
+    weight = model[0].weight
+    assert tuple(weight.shape) == (32, 32)
+    (adam, *_), (sgd, *_) = (
+        [
+            group["lr"]
+            for group in build(model.parameters(), lr=1.0).param_groups
+            if any(p is weight for p in group["params"])
+        ]
+        for build in (mup.MuAdam, mup.MuSGD)
+    )
+    assert (adam, sgd) == (1 / 4, 2 / 4)
+    torch.manual_seed(0)
+    mup.normal_(weight, std=1.0)
+    assert weight.std().item() == pytest.approx(1 / 2, rel=0.05)  # m_in^-1/2
+    mup.kaiming_normal_(weight, nonlinearity="linear")
+    assert weight.std().item() == pytest.approx(8**-0.5 / 2, rel=0.05)  # of the base's fan-in, 8
+
+
+def test_conv1d_to_a_fixed_size_is_no_readout(transformers: Any) -> None:
+    conv1d = transformers.pytorch_utils.Conv1D
+    models = [nn.Sequential(conv1d(4, width)) for width in (32, 8, 16)]
+    with pytest.raises(
+        UserError, match=r"0: its input grows with the family and its output does not, but it is no MuRe"
+    ):
+        mup.set_base_shapes(models[0], models[1], delta=models[2])
+
+
+class Block(nn.Module):
+    """Three shapes of matrices inside, as a transformer has them, drawn by `init`."""
+
+    def __init__(self, width: int, init: Any = None) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = (
+            nn.Linear(width, width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+        self.readout = mup.MuReadout(width, 5)
+        for module in self.children():
+            if init is not None:
+                init(module.weight)
+
+
+def small_normal(weight: torch.Tensor) -> None:
+    nn.init.normal_(weight, std=0.02)
+
+
+def fan_out(weight: torch.Tensor) -> None:
+    nn.init.kaiming_normal_(weight, mode="fan_out")
+
+
+@pytest.mark.parametrize(
+    ("init", "base", "said"),
+    [
+        (small_normal, "values", True),
+        (small_normal, "meta", True),
+        (None, "values", False),
+        (None, "meta", False),
+        (fan_out, "values", False),
+        (fan_out, "meta", False),
+        (nn.init.xavier_normal_, "values", False),
+        (nn.init.xavier_normal_, "meta", False),
+        (nn.init.orthogonal_, "values", False),
+        (nn.init.orthogonal_, "meta", False),
+    ],
+)
+def test_what_looks_drawn_without_width(init: Any, base: str, said: bool) -> None:
+    """Every common init that shrinks with width is let be."""
+    torch.manual_seed(0)
+    model = Block(128, init)
+    with torch.device("meta" if base == "meta" else "cpu"):
+        small = Block(32, init if base == "values" else None)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        mup.set_base_shapes(model, small)
+    assert [("do not shrink" in str(one.message)) for one in found] == [True] * said
+
+
+def test_rescaled_from_a_constant_by_hand() -> None:
+    """m = 4: matrices inside over 2, and everything else as it was drawn; once."""
+    torch.manual_seed(0)
+    model = Block(128, small_normal)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    mup.set_base_shapes(model, Block(32), rescale_params="constant")
+    for name, parameter in model.named_parameters():
+        inside = name in ("attention.weight", "up.weight", "down.weight")
+        assert torch.equal(parameter, before[name] / (2 if inside else 1)), name
+    assert math.isclose(model.up.weight.std().item(), 0.01, rel_tol=0.02)
+    with pytest.raises(UserError, match="its init was rescaled to µP's before"):
+        mup.set_base_shapes(model, Block(32), rescale_params="constant")
+    with pytest.raises(UserError, match="rescale_params: 'const'; expected True, False or 'constant'"):
+        mup.set_base_shapes(Block(128), Block(32), rescale_params="const")  # type: ignore[arg-type]

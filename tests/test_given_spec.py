@@ -163,7 +163,7 @@ def test_without_norms_is_built_and_parametrised(growth: dict[str, Any]) -> None
     built = [unsharded_model(made, made.model, 384) for made in (usual, config)]
     names = [[name for name, _ in named_parameters(model) if "layernorm" in name] for model in built]
     assert (len(names[0]), len(names[1])) == (5, 0)
-    ours, usual = parametrize(config, 384), parametrize(usual, 384)
-    assert set(ours.tensors) == {name for name in usual.tensors if "layernorm" not in name}
+    ours, theirs = parametrize(config, 384), parametrize(usual, 384)
+    assert set(ours.tensors) == {name for name in theirs.tensors if "layernorm" not in name}
     for name, tensor in ours.tensors.items():
-        assert tensor.group == usual.tensors[name].group, name
+        assert tensor.group == theirs.tensors[name].group, name

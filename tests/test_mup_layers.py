@@ -22,14 +22,14 @@ def transformers() -> Any:
     return pytest.importorskip("transformers", reason="Hugging Face's transformers is not installed")
 
 
-def gpt2(transformers: Any, width: int) -> nn.Module:
+def gpt2(transformers: Any, width: int) -> Any:
     torch.manual_seed(width)
     sizes = {"n_embd": width, "n_head": width // 16, "n_layer": 2, "n_positions": 16, "vocab_size": 64}
     config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     return transformers.GPT2Model(config).eval()
 
 
-def activations(model: nn.Module) -> float:
+def activations(model: Any) -> float:
     """Mean absolute coordinate of what the first block's MLP puts out."""
     seen: list[torch.Tensor] = []
     model.h[0].mlp.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
@@ -65,8 +65,8 @@ def test_conv1d_is_read_fan_in_first(transformers: Any) -> None:
     """Fan-in 8 to 32, fan-out 16 to 32: Adam's rate over 4, SGD's times 2/4; the other way round it would be 2, 4/2."""
     conv1d = transformers.pytorch_utils.Conv1D
     models = [nn.Sequential(conv1d(out, width)) for width, out in ((32, 32), (8, 16), (16, 48))]
-    model = mup.set_base_shapes(models[0], models[1], delta=models[2], rescale_params=False)
-    weight = model[0].weight
+    mup.set_base_shapes(models[0], models[1], delta=models[2], rescale_params=False)
+    weight: Any = models[0][0].weight
     assert tuple(weight.shape) == (32, 32)
     (adam, *_), (sgd, *_) = (
         [

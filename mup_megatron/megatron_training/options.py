@@ -142,10 +142,10 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
     sections = _read_config(args.mup_config) if args.mup_config else {}
     base = sections.get("base", {})
     if args.mup_base:
-        named = _read_base(args.mup_base)
-        if base and ("file" not in named or "file" in base):
+        of_file = _read_base(args.mup_base)
+        if base and ("file" not in of_file or "file" in base):
             raise UserError(f"{args.mup_config}: base: is given by --mup-base too; expected one of them")
-        base = {**base, **named}  # what no shape tells (kv_channels, num_layers) may stand beside a .bsh file
+        base = {**base, **of_file}  # what no shape tells (kv_channels, num_layers) may stand beside a .bsh file
     hparams = sections.get("hparams", {})
     if args.mup_hparams:
         hparams = _put_values(args, args.mup_hparams, hparams)

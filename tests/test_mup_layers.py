@@ -66,12 +66,13 @@ def test_conv1d_is_read_fan_in_first(transformers: Any) -> None:
     conv1d = transformers.pytorch_utils.Conv1D
     models = [nn.Sequential(conv1d(out, width)) for width, out in ((32, 32), (8, 16), (16, 48))]
     mup.set_base_shapes(models[0], models[1], delta=models[2], rescale_params=False)
-    weight: Any = models[0][0].weight
+    layer: Any = models[0][0]
+    weight = layer.weight
     assert tuple(weight.shape) == (32, 32)
     (adam, *_), (sgd, *_) = (
         [
             group["lr"]
-            for group in build(model.parameters(), lr=1.0).param_groups
+            for group in build(models[0].parameters(), lr=1.0).param_groups
             if any(p is weight for p in group["params"])
         ]
         for build in (mup.MuAdam, mup.MuSGD)

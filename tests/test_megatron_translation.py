@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mup_megatron import runtime
 from mup_megatron.errors import UserError
@@ -249,6 +250,16 @@ def test_gated_ffn_must_be_told(tmp_path: Path) -> None:
     """Megatron rounds a gated FFN to a multiple of 64 of 8/3 * hidden, which no ratio follows."""
     with pytest.raises(UserError, match="--ffn-hidden-size: not given, so Megatron makes it 320 of --hidden-size"):
         translated("--hidden-size 128 --num-attention-heads 4 --swiglu", {"hidden_size": 64}, tmp_path)
+
+
+def test_an_activation_that_is_not_known(tmp_path: Path) -> None:
+    words = "--hidden-size 128 --num-attention-heads 4"
+    _, args, built, settings = translated(words, {"hidden_size": 64}, tmp_path)
+    built.transformer.activation_func = torch.tanh
+    with pytest.raises(
+        UserError, match=r"activation <.*tanh.*>: not known here; expected one of gelu, silu, relu, squ"
+    ):
+        config_of(args, arguments_of(built), settings, 375)
 
 
 def test_arguments_of_a_checkpoint_are_not_typed(tmp_path: Path) -> None:

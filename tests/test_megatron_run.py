@@ -1,0 +1,120 @@
+"""What a run of megatron.training in µP refuses of a script's model and of its checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mup_megatron import runtime
+from mup_megatron.errors import UserError
+from mup_megatron.layout import resolve_layout
+from mup_megatron.megatron_training.options import Settings
+from mup_megatron.megatron_training.run import KEY_PREFIX, MegatronRun, _check_family
+from mup_megatron.megatron_training.script import run_script
+from mup_megatron.model import parametrize
+from mup_megatron.tuning.record import make_record, write_record
+from mup_megatron.tuning.space import values_of
+from tests.configs import MIXED, make
+
+HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
+needs_training = pytest.mark.skipif(
+    not HAS_TRAINING, reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12"
+)
+SETTINGS = Settings(base={}, parametrization={}, hparams={}, record=None, explain=False, allowed=(), sizes={})
+
+
+def run_of(**args: Any) -> MegatronRun:
+    return MegatronRun(Namespace(transformer_impl="local", **args), SETTINGS)
+
+
+def test_no_model_was_built() -> None:
+    with pytest.raises(UserError, match="the script built no GPTModel before it was asked for; mup-megatron run knows"):
+        _ = run_of().parametrization
+
+
+def test_a_model_that_is_no_gptmodel() -> None:
+    with pytest.raises(UserError, match="the script trains a Linear; mup-megatron run knows megatron-core's GPTModel"):
+        run_of().overrides([torch.nn.Linear(2, 2)])
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.nn.Embedding(2, 2)
+    with pytest.raises(UserError, match="the script trains a Embedding"):
+        run_of().overrides([wrapped])
+
+
+def test_other_norms_here_than_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another chunk, or another rank, has left out none."""
+    runtime.prepare_process()
+    config = make(MIXED)
+    run = run_of()
+    run._made = (config, parametrize(config, 384), resolve_layout(config, 1))
+    # What megatron-core's specs ask of the pipeline, without process groups.
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 1)
+    transformer = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False)
+    spec.layer_norm = None
+    with pytest.raises(UserError, match="the script's layer specs leave out other norms on this rank than elsewhere"):
+        run.build(GPTModel.__init__, GPTModel.__new__(GPTModel), transformer, spec, 384, 32)
+
+
+def test_a_record_of_another_family(tmp_path: Path) -> None:
+    """Of a tokenizer that tuning trained itself the record knows no path, and none is asked for."""
+    runtime.prepare_process()
+    config = make(MIXED)
+    study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
+    record = make_record(
+        config, parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={}
+    )
+    write_record(tmp_path / "transfer.json", record)
+    _check_family(tmp_path / "transfer.json", make(MIXED, data__tokenizer__path="trained.model"))
+    with pytest.raises(
+        UserError, match=r"belongs to another family .*model\.kv_channels: 8 in the record, 16 in the c"
+    ):
+        _check_family(tmp_path / "transfer.json", make(MIXED, model__kv_channels=16))
+
+
+@needs_training
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (None, r"iter_0000003: has no mup\.json, so it was not written in µP; expected a checkpoint that"),
+        ({"format": 2, "step": 3}, r"mup\.json: config is missing"),
+        (
+            {"format": 2, "step": 3, "config": {}, "base_shapes": {}, "data_digest": ""},
+            rf"iter_0000003: names tensors without '{KEY_PREFIX}', as earlier versions",
+        ),
+    ],
+)
+@pytest.mark.parametrize("option", ["load", "pretrained_checkpoint"])
+def test_checkpoints_that_are_not_this_runs(option: str, record: Any, said: str, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000003").mkdir()
+    if record is not None:
+        (tmp_path / "iter_0000003" / "mup.json").write_text(json.dumps(record))
+    named = dict.fromkeys(("load", "pretrained_checkpoint"))
+    run = run_of(**{**named, option: str(tmp_path)}, ckpt_step=3)
+    run.check_checkpoint()  # without Megatron's tracker there is no checkpoint, and the run starts anew
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(UserError, match=said):
+        run.check_checkpoint()
+
+
+@pytest.mark.skipif(HAS_TRAINING, reason="megatron.training is installed")
+def test_without_megatron_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import megatron.training")
+    monkeypatch.setattr("sys.argv", ["mup-megatron"])
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match=r"script\.py: megatron\.training is not installed, nor beside the script"):
+        run_script([str(script), "--mup-base", "base.yaml"])

@@ -113,8 +113,8 @@ def test_without_megatron_training(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     script = tmp_path / "script.py"
     script.write_text("import megatron.training")
     monkeypatch.setattr("sys.argv", ["mup-megatron"])
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"script\.py: megatron\.training is not installed, nor beside the script"):
         run_script([str(script), "--mup-base", "base.yaml"])

@@ -104,16 +104,13 @@ def no_residual_multiplier() -> contextlib.AbstractContextManager[None]:
 
 
 def _without_shim(name: str) -> contextlib.AbstractContextManager[None]:
-    """Upstream's own layer in the place of a shim."""
+    """Upstream's own layer in the place of a shim of linear layers."""
     from megatron.core import tensor_parallel
 
-    from mup_megatron.layers import spec
+    from mup_megatron.layers import linear
 
-    shim = getattr(spec, name)
-    upstream = next(
-        c for c in shim.__mro__ if c.__module__.startswith("megatron") and hasattr(tensor_parallel, c.__name__)
-    )
-    return replaced(spec, name, upstream)
+    (upstream,) = (c for c in getattr(linear, name).__mro__ if c in vars(tensor_parallel).values())
+    return replaced(linear, name, upstream)
 
 
 def no_qkv_shim() -> contextlib.AbstractContextManager[None]:
@@ -132,7 +129,7 @@ def no_qkv_blocks() -> contextlib.AbstractContextManager[None]:
     """QKV recorded as one block."""
     from mup_megatron.layers import linear
 
-    return replaced(linear.QKVColumnParallelLinear, "fused", linear.ColumnParallelLinear.fused)
+    return replaced(linear.QKV, "fused", lambda self, config, rows: None)
 
 
 def no_router_shim() -> contextlib.AbstractContextManager[None]:
@@ -236,7 +233,7 @@ def no_embedding_record() -> contextlib.AbstractContextManager[None]:
 def no_readout_record() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
-    return replaced(model, "record_readout", lambda output_layer: None)
+    return replaced(model, "record_readout", lambda output_layer, *, tied: None)
 
 
 def no_finalize_model_grads() -> contextlib.AbstractContextManager[None]:
@@ -276,7 +273,13 @@ def layers_by_local_number() -> contextlib.AbstractContextManager[None]:
     """Layers are named, and so drawn, by their number on the stage."""
     from mup_megatron import model
 
-    return replaced(model, "_global_names", lambda chunk: lambda name: name)
+    original = model._global_names
+    local = "decoder.layers."
+    return replaced(
+        model,
+        "_global_names",
+        lambda chunk: lambda name: name if name.startswith(local) else original(chunk)(name),
+    )
 
 
 @contextlib.contextmanager
@@ -284,20 +287,29 @@ def no_announced_experts() -> Iterator[None]:
     """DeepSpeed takes experts that are spread over ranks for parameters that every rank holds."""
     from mup_megatron.engines import deepspeed
 
+    def deny(model: torch.nn.Module, layout: Any) -> None:
+        for parameter in model.parameters():
+            parameter.allreduce = True  # type: ignore[attr-defined]
+
     with (
-        replaced(deepspeed, "announce_experts", lambda model, layout: None),
+        replaced(deepspeed, "announce_experts", deny),
         replaced(deepspeed, "mark_expert_groups", lambda groups, layout: groups),
     ):
         yield
 
 
 def deepspeed_s_own_expert_norm() -> contextlib.AbstractContextManager[None]:
-    """The gradient norm is the one that DeepSpeed works out where experts are spread over ranks."""
+    """The gradients are clipped by the norm that DeepSpeed works out where experts are spread over ranks."""
     from mup_megatron.engines import deepspeed
 
-    return replaced(
-        deepspeed, "clip_partitions", lambda optimizer, layout, limit: float(optimizer.scaled_global_norm())
-    )
+    def clip(optimizer: Any, layout: Any, limit: float) -> float:
+        norm = float(optimizer.scaled_global_norm())
+        for gradients in optimizer.averaged_gradients.values():
+            for gradient in gradients:
+                gradient.mul_(min(1.0, limit / (norm + 1e-6)))
+        return norm
+
+    return replaced(deepspeed, "clip_partitions", clip)
 
 
 def slices_swapped() -> contextlib.AbstractContextManager[None]:

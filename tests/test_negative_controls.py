@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mup_megatron.data.prepare import prepare
 from tests import bodies
+from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import MIXED, make
 from tests.distributed import RankError, Ranks
+from tests.test_layout_invariance import slices
 
 STEPS = 6
 MULTIPLIERS = {
@@ -34,7 +35,7 @@ def reference(ranks: Ranks) -> Any:
 
 
 def compare(ranks: Ranks, reference: Any, broken: str, architecture: str = "gpt3", **layout: Any) -> None:
-    """The comparison of test_layout_invariance, in short; raises AssertionError (RankError is one) if it fails."""
+    """The comparison of test_layout_invariance, in short. Raises Difference, or RankError where it does not run."""
     whole = reference(architecture)
     data = layout.pop("data", 1)
     tensor = layout.pop("tensor", 2)
@@ -46,13 +47,12 @@ def compare(ranks: Ranks, reference: Any, broken: str, architecture: str = "gpt3
         **{"parallel__zero_stage": 0, **layout},
         **MULTIPLIERS,
     )
-    for result in ranks.run(tensor * data, bodies.train, config=config, steps=STEPS, broken=broken):
-        assert result["groups"] == whole["groups"]
-        for name, value in result["initial"].items():
-            if value.shape == whole["initial"][name].shape:
-                np.testing.assert_array_equal(value, whole["initial"][name], err_msg=name)
-        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)
-        np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=2e-5)
+    results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS, broken=broken)
+    compare_groups(results, whole)
+    compare_initial(
+        results, whole, lambda name, value, rank: slices(name, value, tensor, rank, architecture == "llama")
+    )
+    compare_curves(results, whole)
 
 
 SEQUENCE_PARALLEL = {"parallel__sequence_parallel": True}
@@ -66,31 +66,37 @@ def test_whole_it_holds(ranks: Ranks, reference: Any, architecture: str, layout:
 
 
 @pytest.mark.parametrize(
-    ("broken", "architecture", "layout"),
+    ("broken", "architecture", "layout", "why"),
     [
-        ("no_sequence_parallel_reduction", "gpt3", SEQUENCE_PARALLEL),
-        ("norms_not_marked_sequence_parallel", "llama", SEQUENCE_PARALLEL),
-        ("no_mpu", "gpt3", {"parallel__zero_stage": 1}),
-        ("init_by_local_shape", "gpt3", {}),
-        ("width_from_local_shape", "gpt3", {}),
-        ("no_readout_multiplier", "gpt3", {"tensor": 1}),
-        ("no_embedding_multiplier", "gpt3", {"tensor": 1}),
-        ("no_residual_multiplier", "gpt3", {"tensor": 1}),
-        ("no_qkv_blocks", "gpt3", {"tensor": 1}),
-        ("no_qkv_shim", "gpt3", {"tensor": 1}),
-        ("no_fc1_shim", "gpt3", {"tensor": 1}),
-        ("no_row_parallel_shim", "gpt3", {"tensor": 1}),
-        ("no_norm_shim", "gpt3", {"tensor": 1}),
-        ("no_embedding_record", "gpt3", {"tensor": 1}),
-        ("no_readout_record", "llama", {"tensor": 1}),
-        ("patch:cpu-current-device", "llama", {"tensor": 1}),
-        ("patch:cpu-get-rng-state", "gpt3", {"tensor": 1}),
+        ("no_sequence_parallel_reduction", "gpt3", SEQUENCE_PARALLEL, r"grad_norms\[0\] on rank 0"),
+        ("norms_not_marked_sequence_parallel", "llama", SEQUENCE_PARALLEL, r"grad_norms\[0\] on rank 0"),
+        ("no_mpu", "gpt3", {"parallel__zero_stage": 1}, r"losses\[0\] on rank 0"),
+        ("init_by_local_shape", "gpt3", {}, r"initial value of .*linear_proj\.weight on rank 0"),
+        ("width_from_local_shape", "gpt3", {}, "group of .*weight on rank 0"),
+        ("no_readout_multiplier", "gpt3", {"tensor": 1}, r"losses\[0\] on rank 0"),
+        ("no_embedding_multiplier", "gpt3", {"tensor": 1}, r"losses\[0\] on rank 0"),
+        ("no_residual_multiplier", "gpt3", {"tensor": 1}, r"losses\[0\] on rank 0"),
+        (
+            "no_qkv_blocks",
+            "gpt3",
+            {"tensor": 1},
+            r"group of .*linear_qkv\.weight .* 3\.75\d*e-09.* instead of .* 2\.5e-09",
+        ),
+        ("no_qkv_shim", "gpt3", {"tensor": 1}, r"linear_qkv\.weight: no shim recorded"),
+        ("no_fc1_shim", "gpt3", {"tensor": 1}, r"linear_fc1\.weight: no shim recorded"),
+        ("no_row_parallel_shim", "gpt3", {"tensor": 1}, r"linear_proj\.weight: no shim recorded"),
+        ("no_norm_shim", "gpt3", {"tensor": 1}, r"layernorm\.weight: no shim recorded"),
+        ("no_embedding_record", "gpt3", {"tensor": 1}, r"word_embeddings\.weight: no shim recorded"),
+        ("no_readout_record", "llama", {"tensor": 1}, r"output_layer\.weight: no shim recorded"),
+        ("patch:cpu-current-device", "llama", {"tensor": 1}, "CUDA"),
+        ("patch:cpu-get-rng-state", "gpt3", {"tensor": 1}, "CUDA"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_without_it_the_comparison_fails(
-    ranks: Ranks, reference: Any, broken: str, architecture: str, layout: dict[str, Any]
+    ranks: Ranks, reference: Any, broken: str, architecture: str, layout: dict[str, Any], why: str
 ) -> None:
+    """`why` is what comparison or library say of it: the quantity that differs, the tensor without record."""
     reference(architecture)
-    with pytest.raises((AssertionError, RankError)):
+    with pytest.raises((Difference, RankError), match=why):
         compare(ranks, reference, broken, architecture, **layout)

@@ -16,9 +16,10 @@ import pytest
 from mup_megatron.data.prepare import prepare
 from mup_megatron.patches import ALL_PATCHES
 from tests import bodies
+from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
 from tests.distributed import RankError, Ranks
-from tests.test_layout_invariance import STEPS, TOLERANCE, deviation
+from tests.test_layout_invariance import STEPS, deviation
 
 _DEEP = {"model__num_layers": 4, "hparams__lr": 3e-3}
 _BIAS = {
@@ -211,14 +212,11 @@ def reference(ranks: Ranks) -> Any:
 
 def check(results: list[dict[str, Any]], whole: dict[str, Any], split: Split, gated: bool = True) -> None:
     """Names, initial values, groups, losses and norms of all ranks against one process."""
-    assert set().union(*(result["initial"] for result in results)) == set(whole["initial"])
-    for rank, result in enumerate(results):
-        assert result["groups"] == {name: whole["groups"][name] for name in result["groups"]}
-        for name, value in result["initial"].items():
-            expected = slices(name, whole["initial"][name], split, rank, gated)
-            np.testing.assert_array_equal(value, expected, err_msg=f"{name} on rank {rank}")
-        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=TOLERANCE)
-        np.testing.assert_allclose(result["grad_norms"], whole["grad_norms"], rtol=TOLERANCE)
+    if missing := set(whole["initial"]) - set().union(*(result["initial"] for result in results)):
+        raise Difference(f"no rank holds {', '.join(sorted(missing))}")
+    compare_groups(results, whole)
+    compare_initial(results, whole, lambda name, value, rank: slices(name, value, split, rank, gated))
+    compare_curves(results, whole)
 
 
 def slices(name: str, whole: np.ndarray, split: Split, rank: int, gated: bool) -> np.ndarray:
@@ -278,21 +276,24 @@ def test_the_matrix_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "model", "split"),
+    ("broken", "model", "split", "why"),
     [
-        ("no_finalize_model_grads", "gpt3", Split("plain", data=2)),
-        ("no_config_overrides", "gpt3", Split("plain")),
-        ("experts_by_local_number", "moe", Split("plain", expert=2, data=2)),
-        ("layers_by_local_number", "gpt3", Split("plain", pipeline=2)),
-        ("sequence_in_order", "gpt3", Split("plain", context=2)),
-        ("no_announced_experts", "moe", Split(1, expert=2, data=2)),
-        ("deepspeed_s_own_expert_norm", "moe", Split(1, expert=2, data=2)),
+        ("no_finalize_model_grads", "gpt3", Split("plain", data=2), r"grad_norms\[0\] on rank 0"),
+        ("no_config_overrides", "gpt3", Split("plain"), "group of .*weight on rank 0"),
+        ("experts_by_local_number", "moe", Split("plain", expert=2, data=2), r"no rank holds .*local_experts\.2"),
+        ("layers_by_local_number", "gpt3", Split("plain", pipeline=2), r"no rank holds .*decoder\.layers\.2"),
+        ("sequence_in_order", "gpt3", Split("plain", context=2), r"losses\[0\] on rank 0"),
+        ("no_announced_experts", "moe", Split(1, expert=2, data=2), r"losses\[0\] on rank 0"),
+        ("deepspeed_s_own_expert_norm", "moe", Split(1, expert=2, data=4), r"grad_norms\[0\] on rank 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_without_it_the_comparison_fails(ranks: Ranks, reference: Any, broken: str, model: str, split: Split) -> None:
+def test_without_it_the_comparison_fails(
+    ranks: Ranks, reference: Any, broken: str, model: str, split: Split, why: str
+) -> None:
+    """`why` is what the comparison says of it: the quantity that differs, and the tensor."""
     whole = reference(model)
-    with pytest.raises((AssertionError, RankError)):
+    with pytest.raises((Difference, RankError), match=why):
         check(
             ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS, broken=broken),
             whole,

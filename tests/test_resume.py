@@ -12,8 +12,8 @@ import pytest
 from mup_megatron.data.prepare import prepare
 from mup_megatron.patches import ALL_PATCHES
 from tests import bodies
+from tests.comparison import TOLERANCE
 from tests.distributed import RankError, Ranks
-from tests.test_layout_invariance import TOLERANCE
 from tests.test_parity import Split, config_of
 
 STEPS, STOP = 9, 5

@@ -298,7 +298,7 @@ def no_announced_experts() -> Iterator[None]:
         yield
 
 
-def deepspeed_s_own_expert_norm() -> contextlib.AbstractContextManager[None]:
+def clipped_by_deepspeed_s_own_norm() -> contextlib.AbstractContextManager[None]:
     """The gradients are clipped by the norm that DeepSpeed works out where experts are spread over ranks."""
     from mup_megatron.engines import deepspeed
 

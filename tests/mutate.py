@@ -81,7 +81,7 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def broken(tree: Path, file: str, old: str, new: str) -> Iterator[None]:
-    """The one place of `file` that reads `old` reads `new` meanwhile. Raises ValueError where there is none, or several."""
+    """Has `file` read `new` where it reads `old`. Raises ValueError where it does not read that once."""
     path = tree / file
     text = path.read_text()
     if text.count(old) != 1:
@@ -109,7 +109,11 @@ def run_tests(tree: Path, tests: Sequence[str], *, first: bool) -> dict[str, Any
     seconds = round(time.monotonic() - began, 1)
     if not text:
         why = "took too long" if status is None else f"pytest ended with {status}"
-        return {"failures": [{"test": "", "kind": "none", "text": why, "when": "call"}], "passed": 0, "seconds": seconds}
+        return {
+            "failures": [{"test": "", "kind": "none", "text": why, "when": "call"}],
+            "passed": 0,
+            "seconds": seconds,
+        }
     return {**json.loads(text), "seconds": seconds}
 
 
@@ -126,10 +130,14 @@ def _in_the_fork(tree: Path, tests: Sequence[str], first: bool, answer: Any) -> 
         os.dup2(silent, number)
     plugin = Failures()
     words = [*tests, "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), *(["-x"] if first else [])]
-    with contextlib.suppress(BaseException):
-        pytest.main(words, plugins=[plugin])
-        json.dump({"failures": plugin.found, "passed": plugin.passed}, answer)
-        answer.flush()
+    try:
+        ended = pytest.main(words, plugins=[plugin])
+        if not plugin.found and ended not in (0, 1):
+            plugin.found.append({"test": "", "kind": "none", "text": f"pytest ended with {ended!r}", "when": "call"})
+    except BaseException as error:  # the fork must not go on with its parent's work
+        plugin.found.append({"test": "", "kind": "none", "text": repr(error), "when": "call"})
+    json.dump({"failures": plugin.found, "passed": plugin.passed}, answer)
+    answer.flush()
     os._exit(0)
 
 
@@ -190,7 +198,8 @@ def main(arguments: Sequence[str]) -> int:
         wrong = {failure["test"] for result in before.values() for failure in result["failures"]}
         for test, result in before.items():
             if not result["passed"]:
-                print(f"{test}: nothing passes on the unbroken tree", file=sys.stderr)
+                why = next((failure["text"] for failure in result["failures"]), "no test ran")
+                print(f"{test}: nothing passes on the unbroken tree: {why}", file=sys.stderr)
                 return 2
         for number, mutant in enumerate(chosen, 1):
             with broken(tree, mutant.file, mutant.old, mutant.new):
@@ -198,7 +207,9 @@ def main(arguments: Sequence[str]) -> int:
             outcome = {"name": mutant.name, "file": mutant.file, "seconds": result["seconds"], **verdict(result, wrong)}
             outcomes.append(outcome)
             said = "caught by" if outcome["caught"] else "SURVIVES"
-            print(f"[{number}/{len(chosen)}] {mutant.name}: {said} {outcome['test']} ({outcome['text'][:90]})", flush=True)
+            print(
+                f"[{number}/{len(chosen)}] {mutant.name}: {said} {outcome['test']} ({outcome['text'][:90]})", flush=True
+            )
     survivors = [outcome["name"] for outcome in outcomes if not outcome["caught"]]
     print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} mutants caught")
     for name in survivors:
@@ -222,15 +233,19 @@ def table(outcomes: Sequence[dict[str, Any]]) -> str:
     what = {mutant.name: mutant.what for mutant in MUTANTS}
     rows = [
         f"| `{o['name']}` | {what[o['name']]} | {o['file']} | "
-        + (f"`{o['test'].rpartition('/')[2]}`: {_cell(o['text'])}" if o["caught"] else f"**survives**: {_cell(o['text'])}")
+        + (
+            f"`{o['test'].rpartition('/')[2]}`: {_cell(o['text'])}"
+            if o["caught"]
+            else f"**survives**: {_cell(o['text'])}"
+        )
         + " |"
         for o in outcomes
     ]
     return (
         "# Mutants\n\n"
-        "Each row is one small fault that somebody could make in the code, put into a copy of the tree; then the tests "
-        "that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails because "
-        "it compared something; a test that crashes\nbefore it compares does not count. The list is "
+        "Each row is one small fault that somebody could make in the code, put into a copy of the tree; then the "
+        "tests that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails "
+        "because it compared something; a test that\ncrashes before it compares does not count. The list is "
         "[tests/mutants.py](../tests/mutants.py).\n\n"
         f"Made by `./dev mutants` on {time.strftime('%Y-%m-%d')} (Python {platform.python_version()}, {versions}): "
         f"{caught} of {len(outcomes)} caught.\n\n"
@@ -252,8 +267,7 @@ def _warm() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed  # noqa: F401
-        import hypothesis  # noqa: F401
-        import megatron.core.models.gpt.gpt_model
+        import megatron.core.models.gpt.gpt_model  # noqa: F401
         import optuna  # noqa: F401
         import pytest  # noqa: F401
     wrong = [name for name in sys.modules if name.split(".")[0] == "mup_megatron"]

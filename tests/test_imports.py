@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,34 +58,39 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def imports_of(path: Path) -> set[str]:
+@functools.cache
+def imports_in(text: str) -> frozenset[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
-def modules(repository: Path) -> list[Path]:
-    return sorted((repository / "mup_megatron").rglob("*.py"))
+def imports_of(path: Path) -> frozenset[str]:
+    return imports_in(path.read_text())
+
+
+def modules(package: Path) -> list[Path]:
+    """Every Python file of the package; a room may be a link to a folder elsewhere, as patches/ is."""
+    walk = os.walk(package, followlinks=True)
+    return sorted(Path(folder) / name for folder, _, names in walk for name in names if name.endswith(".py"))
 
 
 def level(name: str) -> int:
     return next(number for number, rooms in enumerate(LEVELS) if name in rooms)
 
 
-def test_every_room_has_a_level(repository: Path) -> None:
-    rooms = {path.stem if path.is_file() else path.name for path in (repository / "mup_megatron").iterdir()}
-    assert rooms - {"__init__", "__pycache__"} == set().union(*LEVELS)
+def room_of(path: Path, package: Path) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
 
 
-def test_directions(repository: Path) -> None:
+def wrong_imports(package: Path) -> list[str]:
     wrong = []
-    for path in modules(repository):
-        relative = path.relative_to(repository / "mup_megatron")
-        here = relative.parts[0].removesuffix(".py")
+    for path in modules(package):
+        here = room_of(path, package)
         if here == "__init__":
             continue
         for name in imports_of(path):
@@ -92,14 +100,33 @@ def test_directions(repository: Path) -> None:
             if there == "__version__" or (here == there and here in BESIDE):
                 continue
             if level(there) <= level(here) and (here, there) not in ALSO:
-                wrong.append(f"{relative} imports {name}")
-    assert not wrong
+                wrong.append(f"{path.relative_to(package)} imports {name}")
+    return wrong
 
 
-def test_the_walk_can_fail(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("from mup_megatron.train import train\n")
-    assert imports_of(tmp_path / "x.py") == {"mup_megatron.train.train"}
-    assert level("train") < level("rules")
+def test_every_room_has_a_level(repository: Path) -> None:
+    rooms = {path.stem if path.is_file() else path.name for path in (repository / "mup_megatron").iterdir()}
+    assert rooms - {"__init__", "__pycache__"} == set().union(*LEVELS)
+
+
+def test_directions(repository: Path) -> None:
+    assert not wrong_imports(repository / "mup_megatron")
+
+
+def test_a_wrong_import_is_seen_in_every_room(repository: Path, tmp_path: Path) -> None:
+    """In a copy of the package, links as links, one file of each room in turn imports the topmost room."""
+    shutil.copytree(repository / "patches", tmp_path / "patches", ignore=shutil.ignore_patterns("__pycache__"))
+    package = tmp_path / "mup_megatron"
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(repository / "mup_megatron", package, symlinks=True, ignore=without)
+    rooms = {room_of(path, package): path for path in modules(package)}
+    assert set(rooms) - {"__init__"} == set().union(*LEVELS)
+    for name, path in rooms.items():
+        if name not in ("__init__", *LEVELS[0]):
+            text = path.read_text()
+            path.write_text(f"{text}\nfrom mup_megatron import run\n")
+            assert wrong_imports(package) == [f"{path.relative_to(package)} imports mup_megatron.run"]
+            path.write_text(text)
 
 
 @pytest.mark.parametrize("name", ["shapes", "rules", "parametrization", "base_file", "layout", "config", "errors"])
@@ -132,7 +159,7 @@ def test_light_imports(statement: str) -> None:
 def test_wrapped_symbols_live_in_patches_alone(repository: Path) -> None:
     """Nothing outside patches/ assigns to an attribute of an upstream module or class."""
     wrong = []
-    for path in modules(repository):
+    for path in modules(repository / "mup_megatron"):
         if "patches" in path.parts:
             continue
         tree = ast.parse(path.read_text())

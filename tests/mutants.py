@@ -1,0 +1,789 @@
+"""Small faults that somebody could make, and the tests that must notice each; `./dev mutants` runs them (mutate.py).
+
+A mutant is a text that stands once in a file, what stands there instead, and the tests that must fail then. One that
+survives is a hole in the tests: mend the tests, never this list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One fault.
+
+    Args:
+        name: kind of code, then what is lost: `rule: ...`, `shim: ...`, `guard: ...`.
+        what: the fault, in words.
+        file: where, from the repository's root.
+        old: text that stands there once.
+        new: what stands there instead.
+        tests: pytest's words; one of these tests must fail.
+    """
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _mutant(name: str, what: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(name=name, what=what, file=file, old=old, new=new, tests=tuple(f"tests/{test}" for test in tests))
+
+
+_RULES = "mup_megatron/rules.py"
+_SHAPES = "mup_megatron/shapes.py"
+_TABLE = "mup_megatron/parametrization.py"
+_OPTIM = "mup_megatron/optim.py"
+_INIT = "mup_megatron/init.py"
+_LAYOUT = "mup_megatron/layout.py"
+_CHECKS = "mup_megatron/config/checks.py"
+_CHECKPOINT = "mup_megatron/checkpoint.py"
+_STATE = "mup_megatron/engines/state.py"
+_NORM = "mup_megatron/engines/gradient_norm.py"
+_STUDY = "mup_megatron/tuning/study.py"
+_OUTCOME = "mup_megatron/tuning/outcome.py"
+_RECORD = "mup_megatron/tuning/record.py"
+
+RULES = (
+    _mutant(
+        "rule: init without g",
+        "an output-like tensor starts as a hidden one does",
+        _RULES,
+        "float(1 / (forward * m_in)) if output_like",
+        "float(1 / forward) / math.sqrt(m_in) if output_like",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: init without A",
+        "the readout starts as a hidden tensor does",
+        _RULES,
+        "else float(1 / forward) / math.sqrt(m_in)",
+        "else 1.0 / math.sqrt(m_in)",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: Adam's rate without A",
+        "the readout's rate falls with width",
+        _RULES,
+        'return 1 / (forward * m_in)\n    if rule == "sgd"',
+        'return 1 / m_in\n    if rule == "sgd"',
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: SGD's rate with A once",
+        "m_out/(A m_in) instead of m_out/(A² m_in)",
+        _RULES,
+        "return m_out / (forward**2 * m_in)\n    return math.sqrt",
+        "return m_out / (forward * m_in)\n    return math.sqrt",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: SGD's rate without m_out",
+        "vectors keep their rate",
+        _RULES,
+        "return m_out / (forward**2 * m_in)\n    return math.sqrt",
+        "return 1 / (forward**2 * m_in)\n    return math.sqrt",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: Muon's rate without m_out",
+        "1/sqrt(m_in) instead of sqrt(m_out/m_in)",
+        _RULES,
+        "return math.sqrt(m_out / m_in) / float(forward)",
+        "return math.sqrt(1 / m_in) / float(forward)",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: epsilon without A",
+        "the readout's epsilon does not follow its gradient",
+        _RULES,
+        "return forward / m_out",
+        "return 1 / m_out",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: epsilon does not scale",
+        "every tensor has the base's epsilon",
+        _RULES,
+        "return forward / m_out",
+        "return forward / 1",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: decay is coupled",
+        "lr·λ falls with width although the rule is independent",
+        _RULES,
+        'return 1 / lr_multiplier if rule == "independent" else ONE',
+        "return ONE",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: invariant norm with A once",
+        "m_out/(A m_in) weighs |grad|²",
+        _RULES,
+        '6)."""\n    return m_out / (forward**2 * m_in)',
+        '6)."""\n    return m_out / (forward * m_in)',
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: attention at 1/sqrt(d)",
+        "attention logits grow with the head size",
+        _RULES,
+        "return attention_multiplier * scale * math.sqrt(base_head_size / head_size)",
+        "return attention_multiplier * scale",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: YaRN's factor once",
+        "mscale instead of mscale² in attention",
+        _RULES,
+        "scale = yarn_mscale * yarn_mscale / math.sqrt(head_size)",
+        "scale = yarn_mscale / math.sqrt(head_size)",
+        "test_architecture_rules.py",
+    ),
+    _mutant(
+        "rule: depth factor of the branch",
+        "branches are added whole at any depth",
+        _RULES,
+        "return DepthFactors(branch=m**-exponent,",
+        "return DepthFactors(branch=1.0,",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: depth factor of SGD's rate",
+        "SGD takes Adam's exponent",
+        _RULES,
+        'lr = m ** (2 * exponent - 1) if rule == "sgd" else m ** (exponent - 1)',
+        "lr = m ** (exponent - 1)",
+        "test_rules.py",
+    ),
+    _mutant(
+        "rule: depth factor of epsilon",
+        "epsilon does not follow the branches' gradients",
+        _RULES,
+        "lr=lr, eps=m**-exponent)",
+        "lr=lr, eps=1.0)",
+        "test_rules.py",
+    ),
+)
+
+SHAPES = (
+    _mutant(
+        "shapes: growth by comparison",
+        "a growing dimension whose ratio is 1 counts as fixed",
+        _SHAPES,
+        'with the family."""\n        return self.base_dim is not None',
+        'with the family."""\n        return self.base_dim is not None and self.base_dim != self.dim',
+        "test_shapes.py",
+    ),
+    _mutant(
+        "shapes: undeclared growth",
+        "a size that nobody declared may differ from the base's",
+        _SHAPES,
+        "if not dim.grows and size != small:",
+        "if False:",
+        "test_shapes.py",
+    ),
+    _mutant(
+        "shapes: vectors decay",
+        "gains and biases are decayed",
+        _SHAPES,
+        "return len(self.shape) > 1",
+        "return True",
+        "test_parametrization.py",
+        "test_architecture_rules.py",
+    ),
+    _mutant(
+        "shapes: MTP counts as the decoder",
+        "multi-token prediction's layers take the decoder's depth factor",
+        _SHAPES,
+        'if parts[:2] == ["decoder", "layers"] else None',
+        'if parts[1:2] == ["layers"] else None',
+        "test_shapes.py",
+    ),
+    _mutant(
+        "shapes: a .bsh file's blocks are guessed",
+        "blocks of different sizes are split evenly in the base",
+        _SHAPES,
+        "if len(set(fused.fan_outs.values())) == 1 and whole.base_dim is not None",
+        "if whole.base_dim is not None",
+        "test_shapes.py",
+    ),
+    _mutant(
+        "shapes: a .bsh file of another model",
+        "tensors that the file lacks are let through",
+        _SHAPES,
+        "if set(target) != set(base.dims):",
+        "if False:",
+        "test_shapes.py",
+    ),
+)
+
+TABLE = (
+    _mutant(
+        "table: depth factors everywhere",
+        "embedding, final norm and readout take the factors of the blocks",
+        _TABLE,
+        "depth = self.depth if shape.layer is not None else rules.DepthFactors()",
+        "depth = self.depth",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: epsilon of the smallest block",
+        "a fused tensor's epsilon exceeds the gradient of its larger block",
+        _TABLE,
+        "m_out = max(m_outs.values())",
+        "m_out = min(m_outs.values())",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: frozen gains have a rate",
+        "frozen parameters get the base's rate",
+        _TABLE,
+        "if spec.frozen:",
+        "if False:",
+        "test_architecture_rules.py",
+    ),
+    _mutant(
+        "table: output projections by their own depth",
+        "the init of output projections moves with the target's depth",
+        _TABLE,
+        "layers = config.num_layers_base if self.is_mup else config.model.num_layers",
+        "layers = config.model.num_layers",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: the embedding's own init",
+        "embedding_init_method_std is not read",
+        _TABLE,
+        "hparams.embedding_init_method_std or hparams.init_method_std",
+        "hparams.init_method_std",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: a tied head without A",
+        "tied logits are not divided by m",
+        _TABLE,
+        "return rules.readout_multiplier(embedding.fan_out.ratio)",
+        "return rules.ONE",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: Muon takes embeddings",
+        "an embedding's rate is Muon's",
+        _TABLE,
+        "or spec.init is Init.EMBEDDING or spec.readout):",
+        "or spec.readout):",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: SGD on blocks that grow apart",
+        "one rate for blocks that need several",
+        _TABLE,
+        'if rule != "adam" and len(set(m_outs.values())) > 1:',
+        "if False:",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: zero query zeroes keys and values",
+        "the whole of QKV starts from zero",
+        _TABLE,
+        "(config.zero_init_query and spec.is_query(block))",
+        "(config.zero_init_query and spec.query)",
+        "test_architecture_rules.py",
+    ),
+    _mutant(
+        "table: the measured rule for a fixed FFN",
+        "`auto` is output_like in an MLP too",
+        _TABLE,
+        '"hidden_like" if ".mlp." in shape.name else "output_like"',
+        '"output_like"',
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: the base's decay",
+        "weight decay is the base's on every tensor",
+        _TABLE,
+        "weight_decay=config.hparams.weight_decay * float(decay),",
+        "weight_decay=config.hparams.weight_decay,",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "table: the output multiplier in A's place",
+        "the tuned constant overwrites 1/m_in",
+        _TABLE,
+        "readout=hparams.output_multiplier * float(self._readout_multiplier),",
+        "readout=hparams.output_multiplier,",
+        "test_parametrization.py",
+    ),
+)
+
+OPTIMIZER = (
+    _mutant(
+        "groups: epsilon is lost",
+        "every group has the optimizer's own epsilon",
+        _OPTIM,
+        'if tensor.eps is not None:\n                group["eps"] = tensor.eps',
+        'if tensor.eps is not None:\n                group["eps"] = parametrization.config.optimizer.eps',
+        "test_optim.py",
+    ),
+    _mutant(
+        "groups: one rate",
+        "the schedule sets the base's rate on every group",
+        _OPTIM,
+        'group["lr"] = base_lr * group["lr_multiplier"]',
+        'group["lr"] = base_lr',
+        "test_optim.py",
+    ),
+    _mutant(
+        "groups: Megatron's decay",
+        "megatron-core decays every group by the base's decay",
+        _OPTIM,
+        '"wd_mult": tensor.weight_decay_multiplier,',
+        '"wd_mult": 1.0,',
+        "test_parity.py::test_layout_changes_nothing",
+    ),
+    _mutant(
+        "groups: frozen parameters are stepped",
+        "frozen gains reach the optimizer",
+        _OPTIM,
+        "if tensor.shape.spec.frozen:\n            continue",
+        "if False:\n            continue",
+        "test_optim.py",
+        "test_architectures.py",
+    ),
+    _mutant(
+        "groups: Adam's decay is L2",
+        "adamw builds torch's Adam",
+        _OPTIM,
+        'kind = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam',
+        "kind = torch.optim.Adam",
+        "test_optim.py",
+    ),
+    _mutant(
+        "schedule: milestones",
+        "multi-step decay drops one step late",
+        _OPTIM,
+        "bisect.bisect_right(self._training.lr_milestones, step)",
+        "bisect.bisect_left(self._training.lr_milestones, step)",
+        "test_optim.py",
+    ),
+)
+
+INIT = (
+    _mutant(
+        "init: the name does not matter",
+        "all tensors of one size start with the same numbers",
+        _INIT,
+        'f"{seed}/{name}/{number}"',
+        'f"{seed}/{number}"',
+        "test_init.py",
+    ),
+    _mutant(
+        "init: the seed does not matter",
+        "every run starts from the same weights",
+        _INIT,
+        'f"{seed}/{name}/{number}"',
+        'f"{name}/{number}"',
+        "test_init.py",
+    ),
+    _mutant(
+        "init: chunks repeat",
+        "every chunk of a large tensor holds the same numbers",
+        _INIT,
+        'f"{seed}/{name}/{number}"',
+        'f"{seed}/{name}"',
+        "test_init.py",
+    ),
+    _mutant(
+        "init: stride is ignored",
+        "gate|up is sliced as one block",
+        _INIT,
+        "return [(piece * (rank + i * ranks), piece * (rank + i * ranks + 1)) for i in range(stride)]",
+        "return [(piece * (rank * stride + i), piece * (rank * stride + i + 1)) for i in range(stride)]",
+        "test_init.py",
+    ),
+    _mutant(
+        "init: one standard deviation for all blocks",
+        "every block takes the first one's",
+        _INIT,
+        "return period[rows % len(period)]",
+        "return period[rows * 0]",
+        "test_init.py",
+    ),
+)
+
+SHIMS = (
+    _mutant(
+        "shim: rows of QKV in another order",
+        "all queries, then all keys, then all values",
+        "mup_megatron/layers/linear.py",
+        'return Fused(runs=(("query", query), ("key", head_size), ("value", head_size)), repeats=groups)',
+        'runs = (("query", query * groups), ("key", head_size * groups), ("value", head_size * groups))\n'
+        "        return Fused(runs=runs)",
+        "test_architecture_rules.py",
+        "test_values_reach.py",
+        "test_engine.py",
+    ),
+    _mutant(
+        "shim: residual multiplier on the bias",
+        "a branch's bias is added whole",
+        "mup_megatron/layers/residual.py",
+        "scaled_bias = None if bias is None else bias * multiplier",
+        "scaled_bias = bias",
+        "test_values_reach.py",
+        "test_architectures.py",
+    ),
+    _mutant(
+        "shim: the router is hidden-like",
+        "the router's init loses g",
+        "mup_megatron/layers/moe.py",
+        'TensorSpec(shape=(experts, hidden), fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),',
+        'TensorSpec(shape=(experts, hidden), fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="hidden_like"),',
+        "test_architecture_rules.py",
+    ),
+    _mutant(
+        "shim: the shared experts' gate is hidden-like",
+        "the gate's init loses g",
+        "mup_megatron/layers/moe.py",
+        'TensorSpec(shape=shape, fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),',
+        'TensorSpec(shape=shape, fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="hidden_like"),',
+        "test_architecture_rules.py",
+    ),
+    _mutant(
+        "shim: the readout is hidden",
+        "the head's record does not say that it is the readout",
+        "mup_megatron/layers/embedding.py",
+        "readout=True,",
+        "readout=False,",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "shim: positions are hidden",
+        "the position embedding's fan-in and fan-out are swapped",
+        "mup_megatron/layers/embedding.py",
+        "fan_in=0, fan_out=1, init=Init.EMBEDDING))",
+        "fan_in=1, fan_out=0, init=Init.EMBEDDING))",
+        "test_parametrization.py",
+    ),
+    _mutant(
+        "shim: QK-norm gains are summed over heads",
+        "each tensor-parallel rank keeps the gradient of its own heads",
+        "mup_megatron/layers/norm.py",
+        "parameter.sequence_parallel = sequence_parallel or per_head",
+        "parameter.sequence_parallel = sequence_parallel",
+        "test_architectures.py::test_layout_changes_nothing",
+    ),
+    _mutant(
+        "shim: the readout's multiplier",
+        "the head's input is not scaled",
+        "mup_megatron/layers/embedding.py",
+        "return (inputs[0] * multiplier, *inputs[1:])",
+        "return inputs",
+        "test_values_reach.py",
+    ),
+    _mutant(
+        "shim: the embedding's multiplier",
+        "the embedding's output is not scaled",
+        "mup_megatron/layers/embedding.py",
+        "lambda _module, _inputs, output: output * multiplier",
+        "lambda _module, _inputs, output: output",
+        "test_values_reach.py",
+    ),
+    _mutant(
+        "shim: QK-norm and g",
+        "queries under QK-norm start output-like",
+        "mup_megatron/layers/linear.py",
+        'normed = (("query", "hidden_like"), ("key", "hidden_like")) if config.qk_layernorm else ()',
+        "normed = ()",
+        "test_architecture_rules.py",
+    ),
+)
+
+LAYOUT = (
+    _mutant(
+        "layout: data rank under context parallelism",
+        "context-parallel ranks read data of their own",
+        _LAYOUT,
+        "return rank // (self.tensor * self.context) % self.data",
+        "return rank // self.tensor % self.data",
+        "test_layout.py",
+    ),
+    _mutant(
+        "layout: optimizer offload under Megatron's engine",
+        "is accepted and ignored",
+        _LAYOUT,
+        "elif parallel.offload_optimizer:",
+        "elif False:",
+        "test_layout.py",
+    ),
+    _mutant(
+        "layout: experts under ZeRO 3",
+        "reach DeepSpeed, which has no such thing",
+        _LAYOUT,
+        "and expert > 1 and parallel.zero_stage == 3:",
+        "and expert > 1 and False:",
+        "test_layout.py",
+    ),
+    _mutant(
+        "layout: experts that cannot be shared",
+        "an expert-parallel size that does not divide the experts",
+        _LAYOUT,
+        "if model.num_moe_experts % expert:",
+        "if False:",
+        "test_layout.py",
+    ),
+    _mutant(
+        "layout: experts without sequence parallelism",
+        "TP with experts reaches upstream without it",
+        _LAYOUT,
+        "if model.num_moe_experts is not None and tensor > 1 and not config.parallel.sequence_parallel:",
+        "if False:",
+        "test_layout.py",
+    ),
+    _mutant(
+        "layout: uneven batches",
+        "a batch that the ranks cannot share",
+        _LAYOUT,
+        "if config.training.global_batch_size % samples:",
+        "if False:",
+        "test_layout.py",
+        "test_train.py::test_bad_input",
+    ),
+)
+
+GUARDS = (
+    _mutant(
+        "guard: Adam with L2",
+        "weight decay under Adam is added to the gradient",
+        _CHECKS,
+        'if optimizer.name == "adam" and hparams.weight_decay > 0:',
+        "if False:",
+        "test_config.py",
+    ),
+    _mutant(
+        "guard: zero readout with a tied head",
+        "the embedding starts from zero",
+        _CHECKS,
+        "if parametrization.zero_init_readout and model.share_embeddings_and_output_weights:",
+        "if False:",
+        "test_architecture_rules.py",
+        "test_config.py",
+    ),
+    _mutant(
+        "guard: zero query under QK-norm",
+        "the query's gradient has no bound",
+        _CHECKS,
+        "if parametrization.zero_init_query and model.qk_layernorm and not model.multi_latent_attention:",
+        "if False:",
+        "test_architecture_rules.py",
+        "test_config.py",
+    ),
+    _mutant(
+        "guard: a checkpoint of another run",
+        "a changed hyperparameter goes on as if it were the same run",
+        _CHECKPOINT,
+        "    if differences:\n        raise UserError(",
+        "    if False:\n        raise UserError(",
+        "test_checkpoint.py",
+    ),
+    _mutant(
+        "guard: a checkpoint's checksum",
+        "a flipped bit is loaded",
+        _CHECKPOINT,
+        "if _sha256(path / name) != sums[name]:",
+        "if False:",
+        "test_checkpoint.py",
+    ),
+    _mutant(
+        "guard: only tensors",
+        "a checkpoint's index may name other things than tensors",
+        _STATE,
+        "if not isinstance(entry, TensorStorageMetadata):",
+        "if False:",
+        "test_checkpoint.py",
+        "test_bad_checkpoints.py",
+    ),
+    _mutant(
+        "guard: the index imports what it likes",
+        "a pickle in the index is executed",
+        _STATE,
+        "if (module, name) in self._ALLOWED or",
+        "if True or",
+        "test_checkpoint.py",
+        "test_bad_checkpoints.py",
+    ),
+    _mutant(
+        "guard: a record of another family",
+        "values of another family are transferred",
+        _RECORD,
+        'if record["digest"] == digest(settings):',
+        "if True:",
+        "test_record.py",
+    ),
+    _mutant(
+        "guard: a record edited by hand",
+        "its checksum is not compared",
+        _RECORD,
+        'if record.get("checksum") != digest(',
+        "if False and digest(",
+        "test_record.py",
+    ),
+    _mutant(
+        "guard: a patch on another signature",
+        "a symbol that upstream changed is wrapped all the same",
+        "patches/record.py",
+        "if found != self.parameters:",
+        "if False:",
+        "test_patches.py",
+    ),
+    _mutant(
+        "guard: generated padding",
+        "tokens of the vocabulary's padding may be chosen",
+        "mup_megatron/generate.py",
+        "sampling.choose(logits[: int(tokenizer.vocab_size)], generator)",
+        "sampling.choose(logits, generator)",
+        "test_generate.py",
+    ),
+)
+
+RECOVERY = (
+    _mutant(
+        "recovery: checkpoints are written in place",
+        "a half-written checkpoint bears the name of a whole one",
+        _CHECKPOINT,
+        'return self.directory / f"step_{step:08d}.partial"',
+        'return self.directory / f"step_{step:08d}"',
+        "test_checkpoint.py",
+    ),
+    _mutant(
+        "recovery: the oldest are kept",
+        "the newest checkpoints are removed",
+        _CHECKPOINT,
+        "for old in self._whole()[: -self._kept]:",
+        "for old in self._whole()[self._kept :]:",
+        "test_checkpoint.py",
+    ),
+    _mutant(
+        "recovery: strided slices of a checkpoint",
+        "gate|up is saved under another layout's offsets",
+        _STATE,
+        "offsets = [(spec.partition_dim, own + number * slices, spec.partition_stride * slices)]",
+        "offsets = [(spec.partition_dim, own * spec.partition_stride + number, spec.partition_stride * slices)]",
+        "test_resume.py",
+    ),
+    _mutant(
+        "recovery: halving by arrival",
+        "a trial is compared with whoever is there",
+        _STUDY,
+        "if all(step in other.reports or other.state in FINISHED for other in earlier):",
+        "if True:",
+        "test_study.py",
+    ),
+    _mutant(
+        "recovery: a lost trial is retried for ever",
+        "a trial that kills its workers never fails",
+        _STUDY,
+        "if times < _MOST_LOST:",
+        "if True:",
+        "test_study.py",
+    ),
+    _mutant(
+        "recovery: a study of other settings",
+        "goes on with this config's",
+        _STUDY,
+        "if found is not None and found != decided:",
+        "if False:",
+        "test_study.py",
+    ),
+    _mutant(
+        "tuning: repetitions do not count",
+        "the candidate with the best single loss is chosen",
+        _OUTCOME,
+        "candidates.sort(key=lambda candidate: (candidate.mean, candidate.slot))",
+        "candidates.sort(key=lambda candidate: (candidate.losses[0], candidate.slot))",
+        "test_study.py",
+    ),
+    _mutant(
+        "tuning: a sampler that never learns",
+        "TPE is not given the trials that ended",
+        _STUDY,
+        "study = self._load(_sampler(self._config, waiting.slot)) if learns else self.study",
+        "study = self.study",
+        "test_study.py",
+    ),
+)
+
+NORM = (
+    _mutant(
+        "norm: a replicated gradient counts twice",
+        "every tensor-parallel rank adds the gains' gradients",
+        _NORM,
+        "if spec.partition_dim is None and own != 0:",
+        "if False:",
+        "test_layout_invariance.py::test_layout_changes_nothing",
+        "test_negative_controls.py::test_whole_it_holds",
+    ),
+    _mutant(
+        "norm: never clipped",
+        "gradients are not scaled down",
+        _NORM,
+        "if limit and factor < 1.0:",
+        "if False:",
+        "test_engine.py::test_clipping_limits_the_update",
+    ),
+)
+
+_DEEPSPEED = "mup_megatron/deepspeed"
+TORCH = (
+    _mutant(
+        "torch: MuReadout without A",
+        "logits are not divided by the width ratio",
+        "mup_megatron/mup/layer.py",
+        "return super().forward(self.output_mult * x / self.width_mult())",
+        "return super().forward(self.output_mult * x)",
+        "test_mup.py",
+    ),
+    _mutant(
+        "torch: the readout's default init",
+        "torch's init of the readout keeps falling with width",
+        "mup_megatron/mup/layer.py",
+        "            scale_(self.bias, factor)\n        scale_(self.weight, factor)",
+        "            scale_(self.bias, factor)",
+        "test_mup.py",
+    ),
+    _mutant(
+        "torch: MuSGD's vectors",
+        "vectors keep the base's rate under SGD",
+        "mup_megatron/mup/infshape.py",
+        "return Ratios(rules.ONE, self.main.ratio, rules.ONE)",
+        "return Ratios(rules.ONE, rules.ONE, rules.ONE)",
+        "test_mup.py",
+    ),
+    _mutant(
+        "torch: decay in MuAdam",
+        "decay is not multiplied back",
+        "mup_megatron/mup/optim.py",
+        'group["weight_decay"] = scaled(base["weight_decay"], rules.weight_decay("independent", lr))',
+        'group["weight_decay"] = base["weight_decay"]',
+        "test_mup.py",
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    *RULES,
+    *SHAPES,
+    *TABLE,
+    *OPTIMIZER,
+    *INIT,
+    *SHIMS,
+    *LAYOUT,
+    *GUARDS,
+    *RECOVERY,
+    *NORM,
+    *TORCH,
+)

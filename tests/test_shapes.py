@@ -74,6 +74,7 @@ def test_blocks_must_fill_their_dimension() -> None:
 
 def test_layer_number() -> None:
     assert layer_number("decoder.layers.12.mlp.linear_fc1.weight") == 12
+    assert layer_number("mtp.layers.0.transformer_layer.mlp.linear_fc1.weight") is None  # its depth is its own
     assert layer_number("decoder.final_layernorm.weight") is None
     assert layer_number("embedding.word_embeddings.weight") is None
 
@@ -142,7 +143,7 @@ def test_blocks_of_one_size_follow_from_a_bsh_without_blocks() -> None:
 
 def test_blocks_of_several_sizes_do_not() -> None:
     with pytest.raises(UserError, match="does not tell their base sizes"):
-        join_base_shapes({"w": weight(96, 64, qkv(2, 32, 8))}, BaseShapes({"w": [40, 16]}, {}, {}), "x.bsh")
+        join_base_shapes({"w": weight(96, 64, qkv(2, 32, 8))}, BaseShapes({"w": [48, 16]}, {}, {}), "x.bsh")
 
 
 @pytest.mark.parametrize(

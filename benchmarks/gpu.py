@@ -30,6 +30,7 @@ from mup_megatron.config import parse_config
 from mup_megatron.data.batches import Batch
 from mup_megatron.layout import resolve_layout
 from mup_megatron.report.run import read_run
+from mup_megatron.run_directory import CONTROLS
 from mup_megatron.shapes import Fused, Init, TensorSpec
 from mup_megatron.tuning.process import environment
 
@@ -169,7 +170,7 @@ def check_base(device: torch.device) -> dict[str, Any]:
 
 
 def check_pipeline(quick: bool) -> dict[str, Any]:
-    """The demo's pipeline on this device, its control included: how it ends, what it chose, both losses."""
+    """The demo's pipeline on this device, its control included: how it ends, what it chose, all losses."""
     short = ("training.train_steps=8", "training.lr_warmup_steps=1", "training.eval_interval=4", "tuning.train_steps=8")
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -192,10 +193,10 @@ def check_pipeline(quick: bool) -> dict[str, Any]:
         losses = [curve.eval_loss for curve in run.curves]
         study = run.record["study"] if run.record else {}
     return {
-        "passed": len(losses) == 2 and losses[0] is not None and math.isfinite(losses[0]),
+        "passed": len(losses) == 3 and losses[0] is not None and math.isfinite(losses[0]),
         "values": study.get("values"),
         "noise": study.get("noise"),
-        "eval_loss": dict(zip(("mup", "standard"), losses, strict=False)),
+        "eval_loss": dict(zip(("mup", *CONTROLS), losses, strict=False)),
         "seconds": seconds,
     }
 

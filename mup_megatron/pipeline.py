@@ -27,7 +27,7 @@ from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import CONTROL, PLAN, Busy, own_run_directory, write_whole
+from mup_megatron.run_directory import CONTROLS, PLAN, Busy, own_run_directory, write_whole
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
@@ -44,7 +44,7 @@ def run_pipeline(
     Args:
         config: the run.
         rank: this process.
-        control: whether to train the same target in the standard parametrization afterwards, with the same values.
+        control: whether to train the same target in the other parametrizations afterwards, with the same values.
         allowed_changes: keys that may differ from the target's checkpoint.
 
     Raises:
@@ -74,13 +74,13 @@ def run_pipeline(
             meeting.part(rank)
             return
         train.train(config, rank, allowed_changes, meeting=meeting)
-        if control:
+        for name in controls(config) if control else ():
             runtime.stop_distributed()
-            progress.say("the same target in the standard parametrization, with the same values")
+            progress.say(f"the same target, {CONTROLS[name]}, with the same values")
             try:
-                train.train(control_config(config), rank, allowed_changes, meeting=meeting)
+                train.train(control_config(config, name), rank, allowed_changes, meeting=meeting)
             except train.Diverged as diverged:
-                progress.say(f"standard parametrization: {diverged}")
+                progress.say(f"{CONTROLS[name]}: {diverged}")
 
 
 def _check_target(config: Config, layout: Layout) -> None:
@@ -88,14 +88,19 @@ def _check_target(config: Config, layout: Layout) -> None:
     refuse(config, layout)
 
 
-def control_config(config: Config) -> Config:
-    """The target in the standard parametrization, beside the µP run and on its data."""
+def controls(config: Config) -> list[str]:
+    """The parametrizations that the run is compared with: all that are not µP, and not its own."""
+    return [name for name in CONTROLS if name != config.parametrization.name]
+
+
+def control_config(config: Config, name: str) -> Config:
+    """The target in another parametrization, beside the run and on its data."""
     return config.model_copy(
         update={
             "run": config.run.model_copy(
-                update={"name": f"{config.run.name}, standard", "dir": str(Path(config.run.dir) / CONTROL)}
+                update={"name": f"{config.run.name}, {name}", "dir": str(Path(config.run.dir) / name)}
             ),
-            "parametrization": config.parametrization.model_copy(update={"name": "standard"}),
+            "parametrization": config.parametrization.model_copy(update={"name": name}),
             "data": config.data.model_copy(update={"dir": str(data_directory(config))}),
         }
     )

@@ -1,6 +1,6 @@
 """A run's folder and who may write into it.
 
-Public names: `own_run_directory`, `Busy`, `write_whole`, `full_disk`, `CONTROL`, `PLAN`.
+Public names: `own_run_directory`, `Busy`, `write_whole`, `full_disk`, `CONTROLS`, `PLAN`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LITTLE = 1 << 20
 PLAN = "plan.json"
 """File, in a run's folder, of what tuning and this run's own target cost."""
 
-CONTROL = "standard"
-"""Folder, in a run's, of the same target in the standard parametrization."""
+CONTROLS = {"standard": "standard parametrization", "fan_in": "1/sqrt(fan-in) init with one rate"}
+"""Parametrizations that a target is compared with, for people: each is a folder, in a run's, of the same target."""
 
 
 class Busy(UserError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import yaml
 from mup_megatron import cli
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
+from mup_megatron.run_directory import CONTROLS
 from mup_megatron.tuning.study import Study
 from mup_megatron.tuning.trial import is_out_of_memory
 from tests import bodies
@@ -70,7 +72,7 @@ def test_what_a_pipeline_does(whole: Path) -> None:
     assert found["study"]["slot"] == min(whole_trials, key=lambda trial: trial["loss"])["slot"]
 
     # The target trained with what was chosen, and the control with the same.
-    for run_folder in (whole / "run", whole / "run" / "standard"):
+    for run_folder in (whole / "run", *(whole / "run" / name for name in CONTROLS)):
         resolved = yaml.safe_load((run_folder / "config.yaml").read_text())
         chosen = found["study"]["values"]
         assert {name: resolved["hparams"][name] for name in SEARCH} == chosen
@@ -80,8 +82,13 @@ def test_what_a_pipeline_does(whole: Path) -> None:
     assert explained["layout"]["tensor_model_parallel_size"] == 2
     lr = {parameter["name"]: parameter["lr"] for parameter in explained["parameters"]}
     assert lr["decoder.layers.0.mlp.linear_fc1.weight"] == pytest.approx(chosen["lr"] * 64 / 96)
-    standard = json.loads((whole / "run" / "standard" / "explain.json").read_text())
-    assert {parameter["lr"] for parameter in standard["parameters"]} == {chosen["lr"]}
+    stds = {}
+    for name in CONTROLS:
+        control = json.loads((whole / "run" / name / "explain.json").read_text())
+        assert {parameter["lr"] for parameter in control["parameters"]} == {chosen["lr"]}
+        stds[name] = {parameter["name"]: parameter["init_std"] for parameter in control["parameters"]}
+    fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert (stds["standard"][fc1], stds["fan_in"][fc1]) == (0.05, pytest.approx(0.05 / math.sqrt(96 / 64)))
     for picture in ("search.png", "loss.png"):
         assert (whole / "run" / picture).read_bytes().startswith(b"\x89PNG")
         assert f"picture: {whole / 'run' / picture}" in out
@@ -91,8 +98,10 @@ def test_what_a_pipeline_does(whole: Path) -> None:
         "worker-1.log",
     ]
     assert not list((whole / "run" / "tuning").glob("*/checkpoints"))
-    for row in ("proxy loss", "target loss", "the same target, standard parametrization", "tuning / target compute"):
+    rows = ["proxy loss", "target loss", *(f"the same target, {said}" for said in CONTROLS.values())]
+    for row in (*rows, "tuning / target compute"):
         assert row in out
+    assert sum("nats lower than" in line for line in out.splitlines()) == 2
 
 
 def test_a_trial_is_the_proxy_trained_alone(whole: Path, tmp_path: Path, ranks: Ranks) -> None:

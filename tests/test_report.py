@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
+import math
 import os
 import re
 import shutil
@@ -15,7 +17,9 @@ import pytest
 
 from mup_megatron import cli
 from mup_megatron.report.page import write_page
-from mup_megatron.report.run import read_run
+from mup_megatron.report.run import Curve, Run, read_run
+from mup_megatron.report.summary import _verdict
+from mup_megatron.run_directory import CONTROLS
 from tests.commands import metrics
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -85,9 +89,9 @@ def test_the_page_in_a_browser(whole: Path, tmp_path: Path, capsys: pytest.Captu
     record = json.loads((whole / "run" / "transfer.json").read_text())
     trials = [trial for trial in record["study"]["trials"] if trial["loss"] is not None]
     assert seen["marks"]["search-lr"] == seen["marks"]["search-output_multiplier"] == len(trials)
-    curves = [metrics(whole / "run"), metrics(whole / "run" / "standard")]
+    curves = [metrics(whole / "run" / folder) for folder in (".", *CONTROLS)]
     assert seen["marks"]["curves"] == sum("eval_loss" in line for curve in curves for line in curve)
-    assert seen["lines"] == 4
+    assert seen["lines"] == 6  # training and evaluation of each
     first = next(trial for trial in trials if trial["state"] == "complete")
     assert f"loss {first['loss']:.4f}" in seen["hover"]
     assert f"lr {first['values']['lr']:.4g}" in seen["hover"]
@@ -145,3 +149,19 @@ def test_checks_are_on_the_page(repository: Path, tmp_path: Path) -> None:
     assert "<h2>Coordinate check of mup</h2><img" in text
     assert "passed: 59 of 59 modules and parameters are within bounds" in text
     assert 'src="data:image/png;base64,' in text
+
+
+def ended(name: str, loss: float) -> Curve:
+    return Curve(name=name, steps=[{"step": 1, "loss": loss}], evaluations=[{"step": 1, "eval_loss": loss}])
+
+
+def test_who_ended_lower_is_said_of_every_control(tmp_path: Path) -> None:
+    controls = {"standard": ended("standard parametrization", math.nan), "fan_in": ended("1/sqrt(fan-in)", 4.0)}
+    folder: dict[str, Any] = {"directory": tmp_path, "config": {}, "explanation": None, "record": None, "plan": None}
+    run = Run(**folder, target=ended("µP", 4.25), versions={}, controls=controls)
+    assert _verdict(run) == [
+        "standard parametrization: diverged with the values that µP transferred",
+        "1/sqrt(fan-in) ends 0.2500 nats lower than µP, with the same values",
+    ]
+    higher = dataclasses.replace(run, controls={"fan_in": ended("1/sqrt(fan-in)", 4.5)})
+    assert _verdict(higher) == ["µP ends 0.2500 nats lower than 1/sqrt(fan-in), with the same values"]

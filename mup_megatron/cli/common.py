@@ -35,7 +35,7 @@ Processes = Annotated[
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="Runs at a time; one per GPU, else one per core.")]
 Control = Annotated[
-    bool, typer.Option(help="Afterwards train the same target in the standard parametrization, with the same values.")
+    bool, typer.Option(help="Afterwards train the same target in standard and in fan_in too, with the same values.")
 ]
 
 

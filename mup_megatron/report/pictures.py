@@ -7,8 +7,8 @@ from typing import Any
 
 from mup_megatron.report.run import Run
 
-COLORS = ("#4878a8", "#c44e52")
-"""Of the target, and of the same in the standard parametrization."""
+COLORS = ("#4878a8", "#c44e52", "#dd8452")
+"""Of the target, and of the same in the parametrizations that it is compared with."""
 
 STATES = {
     "complete": ("trained to the end", "o", "#4878a8"),
@@ -29,7 +29,7 @@ def load_pyplot() -> Any:
 
 
 def draw_curves(run: Run) -> Path:
-    """Training loss per step, evaluations as points, the base learning rate below; the control beside the target.
+    """Training loss per step, evaluations as points, the base learning rate below; the controls beside the target.
 
     Returns:
         Path of the picture, `loss.png` in the run's folder.

@@ -11,7 +11,7 @@ import yaml
 
 from mup_megatron.errors import UserError
 from mup_megatron.report.proofs import result_files
-from mup_megatron.run_directory import CONTROL, PLAN
+from mup_megatron.run_directory import CONTROLS, PLAN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Run:
         plan: what tuning and this run's target cost (plan.json); None for a run that only trained.
         target: its training; None before it began.
         versions: of what the target ran with, else of what tuned; empty where nothing tells.
-        control: the same target in the standard parametrization; None without one.
+        controls: the same target in other parametrizations (`CONTROLS`), by name; empty without any.
     """
 
     directory: Path
@@ -61,12 +61,12 @@ class Run:
     plan: dict[str, Any] | None
     target: Curve | None
     versions: dict[str, str]
-    control: Curve | None
+    controls: dict[str, Curve]
 
     @property
     def curves(self) -> list[Curve]:
         """Those that are there."""
-        return [curve for curve in (self.target, self.control) if curve is not None]
+        return [curve for curve in (self.target, *self.controls.values()) if curve is not None]
 
 
 def read_run(directory: Path) -> Run:
@@ -83,7 +83,7 @@ def read_run(directory: Path) -> Run:
         config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
     own, named = directory / "transfer.json", (config.get("tuning") or {}).get("record")
     record = read_record(own, None) or (read_record(Path(named), None) if named else None)
-    target = _curve(directory, "µP" if _parametrization(config) == "mup" else "standard parametrization")
+    target = _curve(directory, CONTROLS.get(_parametrization(config), "µP"))
     if target is None and record is None and not result_files(directory):
         raise UserError(
             f"{directory}: neither metrics.jsonl nor transfer.json is there, and no check; expected the folder of a run"
@@ -96,7 +96,9 @@ def read_run(directory: Path) -> Run:
         plan=_json(directory / PLAN),
         target=target,
         versions=_versions(directory) or (record or {}).get("versions", {}),
-        control=_curve(directory / CONTROL, "standard parametrization"),
+        controls={
+            name: curve for name, said in CONTROLS.items() if (curve := _curve(directory / name, said)) is not None
+        },
     )
 
 

@@ -5,6 +5,7 @@ Public names: `summarize`, `summary`, `print_transfer`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,9 @@ def summary(run: Run) -> dict[str, Any]:
         ["trials", ", ".join(f"{count} {state}" for state, count in ended.items() if count)],
         ["proxy loss", f"{study['loss']:.4f}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})"],
     ]
-    for curve, what in ((run.target, "target loss"), (run.control, "the same target, standard parametrization")):
-        if curve is not None and curve.eval_loss is not None:
+    for curve in run.curves:
+        if curve.eval_loss is not None:
+            what = "target loss" if curve is run.target else f"the same target, {curve.name}"
             results.append([what, f"{curve.eval_loss:.4f}"])
     times = [f"tuning {spent['process_seconds']:.0f} s of one process"]
     times += [f"{curve.name} {curve.seconds:.0f} s" for curve in run.curves]
@@ -75,16 +77,21 @@ def summary(run: Run) -> dict[str, Any]:
 
 def _verdict(run: Run) -> list[str]:
     """Which parametrization ended lower, whichever it is."""
-    if run.target is None or run.control is None:
+    if run.target is None:
         return []
-    if run.control.steps and run.control.steps[-1]["loss"] != run.control.steps[-1]["loss"]:
-        return ["the standard parametrization diverged with the values that µP transferred"]
-    ours, theirs = run.target.eval_loss, run.control.eval_loss
-    if ours is None or theirs is None:
-        return []
-    if ours <= theirs:
-        return [f"µP ends {theirs - ours:.4f} nats lower than the standard parametrization with the same values"]
-    return [f"the standard parametrization ends {ours - theirs:.4f} nats lower than µP here, with the same values"]
+    said = []
+    for control in run.controls.values():
+        if control.steps and not math.isfinite(control.steps[-1]["loss"]):
+            said.append(f"{control.name}: diverged with the values that µP transferred")
+            continue
+        ours, theirs = run.target.eval_loss, control.eval_loss
+        if ours is None or theirs is None:
+            continue
+        lower, higher, by = (
+            (run.target, control, theirs - ours) if ours <= theirs else (control, run.target, ours - theirs)
+        )
+        said.append(f"{lower.name} ends {by:.4f} nats lower than {higher.name}, with the same values")
+    return said
 
 
 def _print(data: Mapping[str, Any], console: Any) -> None:

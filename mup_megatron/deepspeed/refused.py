@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from mup_megatron.deepspeed.mpu import tensor_parallel_size
 from mup_megatron.errors import UserError
-from mup_megatron.mup.layers import check_gates
+from mup_megatron.mup.foreign import check_gates
 
 
 def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:

@@ -46,7 +46,7 @@ class InfShape(tuple[InfDim, ...]):
     Attributes:
         main: the dimension that `width_mult` reads: the last that grows, which is the fan-in of a matrix. As in
             microsoft/mup it may be set by hand, with `main_idx`, where a tensor's dimensions stand in another order.
-        fan_in_idx: the dimension that is the fan-in of a matrix: 1, as torch's layers have it, unless layers.py of
+        fan_in_idx: the dimension that is the fan-in of a matrix: 1, as torch's layers have it, unless foreign.py of
             this package says otherwise.
         output_like: whether a matrix from a dimension that grows to one that does not has no forward multiplier, so
             that init and rate shrink as 1/m instead.

@@ -15,8 +15,8 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from mup_megatron import rules
-from mup_megatron.mup.infshape import InfShape
 from mup_megatron.mup.foreign import is_transposed
+from mup_megatron.mup.infshape import InfShape
 from mup_megatron.mup.parameters import clean_names, infshape_of, scale_
 
 _SAMPLE = 1 << 16

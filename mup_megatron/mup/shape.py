@@ -20,9 +20,9 @@ from mup_megatron import shapes
 from mup_megatron.errors import UserError
 from mup_megatron.layers.record import recorded
 from mup_megatron.mup import drawn
+from mup_megatron.mup.foreign import gates, is_transposed, read_layers
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
 from mup_megatron.mup.layer import MuReadout, rescale_gate, rescale_linear_bias
-from mup_megatron.mup.foreign import gates, is_transposed, read_layers
 from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of
 from mup_megatron.shapes import TensorShape, TensorSpec
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config, Model
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, shown
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 
@@ -104,22 +104,22 @@ def check_resume(
     allowed = (*_FREE, *allowed)
     before, now = _flatten(_compared(found)), _flatten(_compared(current))
     differences = [
-        (key, f"{before.get(key)!r}", f"{now.get(key)!r}")
+        (key, shown(before.get(key)), shown(now.get(key)))
         for key in sorted(set(before) | set(now))
         if before.get(key) != now.get(key) and not any(key == free or key.startswith(free + ".") for free in allowed)
     ]
     if differences:
         raise UserError(
-            f"{where}: the checkpoint does not belong to this config; {advice}\n"
-            + _table([("key", "checkpoint", "config"), *differences[:_MOST_DIFFERENCES]])
-            + (f"\n... and {len(differences) - _MOST_DIFFERENCES} more" * (len(differences) > _MOST_DIFFERENCES))
+            f"{where}: the checkpoint does not belong to this config; {advice}",
+            _table([("key", "checkpoint", "config"), *differences[:_MOST_DIFFERENCES]])
+            + [f"... and {len(differences) - _MOST_DIFFERENCES} more"] * (len(differences) > _MOST_DIFFERENCES),
         )
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(f"  {line}" for line in lines)
+    return [f"  {line}" for line in lines]
 
 
 def _compared(record: dict[str, Any]) -> dict[str, Any]:
@@ -169,14 +169,14 @@ class Checkpoints:
         if not isinstance(record, dict) or not {"format", "step"} <= set(record):
             raise UserError(f"{path / RECORD}: expected a JSON object with format, step and config")
         if record["format"] != FORMAT:
-            raise UserError(f"{path}: written in format {record['format']!r}; this version reads format {FORMAT}")
+            raise UserError(f"{path}: written in format {shown(record['format'])}; this version reads format {FORMAT}")
         parts = {"config": dict, "base_shapes": dict, "data_digest": str, "step": int}
         for key, kind in parts.items():
             if not isinstance(record.get(key), kind):
                 raise UserError(f"{path / RECORD}: {key} is missing or no {kind.__name__}")
         named = re.fullmatch(r"step_(\d{8,})", path.name)
         if record["step"] != (int(named[1]) if named else max(record["step"], 0)):
-            raise UserError(f"{path / RECORD}: step is {record['step']!r}; expected the folder's")
+            raise UserError(f"{path / RECORD}: step is {shown(record['step'])}; expected the folder's")
         return record
 
     def problem(self, path: Path, share: tuple[int, int] = (0, 1)) -> str | None:

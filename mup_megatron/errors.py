@@ -1,4 +1,36 @@
-"""What goes wrong on the user's side: one clear sentence, exit status 2, no traceback."""
+"""What goes wrong on the user's side: one clear sentence, exit status 2, no traceback.
+
+Public names: `UserError`, `ConfigError`, `DiskFull`; for what stands in sentences `shown`, `one_line`, `masked`,
+`masked_value`.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Sequence
+
+_LONGEST = 2000
+_MOST_LINES = 60
+
+# user:password@ of a URL, and what a query, or a list of options, calls by the name of a secret (sslkey is a file).
+_PASSWORD = re.compile(r"(://[^\s:/@]*:)\S*@")
+_ANY_PASSWORD = re.compile(r"(://[^:/@]*:).*@", re.DOTALL)
+_SECRET = re.compile(
+    r"((?:^|[?&;\s'\"])[\w.-]*(?:pass|password|passwd|passphrase|pwd|secret|token|(?<!ssl)key|credential|signature)=)"
+    r"[^&;\s'\"#]+",
+    re.IGNORECASE,
+)
+
+
+def masked(text: str) -> str:
+    """The text without the passwords of URLs and the secrets of their queries: `***` stands where they stood."""
+    return _SECRET.sub(r"\1***", _PASSWORD.sub(r"\1***@", text))
+
+
+def masked_value(text: str) -> str:
+    """The same of a text that is nothing but a URL or an option, where a password may hold spaces."""
+    return masked(_ANY_PASSWORD.sub(r"\1***@", text))
 
 
 def one_line(text: str) -> str:
@@ -6,8 +38,49 @@ def one_line(text: str) -> str:
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
+class _Short(reprlib.Repr):
+    """Never longer than a line, whatever an anchor of YAML, or a list of a thousand, makes of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple, self.maxset = 2, 3, 4, 4, 4
+        self.maxstring = self.maxother = 80
+
+    def repr_str(self, x: str, level: int) -> str:
+        """What may be a password must not be cut off before the sign that ends it."""
+        return super().repr_str(masked_value(x), level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python itself refuses to write a number of more than 4300 digits."""
+        return f"a number of {x.bit_length()} bits" if x.bit_length() > 128 else repr(x)
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """A value in a sentence: as Python writes it, cut short, control characters escaped, secrets masked."""
+    return one_line(_SHORT.repr(value))
+
+
+def _cut(line: str) -> str:
+    """The beginning, and the end, where often stands what was expected."""
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST * 3 // 4]} ... {line[-_LONGEST // 4 :]}"
+
+
 class UserError(Exception):
-    """Bad input. The message is one sentence that names the file, the key and what was expected."""
+    """Bad input.
+
+    Whatever a file puts into it, it is short, control characters in it are escaped, and secrets are masked.
+
+    Args:
+        message: one sentence that names the file, the key and what was expected.
+        table: further lines.
+    """
+
+    def __init__(self, message: str, table: Sequence[str] = ()) -> None:
+        lines = [message, *table[:_MOST_LINES]]
+        super().__init__("\n".join(_cut(one_line(masked(line))) for line in lines))
 
 
 class ConfigError(UserError):
@@ -21,7 +94,7 @@ class ConfigError(UserError):
 
     def __init__(self, key: str, problem: str, source: str | None = None) -> None:
         self.key, self.problem, self.source = key, problem, source
-        super().__init__(one_line(": ".join(part for part in (source, key, problem) if part)))
+        super().__init__(": ".join(part for part in (source, key, problem) if part))
 
 
 class DiskFull(UserError):

@@ -138,14 +138,14 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
         config: the run.
         parametrization: of the same config.
         layout: how ranks split the model.
-        console: a rich Console.
+        console: a rich Console without markup.
         rank: whose tensors are shown.
     """
     from rich.table import Table
 
     forward, hparams = parametrization.forward, config.hparams
     console.print(
-        f"[bold]{config.run.name}[/]: {config.model.architecture}, {_count(parametrization):,} parameters, "
+        f"{config.run.name}: {config.model.architecture}, {_count(parametrization):,} parameters, "
         f"{config.parametrization.name} parametrization, {layout}"
     )
     if layout.world_size > 1:
@@ -160,7 +160,7 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
     )
     console.print(_growth(config), highlight=False)
     for warning in sorted({family(line) for line in parametrization.clip_warnings()}):
-        console.print(f"[yellow]warning[/] {warning}", highlight=False)
+        console.print(f"warning {warning}", style="yellow", highlight=False)
     for key, group in parametrization.groups.items():
         tensors = [tensor for tensor in group if holds(config, layout, rank, tensor.shape.name)]
         if not tensors:

@@ -326,7 +326,8 @@ def _find(path: Path) -> Path:
 
 def _config_here(record: dict[str, Any], path: Path) -> Config:
     """The record's config for this process: one rank, what is installed here, the run's folder where it is now."""
-    config = parse_config(record["config"], str(path / RECORD))
+    # How it was tuned is another run's business, and may hold what is refused today.
+    config = parse_config({**record["config"], "tuning": {}}, str(path / RECORD))
     model, run = config.model, config.run
     if {"apex", "transformer_engine"} & {getattr(model, key) for key in Model.PLAIN_KERNELS}:
         model = model.model_copy(update=Model.PLAIN_KERNELS)  # compute the same, everywhere

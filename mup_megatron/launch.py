@@ -105,7 +105,7 @@ def keep_log() -> None:
     path = log_path(Path(directory), socket.gethostname(), rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     if rank:
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     else:
         reading, target = os.pipe()
         # SIGTERM to a whole SLURM step reaches tee too; it must outlive what the rank says of it.

@@ -25,9 +25,10 @@ from mup_megatron.config import Config, parse_config
 from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
 from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
+from mup_megatron.files import write_whole
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import CONTROLS, PLAN, Busy, own_run_directory, write_whole
+from mup_megatron.run_directory import CONTROLS, PLAN, Busy, own_run_directory
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 

@@ -1,6 +1,6 @@
 """A run's folder and who may write into it.
 
-Public names: `own_run_directory`, `Busy`, `write_whole`, `full_disk`, `CONTROLS`, `PLAN`.
+Public names: `own_run_directory`, `Busy`, `write_whole` (of files.py), `full_disk`, `CONTROLS`, `PLAN`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.files import write_whole as write_whole
 from mup_megatron.runtime import Rank
 
 # torch.save does not say why it failed; where fewer bytes than this are free, the disk is full.
@@ -48,7 +49,7 @@ def own_run_directory(directory: Path, rank: Rank, lock: str = ".lock") -> Itera
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory / lock, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(directory / lock, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UserError(f"run.dir: cannot write to {directory}: {error.strerror}") from None
     try:
@@ -61,13 +62,6 @@ def own_run_directory(directory: Path, rank: Rank, lock: str = ".lock") -> Itera
         yield
     finally:
         os.close(handle)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, whenever the process is killed."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 @contextmanager

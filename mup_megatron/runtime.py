@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, masked
 from mup_megatron.layout import Layout
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def say_error(message: str, rank: Rank) -> None:
     if alone:
         time.sleep(_SPEECHLESS_SECONDS)
     where = f" (rank {rank.rank})" if rank.world_size > 1 and (met or alone) else ""
-    print(f"mup-megatron: error{where}: {message}", file=sys.stderr, flush=True)
+    print(f"mup-megatron: error{where}: {masked(message)}", file=sys.stderr, flush=True)
 
 
 def prepare_process() -> None:
@@ -319,9 +319,10 @@ def _seed_forward(seed: int, layout: Layout, rank: int) -> None:
 
 def save_random_state(directory: Path, rank: int) -> None:
     """Writes the states of the generators that dropout draws from, of this rank, as safetensors."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    save_file(_random_states(), str(directory / _random_file(rank)))
+    # Not save_file, which leaves a file that its owner alone may read, whatever the umask says.
+    (directory / _random_file(rank)).write_bytes(save(_random_states()))
 
 
 def load_random_state(directory: Path, layout: Layout, rank: int, seed: int, step: int, *, same: bool) -> bool:

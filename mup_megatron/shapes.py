@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from mup_megatron.errors import UserError
+from mup_megatron.files import parse_yaml
 
 FixedFanOut = Literal["output_like", "hidden_like"]
 """Which init rule holds where the fan-in grows and the fan-out does not (docs/parametrization.md, section 2)."""
@@ -270,24 +271,29 @@ class BaseShapes(NamedTuple):
 
 
 def save_base_shapes(path: str | Path, shapes: Mapping[str, TensorShape], extra: Mapping[str, Any]) -> None:
-    """Writes base shapes so that `mup.shape.load_base_shapes` of microsoft/mup reads them.
+    """Writes base shapes so that `mup.shape.load_base_shapes` of microsoft/mup reads them."""
+    Path(path).write_text(base_shapes_text(shapes, extra), encoding="utf-8")
 
-    What that format cannot hold (blocks of fused tensors, head size) goes into a comment line.
-    """
+
+def base_shapes_text(shapes: Mapping[str, TensorShape], extra: Mapping[str, Any]) -> str:
+    """The text of that file; what the format cannot hold (blocks of fused tensors, head size) is in a comment line."""
     dims = {name: [dim.base_dim for dim in shape.infshape] for name, shape in shapes.items()}
     blocks = {
         name: {block: dim.base_dim for block, dim in shape.blocks.items()}
         for name, shape in shapes.items()
         if shape.blocks
     }
-    write_base_shapes(path, BaseShapes(dims, blocks, dict(extra)))
+    return _base_shapes_text(BaseShapes(dims, blocks, dict(extra)))
 
 
 def write_base_shapes(path: str | Path, base: BaseShapes) -> None:
     """Writes what `load_base_shapes` reads."""
+    Path(path).write_text(_base_shapes_text(base), encoding="utf-8")
+
+
+def _base_shapes_text(base: BaseShapes) -> str:
     comment = _BSH_EXTRA + json.dumps({"blocks": base.blocks, **base.extra}, sort_keys=True)
-    text = f"{_BSH_HEADER}{comment}\n{yaml.safe_dump(base.dims, default_flow_style=None, sort_keys=False)}"
-    Path(path).write_text(text, encoding="utf-8")
+    return f"{_BSH_HEADER}{comment}\n{yaml.safe_dump(base.dims, default_flow_style=None, sort_keys=False)}"
 
 
 def load_base_shapes(path: str | Path) -> BaseShapes:
@@ -298,12 +304,13 @@ def load_base_shapes(path: str | Path) -> BaseShapes:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        data = yaml.safe_load(text)
+        data = parse_yaml(text, "YAML")
     except OSError as error:
-        raise UserError(f"{path}: cannot read base shapes: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
-        # Not YAML's own errors alone: PyYAML's constructors raise these too (2001-99-99 is a date to it).
+        raise UserError(f"{path}: cannot read base shapes: {error.strerror or error}") from None
+    except UnicodeDecodeError:
         raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes)") from None
+    except UserError as error:
+        raise UserError(f"{path}: not a base shape file ({error})") from None
     if not isinstance(data, dict) or not all(
         isinstance(name, str) and isinstance(dims, list) and all(map(_is_base_size, dims))
         for name, dims in data.items()

@@ -26,10 +26,11 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import Engine, build_engine, refuse
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
+from mup_megatron.files import write_whole
 from mup_megatron.layout import resolve_layout
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import own_run_directory, write_whole
+from mup_megatron.run_directory import own_run_directory
 
 
 class Terminated(Exception):

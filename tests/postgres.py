@@ -21,8 +21,13 @@ def postgres_programs() -> Path | None:
 
 
 @contextlib.contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """Starts a server on a socket in `folder`, and yields the URL of an empty database."""
+def server(folder: Path, password: str | None = None) -> Iterator[str]:
+    """Starts a server on a socket in `folder`, and yields the URL of an empty database.
+
+    Args:
+        folder: is made.
+        password: that the server asks for; the URL does not hold it.
+    """
     programs = postgres_programs()
     if programs is None:
         raise FileNotFoundError("/usr/lib/postgresql/*/bin/initdb")
@@ -35,7 +40,11 @@ def server(folder: Path) -> Iterator[str]:
         for above in folder.parents:
             if not above.stat().st_mode & 0o001:
                 above.chmod(above.stat().st_mode | 0o011)
-    made = [*as_user, str(programs / "initdb"), "-D", str(data), "-A", "trust", "-U", "mup", "--no-sync"]
+    ways = ["-A", "trust"]
+    if password is not None:
+        (folder / "password").write_text(password)
+        ways = ["-A", "scram-sha-256", "--pwfile", str(folder / "password")]
+    made = [*as_user, str(programs / "initdb"), "-D", str(data), *ways, "-U", "mup", "--no-sync"]
     subprocess.run(made, check=True, capture_output=True, cwd=folder)
     command = [*as_user, str(programs / "postgres"), "-D", str(data), "-k", str(folder), "-h", "", "-F"]
     with (folder / "log").open("w") as log:

@@ -14,7 +14,8 @@ import torch
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.corpus import documents, source_files
-from mup_megatron.data.prepare import check_indexed_dataset, known_vocab_size, prepare
+from mup_megatron.data.index import check_indexed_dataset
+from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.data.tokenizer import load_tokenizer
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout

@@ -33,6 +33,7 @@ LEVELS = [
     {"rules", "layout", "patches", "representatives"},
     {"shapes"},
     {"config"},
+    {"files"},
     {"errors"},
 ]
 BESIDE = {

@@ -54,7 +54,7 @@ def gpus() -> int:
 
 
 def console() -> Any:
-    """Rich's console, of a fixed width where nobody looks."""
+    """Rich's console, of a fixed width where nobody looks; what stands in brackets is text."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 140)
+    return Console(width=None if sys.stdout.isatty() else 140, markup=False)

@@ -24,6 +24,7 @@ from mup_megatron.cli.common import (
     read_config,
 )
 from mup_megatron.errors import UserError
+from mup_megatron.files import write_output
 
 
 @app.command(epilog="Example: mup-megatron prepare configs/demo.yaml")
@@ -70,14 +71,15 @@ def explain(
 
     parametrization = parametrize(settings, known_vocab_size(settings))
     if save_base_shapes:
-        shapes.save_base_shapes(save_base_shapes, parametrization.shapes, beside_shapes(parametrization))
+        text = shapes.base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
+        write_output(Path(save_base_shapes), text, "--save-base-shapes")
     if as_json:
         print(json.dumps(explain_data(settings, parametrization, layout, rank), indent=1))
         return
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 200
-    print_table(settings, parametrization, layout, Console(width=width), rank)
+    print_table(settings, parametrization, layout, Console(width=width, markup=False), rank)
 
 
 @app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")
@@ -179,7 +181,7 @@ def transfer(
     on_target = becomes(transferred, parametrize(transferred, known_vocab_size(settings)), layout)
     if output:
         never = transferred.model_copy(update={"tuning": transferred.tuning.model_copy(update={"run": "never"})})
-        Path(output).write_text(yaml.safe_dump(never.model_dump(), sort_keys=False), encoding="utf-8")
+        write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")
     if as_json:
         print(json.dumps({"values": record["values"], "tuned": record["tuned"], "becomes": on_target}, indent=1))
         return

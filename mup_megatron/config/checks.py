@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Sequence
 
 from pydantic import ValidationError
 
 from mup_megatron.config.schema import Config, Hparams, Model, Range, Training
-from mup_megatron.errors import ConfigError
+from mup_megatron.errors import ConfigError, masked_value, shown
 
 
 def check(config: Config) -> None:
     """Runs every check of this module. Raises ConfigError."""
     for must_hold in (
+        _check_texts,
         _check_latent_attention,
         _check_heads,
         _check_experts,
@@ -33,6 +35,47 @@ def check(config: Config) -> None:
         _check_slurm,
     ):
         must_hold(config)
+
+
+_WITHOUT_PASSWORD = {
+    "tuning.storage": "PostgreSQL takes it from PGPASSWORD, ~/.pgpass or the file that PGPASSFILE names, MySQL from an "
+    "option file (mysql+pymysql://user@host/name?read_default_file=/home/user/.my.cnf)",
+    "slurm.container_image": "enroot takes it from its credentials file",
+}
+# What Weights & Biases gives out as keys.
+_WANDB_KEY = r"(local-)?[0-9a-f]{40}|wandb_v\d_\w+"
+
+
+def _check_texts(config: Config) -> None:
+    """What is in no text of a config: secrets, which every file of the run would hold; control characters.
+
+    Raises:
+        ConfigError: names the key and never shows a secret.
+    """
+    for key, text in _texts(config.model_dump(), ""):
+        if masked_value(text) != text:
+            way = _WITHOUT_PASSWORD.get(key, "expected it in the environment or in a file of its own")
+            raise config.error(key, f"holds a password or another secret, which the run's files would show; {way}")
+        # Cc and Cs: control characters, and halves of characters that no file can hold.
+        if any(unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in text):
+            raise config.error(key, f"expected text without control characters, found {shown(text)}")
+    if config.run.wandb_project is not None and re.fullmatch(_WANDB_KEY, config.run.wandb_project):
+        raise config.error(
+            "run.wandb_project", "is a key, not a project's name; expected the key in WANDB_API_KEY, or wandb login"
+        )
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Every text of plain data with its dotted key; keys are texts too."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield key, name
+            yield from _texts(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def _check_heads(config: Config) -> None:
@@ -315,7 +358,9 @@ def _check_schedule(config: Config) -> None:
     if training.lr_schedule == "multi-step" and not training.lr_milestones:
         raise config.error("training.lr_milestones", "missing; the multi-step schedule needs the steps where it drops")
     if training.lr_milestones != sorted(set(training.lr_milestones)):
-        raise config.error("training.lr_milestones", f"expected increasing steps, found {training.lr_milestones}")
+        raise config.error(
+            "training.lr_milestones", f"expected increasing steps, found {shown(training.lr_milestones)}"
+        )
 
 
 def _check_optimizer(config: Config) -> None:
@@ -347,7 +392,7 @@ def _check_data(config: Config) -> None:
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or min(parts, default=-1) < 0 or sum(parts) <= 0:
-        raise config.error("data.split", f"expected train,valid,test shares such as 98,2,0, found {data.split!r}")
+        raise config.error("data.split", f"expected train,valid,test shares such as 98,2,0, found {shown(data.split)}")
     if data.tokenizer.library in {"huggingface", "tiktoken"} and data.tokenizer.path is None:
         raise config.error(
             "data.tokenizer.path", f"missing; a {data.tokenizer.library} tokenizer is loaded, not trained"
@@ -389,7 +434,7 @@ def _check_values(config: Config, name: str, values: Sequence[float | str]) -> N
                 _check_optimizer(config.model_copy(update={"hparams": hparams}))
         except (ValidationError, ConfigError) as error:
             why = error.problem if isinstance(error, ConfigError) else error.errors()[0]["msg"]
-            raise config.error(f"tuning.search.{name}", f"{value!r} is no value of {name}: {why}") from None
+            raise config.error(f"tuning.search.{name}", f"{shown(value)} is no value of {name}: {why}") from None
 
 
 def _check_tuning_batch(config: Config) -> None:
@@ -401,7 +446,8 @@ def _check_tuning_batch(config: Config) -> None:
         raise config.error("tuning.micro_batch_size", f"{micro} does not divide the proxy's global batch size {batch}")
     if tuning.storage != "journal" and "://" not in tuning.storage:
         raise config.error(
-            "tuning.storage", f"expected journal, or a database such as sqlite:///study.db, found {tuning.storage!r}"
+            "tuning.storage",
+            f"expected journal, or a database such as sqlite:///study.db, found {shown(tuning.storage)}",
         )
 
 
@@ -415,11 +461,13 @@ def _check_slurm(config: Config) -> None:
     slurm = config.slurm
     if not re.fullmatch(_SLURM_TIME, slurm.time):
         raise config.error(
-            "slurm.time", f'expected a time as sbatch takes it, such as "24:00:00", found {slurm.time!r}'
+            "slurm.time", f'expected a time as sbatch takes it, such as "24:00:00", found {shown(slurm.time)}'
         )
     named = [("partition", slurm.partition), ("account", slurm.account), *(("modules", name) for name in slurm.modules)]
     for key, name in named:
         if name is not None and not re.fullmatch(_SLURM_NAME, name):
-            raise config.error(f"slurm.{key}", f"expected a name of letters, digits and . + / @ , _ -, found {name!r}")
+            raise config.error(
+                f"slurm.{key}", f"expected a name of letters, digits and . + / @ , _ -, found {shown(name)}"
+            )
     if slurm.container_mounts and slurm.container_image is None:
         raise config.error("slurm.container_mounts", "without slurm.container_image there is nothing to mount into")

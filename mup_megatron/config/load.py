@@ -4,57 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from mup_megatron.config.checks import check
 from mup_megatron.config.schema import PRESETS, Config
-from mup_megatron.errors import ConfigError, UserError, one_line
-
-
-class _Loader(yaml.SafeLoader):
-    """yaml.SafeLoader that reads 3e-4 as a number (YAML 1.2 does, PyYAML's 1.1 makes it text) and refuses twin keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        # Under an explicit tag (`!!map [1]`) the node may be of another kind, which super() refuses.
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.MarkedYAMLError(problem="a key is no plain value", problem_mark=key_node.start_mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """YAML text as plain data (safe loader: nothing is ever executed).
-
-    Raises:
-        UserError: the text is not YAML; names the line.
-    """
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
-        problem = one_line(" ".join(str(getattr(error, "problem", None) or error).split()))
-        raise UserError(f"{source}: {where}not valid YAML: {problem}") from None
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        # PyYAML's own constructors raise these: 2001-99-99 is a date to it, `!!int ''` a number.
-        raise UserError(f"{source}: not valid YAML: {one_line(str(error))}") from None
+from mup_megatron.errors import ConfigError, UserError, shown
+from mup_megatron.files import parse_yaml
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
@@ -67,7 +25,7 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not re.fullmatch(r"\w[\w-]*(\.\w[\w-]*)*", key):
-            raise UserError(f"{argument!r}: expected key.path=value, for example hparams.lr=3e-3")
+            raise UserError(f"{shown(argument)}: expected key.path=value, for example hparams.lr=3e-3")
         overrides[key] = parse_yaml(value, key)
     return overrides
 
@@ -158,7 +116,7 @@ def _first_problem(error: ValidationError, source: str | None) -> ConfigError:
         return ConfigError(key, "missing", source)
     same_key = [other for other in problems if [str(p) for p in other["loc"] if not _is_union_branch(p)] == path]
     expected = " or ".join(dict.fromkeys(_expected(other) for other in same_key))
-    return ConfigError(key, f"expected {expected}, found {given!r}", source)
+    return ConfigError(key, f"expected {expected}, found {shown(given)}", source)
 
 
 def _is_union_branch(part: str | int) -> bool:

@@ -12,14 +12,22 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from mup_megatron.errors import ConfigError
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Bounds are far beyond what anybody trains; past them numbers overflow, and tables fill the memory.
+Positive = Annotated[int, Field(gt=0, le=2**53)]
+NonNegative = Annotated[int, Field(ge=0, le=2**53)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Of layers, experts, ranks: what is gone through one by one."""
-Size = Count | Literal["auto"]
+Width = Annotated[int, Field(gt=0, le=2**24)]
+"""Of a dimension of a tensor."""
+Count = Annotated[int, Field(gt=0, le=10_000)]
+"""Of layers and experts: what is gone through one by one."""
+Ranks = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Also trials and nodes."""
+Repetitions = Annotated[int, Field(ge=0, le=1_000_000)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""NumPy's end at 2**32; repetitions count up from the run's."""
+Size = Ranks | Literal["auto"]
 
 # TransformerConfig's own names for the two architectures; every one can be overridden in `model:`.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -53,7 +61,7 @@ class Run(Section):
 
     name: str = "run"
     dir: str
-    seed: NonNegative = 1234
+    seed: Seed = 1234
     wandb_project: str | None = None
 
 
@@ -62,14 +70,14 @@ class Model(Section):
 
     architecture: Literal["gpt3", "llama"]
     num_layers: Count
-    hidden_size: Positive
-    num_attention_heads: Positive
-    ffn_hidden_size: Positive | None = None
-    num_query_groups: Positive | None = None
-    kv_channels: Positive | None = None
-    max_position_embeddings: Positive | None = None
+    hidden_size: Width
+    num_attention_heads: Width
+    ffn_hidden_size: Width | None = None
+    num_query_groups: Width | None = None
+    kv_channels: Width | None = None
+    max_position_embeddings: Width | None = None
     num_moe_experts: Count | None = None
-    moe_ffn_hidden_size: Positive | None = None
+    moe_ffn_hidden_size: Width | None = None
     moe_layer_freq: Positive | list[Literal[0, 1]] = 1
     moe_router_topk: Positive = 2
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
@@ -82,15 +90,15 @@ class Model(Section):
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    moe_shared_expert_intermediate_size: Positive | None = None
+    moe_shared_expert_intermediate_size: Width | None = None
     moe_shared_expert_gate: bool = False
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"  # noqa: S105
     multi_latent_attention: bool = False
-    q_lora_rank: Positive | None = None
-    kv_lora_rank: Positive | None = None
-    qk_head_dim: Positive | None = None
-    qk_pos_emb_head_dim: Positive | None = None
-    v_head_dim: Positive | None = None
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width | None = None
+    qk_head_dim: Width | None = None
+    qk_pos_emb_head_dim: Width | None = None
+    v_head_dim: Width | None = None
     rope_type: Literal["rope", "yarn"] = "rope"
     rotary_scaling_factor: PositiveFloat = 40.0
     original_max_position_embeddings: Positive = 4096
@@ -100,8 +108,8 @@ class Model(Section):
     mscale_all_dim: NonNegativeFloat = 0.0
     mtp_num_layers: Count | None = None
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
-    vocab_size: Positive | None = None
-    make_vocab_size_divisible_by: Positive = 128
+    vocab_size: Width | None = None
+    make_vocab_size_divisible_by: Width = 128
     share_embeddings_and_output_weights: bool
     normalization: Literal["LayerNorm", "RMSNorm"]
     layernorm_epsilon: PositiveFloat = 1e-5
@@ -177,18 +185,18 @@ class Model(Section):
 class Growth(Section):
     """Sizes that grow from proxy to target; under `base:` they are the sizes where hyperparameters are defined."""
 
-    hidden_size: Positive | None = None
-    ffn_hidden_size: Positive | None = None
-    num_attention_heads: Positive | None = None
-    num_query_groups: Positive | None = None
-    kv_channels: Positive | None = None
-    moe_ffn_hidden_size: Positive | None = None
-    moe_shared_expert_intermediate_size: Positive | None = None
-    q_lora_rank: Positive | None = None
-    kv_lora_rank: Positive | None = None
-    qk_head_dim: Positive | None = None
-    qk_pos_emb_head_dim: Positive | None = None
-    v_head_dim: Positive | None = None
+    hidden_size: Width | None = None
+    ffn_hidden_size: Width | None = None
+    num_attention_heads: Width | None = None
+    num_query_groups: Width | None = None
+    kv_channels: Width | None = None
+    moe_ffn_hidden_size: Width | None = None
+    moe_shared_expert_intermediate_size: Width | None = None
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width | None = None
+    qk_head_dim: Width | None = None
+    qk_pos_emb_head_dim: Width | None = None
+    v_head_dim: Width | None = None
     num_layers: Count | None = None
 
     @property
@@ -203,7 +211,7 @@ class Growth(Section):
 
     def enlarged(self) -> Growth:
         """Every named width doubled: what then changes in a tensor's shape is what grows (see shapes.py)."""
-        return Growth(**{name: 2 * size for name, size in self.width.sizes.items()})
+        return Growth.model_construct(**{name: 2 * size for name, size in self.width.sizes.items()})
 
 
 class Base(Growth):
@@ -258,7 +266,7 @@ class Training(Section):
 
     global_batch_size: Positive
     micro_batch_size: Positive
-    seq_length: Positive
+    seq_length: Width
     train_steps: Positive
     lr_schedule: Literal["cosine", "linear", "WSD", "inverse-square-root", "constant", "multi-step"] = "cosine"
     lr_warmup_steps: NonNegative = 0
@@ -303,13 +311,13 @@ class Parallel(Section):
 
     engine: Literal["deepspeed", "megatron"] = "deepspeed"
     tensor_model_parallel_size: Size = "auto"
-    pipeline_model_parallel_size: Count = 1
-    virtual_pipeline_model_parallel_size: Count | None = None
+    pipeline_model_parallel_size: Ranks = 1
+    virtual_pipeline_model_parallel_size: Ranks | None = None
     num_layers_in_first_pipeline_stage: Count | None = None
     num_layers_in_last_pipeline_stage: Count | None = None
-    expert_model_parallel_size: Count = 1
-    expert_tensor_parallel_size: Count | None = None
-    context_parallel_size: Count = 1
+    expert_model_parallel_size: Ranks = 1
+    expert_tensor_parallel_size: Ranks | None = None
+    context_parallel_size: Ranks = 1
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
@@ -324,7 +332,7 @@ class Tokenizer(Section):
 
     library: Literal["sentencepiece", "huggingface", "tiktoken", "byte-level", "null"] = "sentencepiece"
     path: str | None = None
-    vocab_size: Positive | None = None
+    vocab_size: Width | None = None
 
 
 class Data(Section):
@@ -353,12 +361,12 @@ class Tuning(Section):
 
     run: Literal["auto", "never", "only"] = "auto"
     record: str | None = None
-    trials: Positive = 16
+    trials: Ranks = 16
     sampler: Literal["random", "tpe", "grid"] = "random"
     pruner: Literal["hyperband", "successive_halving", "none"] = "successive_halving"
     reduction_factor: Annotated[int, Field(ge=2)] = 2
-    repeat_best: NonNegative = 2
-    repeat_seeds: NonNegative = 2
+    repeat_best: Repetitions = 2
+    repeat_seeds: Repetitions = 2
     train_steps: Positive | None = None
     global_batch_size: Positive | None = None
     micro_batch_size: Positive | None = None
@@ -376,10 +384,10 @@ class Slurm(Section):
     `gpus_per_node` unless set.
     """
 
-    nodes: Positive = 1
-    gpus_per_node: NonNegative = 8
-    processes_per_node: Positive | None = None
-    tuning_jobs: Positive | None = None
+    nodes: Ranks = 1
+    gpus_per_node: Repetitions = 8
+    processes_per_node: Ranks | None = None
+    tuning_jobs: Ranks | None = None
     time: str = "24:00:00"
     partition: str | None = None
     account: str | None = None

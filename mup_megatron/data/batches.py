@@ -17,6 +17,7 @@ import torch
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import Prepared, data_directory
 from mup_megatron.data.tokenizer import load_tokenizer
+from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 
 
@@ -122,12 +123,29 @@ class Batches:
     def _micro_batch(self, start: int, k: int) -> Batch:
         size = self._training.micro_batch_size
         first = start + (k * self._layout.data + self._data_rank) * size
-        samples = [self._dataset[index % len(self._dataset)] for index in range(first, first + size)]
+        samples = [self._sample(index % len(self._dataset)) for index in range(first, first + size)]
         stacked = {
             name: self._part(torch.stack([sample[name] for sample in samples])).to(self._device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
         return Batch(attention_mask=self._attention_mask, **stacked)
+
+    def _sample(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample. An embedding reads past its end where a token is not in the vocabulary: on a GPU, anything.
+
+        Raises:
+            UserError: the data holds such a token.
+        """
+        sample: dict[str, torch.Tensor] = self._dataset[index]
+        tokens = torch.stack([sample["tokens"], sample["labels"]])
+        low, high = int(tokens.min()), int(tokens.max())
+        vocabulary = int(self._dataset.config.tokenizer.vocab_size)
+        if low < 0 or high >= vocabulary:
+            raise UserError(
+                f"data: sample {index} holds token {low if low < 0 else high}, but the tokenizer has "
+                f"{vocabulary} entries; the dataset was written with another one, or is damaged"
+            )
+        return sample
 
     def _part(self, sequences: torch.Tensor) -> torch.Tensor:
         return sequence_part(sequences, self._context_rank, self._layout.context)

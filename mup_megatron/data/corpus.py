@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, shown
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "ensurepip"}
 
@@ -51,17 +51,21 @@ def documents(config: Config) -> Iterator[str]:
 
 def _json_lines(path: Path, config: Config) -> Iterator[str]:
     key = config.data.json_key
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[key]
-            except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+                text = json.loads(line.decode("utf-8"))[key]
+            except UnicodeDecodeError:
+                raise UserError(f"{path}, line {number}: not UTF-8 text") from None
+            except (ValueError, KeyError, TypeError, RecursionError):  # ValueError: no JSON, or a number without end
                 raise UserError(
-                    f"{path}, line {number}: expected a JSON object with text under {key!r} (data.json_key)"
+                    f"{path}, line {number}: expected a JSON object with text under {shown(key)} (data.json_key)"
                 ) from None
             if not isinstance(text, str):
-                raise UserError(f"{path}, line {number}: {key!r} (data.json_key) is not text")
+                raise UserError(f"{path}, line {number}: {shown(key)} (data.json_key) is not text")
+            if any("\ud800" <= sign <= "\udfff" for sign in text):
+                raise UserError(f"{path}, line {number}: {shown(key)} (data.json_key) holds half a character (\\ud800)")
             if text.strip():
                 yield text

@@ -1,6 +1,6 @@
 """`mup-megatron prepare`: train the tokenizer, write megatron-core's indexed dataset. Done once, then found again.
 
-Public names: `prepare`, `Prepared`, `prepared_tokenizer`, `check_indexed_dataset`.
+Public names: `prepare`, `Prepared`, `prepared_tokenizer`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -16,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mup_megatron.config import Config
 from mup_megatron.data.corpus import documents, source_files
+from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, shown
+from mup_megatron.files import write_whole
 
 _RECORD = "prepared.json"
 _FORMAT = 1
@@ -93,9 +92,7 @@ def prepare(config: Config, say: Callable[[str], None] = lambda _line: None) -> 
         tokens=tokens,
         digest=digest,
     )
-    partial = directory / (_RECORD + ".partial")
-    partial.write_text(json.dumps({"format": _FORMAT, **asdict(prepared)}, indent=2), encoding="utf-8")
-    partial.rename(directory / _RECORD)
+    write_whole(directory / _RECORD, json.dumps({"format": _FORMAT, **asdict(prepared)}, indent=2))
     say(f"{tokens:,} tokens of {written:,} documents in {directory}")
     return prepared
 
@@ -211,7 +208,7 @@ def _write_indexed_dataset(
     count = tokens = 0
     told = time.monotonic()
     for text in documents(config):
-        ids = [*tokenizer.tokenize(text), tokenizer.eod]
+        ids = _tokens(config, tokenizer, text, vocab_size, count)
         builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(ids)])
         count, tokens = count + 1, tokens + len(ids)
         if time.monotonic() - told > 5:
@@ -223,6 +220,23 @@ def _write_indexed_dataset(
     for suffix in (".bin", ".idx"):
         os.replace(f"{prefix}{suffix}.partial", f"{prefix}{suffix}")
     return count, tokens
+
+
+def _tokens(config: Config, tokenizer: Any, text: str, vocab_size: int, number: int) -> list[int]:
+    """A document's tokens and the one that ends it. Raises ConfigError where the tokenizer cannot read it."""
+    try:
+        ids = [*map(int, tokenizer.tokenize(text)), tokenizer.eod]
+    except Exception as error:  # the libraries raise whatever they like; the null tokenizer reads numbers alone
+        raise config.error(
+            "data.tokenizer",
+            f"{config.data.tokenizer.library} cannot read document {number}, which begins {shown(text[:40])} ({error})",
+        ) from None
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise config.error(
+            "data.tokenizer", f"makes token {wrong} of document {number}, and its vocabulary has {vocab_size} entries"
+        )
+    return ids
 
 
 def _blend(config: Config) -> tuple[list[str], list[float] | None]:
@@ -241,44 +255,3 @@ def _blend(config: Config) -> tuple[list[str], list[float] | None]:
     ):
         raise config.error("data.data_path", "expected prefixes, or alternating positive weights and prefixes")
     return [str(prefix) for prefix in prefixes], [float(weight) for weight in weights]
-
-
-_INDEX_HEADER = b"MMIDIDX\x00\x00"
-
-
-def check_indexed_dataset(prefix: str, vocab_size: int) -> tuple[int, int]:
-    """Checks an existing .bin/.idx pair; returns documents and tokens.
-
-    The format is megatron-core's (datasets/indexed_dataset.py): magic, version, dtype code, sequence and document
-    counts, then lengths, offsets and document boundaries.
-
-    Raises:
-        UserError: a file is missing, foreign or truncated, or holds tokens that the vocabulary does not have.
-    """
-    from megatron.core.datasets.indexed_dataset import DType
-
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for path in (index, data):
-        if not path.is_file():
-            raise UserError(f"data.data_path: no such file: {path}")
-    content = index.read_bytes()
-    start = len(_INDEX_HEADER) + 8 + 1 + 8 + 8
-    if not content.startswith(_INDEX_HEADER):
-        raise UserError(f"{index}: not a Megatron dataset index (foreign header)")
-    if len(content) < start:
-        raise UserError(f"{index}: truncated")
-    version, code, sequences, boundaries = struct.unpack("<QBQQ", content[len(_INDEX_HEADER) : start])
-    if version != 1 or code not in [member.value for member in DType]:
-        raise UserError(f"{index}: version {version}, dtype code {code}; expected version 1 and a known dtype")
-    if len(content) < start + sequences * 12 + boundaries * 8:
-        raise UserError(f"{index}: truncated ({len(content)} bytes for {sequences} sequences)")
-    dtype = np.dtype(DType.dtype_from_code(code))
-    tokens = int(np.frombuffer(content, dtype=np.int32, count=sequences, offset=start).sum(dtype=np.int64))
-    if tokens == 0:
-        raise UserError(f"{data}: the dataset is empty")
-    if data.stat().st_size < tokens * dtype.itemsize:
-        raise UserError(f"{data}: truncated ({data.stat().st_size} bytes for {tokens} tokens of {dtype.itemsize})")
-    sample = np.memmap(data, dtype=dtype, mode="r", shape=(min(tokens, 10_000_000),))
-    if int(sample.max()) >= vocab_size:
-        raise UserError(f"{data}: holds token {int(sample.max())}, but the tokenizer has {vocab_size} entries")
-    return max(boundaries - 1, 0), tokens

@@ -11,6 +11,7 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
+from mup_megatron.files import write_whole
 
 _TRAINING_CHARACTERS = 4_000_000
 
@@ -53,9 +54,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             f"data.tokenizer.vocab_size: cannot train {vocab_size} pieces on this corpus ({reason}); expected a longer "
             "corpus or a smaller vocabulary"
         ) from None
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(model.getvalue())
-    partial.rename(path)
+    write_whole(path, model.getvalue())
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.errors import ConfigError, UserError, shown
 from mup_megatron.layout import Layout
 
 _REFUSED = {
@@ -55,7 +55,7 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
         for section in sections:
             target = target.setdefault(section, {})
         if target.get(last, "auto") not in ("auto", value):
-            raise ConfigError(path, f"{target[last]!r} contradicts {key}, which makes it {value!r}", source)
+            raise ConfigError(path, f"{shown(target[last])} contradicts {key}, which makes it {value!r}", source)
         target[last] = value
     zero = result["zero_optimization"]
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"

@@ -159,7 +159,7 @@ class MegatronRun:
         from rich.console import Console
 
         if torch.distributed.get_rank() == 0:
-            console = Console(width=None if sys.stdout.isatty() else 140)
+            console = Console(width=None if sys.stdout.isatty() else 140, markup=False)
             print_table(self.config, self.parametrization, self.layout, console)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

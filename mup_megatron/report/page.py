@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml
 
+from mup_megatron.errors import UserError, masked
 from mup_megatron.explain import family
+from mup_megatron.files import write_whole
 from mup_megatron.report.pictures import COLORS, STATES
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run import Run, read_run
@@ -74,7 +76,7 @@ def write_page(directory: Path) -> Path:
         sections.append(_details("transfer record", json.dumps(run.record, indent=1)))
     if run.config:
         sections.append(_details("config, resolved", yaml.safe_dump(run.config, sort_keys=False)))
-    script = json.dumps(figures).replace("</", "<\\/")
+    script = json.dumps(figures).replace("<", "\\u003c")  # `</script`, and `<!--<script`, which swallows the end
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
         f'<link rel="icon" href="data:,"><script>{plotly.offline.get_plotlyjs()}</script></head>'
@@ -84,9 +86,10 @@ def write_page(directory: Path) -> Path:
         "</script></body></html>\n"
     )
     path = directory / "report.html"
-    partial = path.with_suffix(".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the page: {error.strerror}") from None
     return path
 
 
@@ -107,7 +110,8 @@ def _proof(proof: Proof) -> str:
 
 
 def _details(title: str, text: str) -> str:
-    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
+    # A run of an older version may hold a password, which this page, made to be shown, must not.
+    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(masked(text))}</pre></details>"
 
 
 def _layout(x: str, y: str, *, log: bool = False, height: int = 320) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.files import write_whole
 from mup_megatron.report.run import Run
 
 COLORS = ("#4878a8", "#c44e52", "#dd8452")
@@ -132,6 +134,6 @@ def _limits(trials: list[dict[str, Any]]) -> tuple[float, float]:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, dpi=150, format="png")
-    partial.replace(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_whole(path, picture.getvalue())

@@ -22,8 +22,8 @@ from types import FrameType
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
+from mup_megatron.files import write_whole
 from mup_megatron.launch import LOGS
-from mup_megatron.run_directory import write_whole
 from mup_megatron.slurm import node
 from mup_megatron.slurm.submit import STAGE, call, container, logs_directory, processes
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError, one_line
+from mup_megatron.errors import UserError, shown
 from mup_megatron.layout import resolve_layout
 
 Stage = Literal["pipeline", "tune", "pretrain"]
@@ -68,7 +68,7 @@ def _gpus(config: Config, environment: Mapping[str, str]) -> int:
         return config.slurm.gpus_per_node
     count = given.rpartition(":")[2]  # a100:8
     if not count.isdecimal():
-        raise UserError(f"SBATCH_GPUS_PER_NODE: expected a number of GPUs, found {given!r}")
+        raise UserError(f"SBATCH_GPUS_PER_NODE: expected a number of GPUs, found {shown(given)}")
     return int(count)
 
 
@@ -200,7 +200,7 @@ def _sbatch(config: Config, job: Job, after: str | None) -> str:
     if result.returncode:
         said = [line.removeprefix("sbatch: error: ") for line in result.stderr.splitlines() if line.strip()]
         waits = f"; job {after} is submitted already, scancel {after} takes it back" if after else ""
-        raise config.error("slurm", f"sbatch refused the {job.stage} job: {one_line('; '.join(said))}{waits}")
+        raise config.error("slurm", f"sbatch refused the {job.stage} job: {'; '.join(said)}{waits}")
     return result.stdout.strip().partition(";")[0]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config, Model, growing_sizes
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, shown
 
 
 def digested(config: Config) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def digest(settings: Mapping[str, Any]) -> str:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], then: str, here: str) -> list[str]:
     """The keys that differ, with both values, in words."""
     return [
-        f"{key}: {before.get(key)!r} {then}, {now.get(key)!r} {here}"
+        f"{key}: {shown(before.get(key))} {then}, {shown(now.get(key))} {here}"
         for key in sorted(set(before) | set(now))
         if before.get(key) != now.get(key)
     ]

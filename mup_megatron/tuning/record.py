@@ -19,14 +19,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError, one_line
+from mup_megatron.errors import UserError
 from mup_megatron.explain import explain, family
+from mup_megatron.files import open_new
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
 FORMAT = 1
+_MOST_DIFFERENCES = 8
 _PARTS = {"created": str, "digest": str, "family": dict, "values": dict, "tuned": list, "study": dict, "budget": dict}
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
 
@@ -125,7 +127,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Writes the record whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with open(open_new(partial), "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
         file.write("\n")
         file.flush()
@@ -177,7 +179,7 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
             with_values(config, record["values"])
         except (KeyError, ValidationError) as error:
             problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.args[0]
-            raise UserError(f"{path}: values: {one_line(problem)}") from None
+            raise UserError(f"{path}: values: {problem}") from None
     return record
 
 
@@ -202,7 +204,7 @@ def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None
     tuned = record["family"]
     # Through JSON, as the record went, so that what is equal there is equal here.
     settings = json.loads(json.dumps(settings))
-    differing = [one_line(line) for line in differences(tuned, settings, "in the record", "in the config")]
+    differing = differences(tuned, settings, "in the record", "in the config")[:_MOST_DIFFERENCES]
     raise UserError(
         f"{path}: the transfer record belongs to another family than {config.source or 'this config'} "
         f"({'; '.join(differing)}); change the config back, or name another tuning.record or run.dir to tune again"

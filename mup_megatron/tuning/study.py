@@ -395,7 +395,7 @@ def _storage(config: Config, directory: Path) -> optuna.storages.BaseStorage:
         try:
             storage = optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
         except Exception as error:  # sqlalchemy's, a driver's, or an import's
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise config.error("tuning.storage", f"cannot open {config.tuning.storage}: {reason}") from None
         if waits:
             _one_at_a_time(storage.engine)

@@ -1,0 +1,124 @@
+"""Files: YAML that somebody wrote, read within bounds; files of our own, written whole and never through a link.
+
+Public names: `parse_yaml`, `open_new`, `write_whole`, `write_output`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mup_megatron.errors import UserError, shown
+
+_MOST_NODES = 1_000_000
+"""Values of a YAML document with every anchor put in; one of a hundred bytes can stand for more than memory holds."""
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml.SafeLoader that reads 3e-4 as a number (YAML 1.2 does, PyYAML's 1.1 makes it text), refuses twin keys, and
+    anchors that stand for too much.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _expanded(node) > _MOST_NODES:
+            raise yaml.MarkedYAMLError(problem=f"its anchors stand for more than {_MOST_NODES:,} values")
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        # Under an explicit tag (`!!map [1]`) the node may be of another kind, which super() refuses.
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.MarkedYAMLError(problem="a key is no plain value", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {shown(key)} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, int] | None = None) -> int:
+    """How many values a node stands for, every alias counted as what it names."""
+    sizes = {} if sizes is None else sizes
+    if id(node) not in sizes:
+        sizes[id(node)] = _MOST_NODES + 1  # what holds itself never ends
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        elif isinstance(node, yaml.MappingNode):
+            inner = [each for pair in node.value for each in pair]
+        sizes[id(node)] = 1 + sum(_expanded(each, sizes) for each in inner)
+    return sizes[id(node)]
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """YAML text as plain data (safe loader: nothing is ever executed), of a bounded size.
+
+    Raises:
+        UserError: the text is not YAML, or its anchors stand for more than a file of settings holds; names the line.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise UserError(f"{source}: {where}not valid YAML: {problem}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        # PyYAML's own constructors raise these: 2001-99-99 is a date to it, `!!int ''` a number.
+        raise UserError(f"{source}: not valid YAML: {error}") from None
+
+
+def open_new(path: Path) -> int:
+    """Opens a file that is not there yet for writing, with the mode that the umask gives.
+
+    A file or a link that is there is taken away first: what it names is not touched.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all, whenever the process is killed; through no link that somebody put there."""
+    partial = path.with_name(path.name + ".partial")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with open(open_new(partial), "wb") as file:
+        file.write(data)
+    partial.replace(path)
+
+
+def write_output(path: Path, text: str, option: str) -> None:
+    """Writes a file that an option of a command names, and never over another one.
+
+    Args:
+        path: of the file.
+        text: its content; where that is there already, nothing is done.
+        option: for the message.
+
+    Raises:
+        UserError: something else is there, or nothing can be written.
+    """
+    try:
+        if path.is_symlink() or path.exists():
+            if path.is_file() and path.read_bytes() == text.encode("utf-8"):
+                return
+            raise UserError(f"{option}: {path} is there already; expected the name of a file that is not there yet")
+        write_whole(path, text)
+    except OSError as error:
+        raise UserError(f"{option}: cannot write {path}: {error.strerror}") from None

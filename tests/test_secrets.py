@@ -1,0 +1,171 @@
+"""Secrets: refused in a config, masked in whatever is said; what a run leaves behind holds none and obeys the umask."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mup_megatron import cli, runtime
+from mup_megatron.config import load_config, parse_overrides
+from mup_megatron.errors import ConfigError, UserError, masked, shown
+from mup_megatron.generate import _config_here
+from mup_megatron.report.page import write_page
+from tests import postgres
+from tests.commands import environment
+from tests.configs import MIXED, make, pipeline_file
+
+MARKER = "s3cr3t-m4rker"
+
+# The server cuts off nothing: what a URL's grammar allows in a password, and what it does not.
+URLS = [
+    f"postgresql://me:{MARKER}@host/db",
+    f"postgresql+psycopg://me:{MARKER}:@/x@host:5432/db",
+    f"postgresql://me:a {MARKER}@host/db",
+    f"postgresql://:{MARKER}@host/db",
+    f"mysql+pymysql://me@host/db?password={MARKER}",
+    f"postgresql://me@host/db?sslmode=require&sslpassword={MARKER}",
+    f"postgresql://me@host/db?application_name=x&API_KEY={MARKER}",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("command", ["explain", "tune", "report the key", "report another key", "a list", "no key"])
+def test_refused_and_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str], url: str, command: str) -> None:
+    path = pipeline_file(tmp_path)
+    override = {
+        "report another key": f"data.cache_dir='{url}'",
+        "a list": f"tuning.storage=['{url}', '{url}']",
+        "no key": url,
+    }.get(command, f"tuning.storage='{url}'")
+    status = cli.run([command if command == "tune" else "explain", str(path), override])
+    out, err = capfd.readouterr()
+    assert status == 2
+    assert MARKER not in out + err
+    assert err.count("mup-megatron: error") == 1
+    if command in ("explain", "tune"):
+        assert "tuning.storage: holds a password or another secret" in err
+        assert "PGPASSFILE" in err
+        assert "read_default_file" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://me@/db?host=/tmp/sockets&passfile=/home/me/.pgpass&sslkey=/home/me/key.pem",
+        "mysql+pymysql://me@host:3306/db?read_default_file=/home/me/.my.cnf",
+        "sqlite:////tmp/study.db",
+    ],
+)
+def test_what_names_a_file_is_no_secret(tmp_path: Path, url: str) -> None:
+    path = pipeline_file(tmp_path)
+    assert load_config(path, {"tuning.storage": url}).tuning.storage == url
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_masked_and_shown(url: str) -> None:
+    for text in (shown(url), shown([url]), shown({"a": {"b": url}}), str(UserError("x: " + shown(url)))):
+        assert MARKER not in text
+        assert "***" in text
+    if " " not in url:  # in the words of a driver
+        said = masked(f"(Error) could not connect to {url} (port 5432)")
+        assert MARKER not in said
+        assert said.endswith(" (port 5432)")
+        assert masked(said) == said
+
+
+def test_a_key_of_weights_and_biases_is_no_project(tmp_path: Path) -> None:
+    key = "0123456789abcdef" * 2 + "01234567"
+    with pytest.raises(ConfigError, match=r"run\.wandb_project: is a key") as error:
+        load_config(pipeline_file(tmp_path), parse_overrides([f"run.wandb_project='{key}'"]))
+    assert key not in str(error.value)
+
+
+def test_of_an_older_version(tmp_path: Path) -> None:
+    """A run that wrote its password down is shown without it, and its checkpoint can still be asked for text."""
+    config = make(MIXED).model_dump()
+    config["tuning"]["storage"] = URLS[0]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "lr": 0.1, "seconds": 1.0}) + "\n")
+    page = write_page(tmp_path).read_text()
+    assert MARKER not in page
+    assert "postgresql://me:***@host/db" in page
+    assert _config_here({"config": config}, tmp_path).tuning.storage == "journal"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_random_states_obey_the_umask(tmp_path: Path, umask: int) -> None:
+    runtime.prepare_process()
+    before = os.umask(umask)
+    try:
+        runtime.save_random_state(tmp_path, 3)
+    finally:
+        os.umask(before)
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def holding(folder: Path, word: str) -> list[str]:
+    """Files below a folder that hold a word, or bear it in their names."""
+    return [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if word in path.name or (path.is_file() and word.encode() in path.read_bytes())
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["PGPASSWORD", "PGPASSFILE"])
+def test_a_study_on_a_server_that_asks_for_a_password(tmp_path: Path, way: str) -> None:
+    """Everything that a real study and a real run leave behind: files, modes, screen, logs, page."""
+    if postgres.postgres_programs() is None or importlib.util.find_spec("psycopg") is None:
+        pytest.skip("needs PostgreSQL and psycopg: apt-get install postgresql")
+    work = tmp_path / "work"
+    work.mkdir()
+    given = {"WANDB_API_KEY": f"wandb-{MARKER}", "WANDB_MODE": "offline"}
+    if way == "PGPASSWORD":
+        given[way] = MARKER
+    else:
+        file = tmp_path / "pgpass"
+        file.write_text(f"*:*:*:mup:{MARKER}\n")
+        file.chmod(0o600)
+        given[way] = str(file)
+    with postgres.server(tmp_path / "server", MARKER) as url:
+        path = pipeline_file(work, tuning__storage=url, tuning__trials=2, tuning__repeat_best=0, run__dir="run")
+
+        def command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-m", "mup_megatron", *arguments],
+                capture_output=True, text=True, cwd=work, env={**environment(), **more}, umask=0o077, check=False,
+            )  # fmt: skip
+
+        refused = command("tune", path.name, PGPASSWORD=f"wrong-{MARKER}", PGPASSFILE="/nonexistent")
+        assert refused.returncode == 2
+        assert "run.yaml: tuning.storage: cannot open postgresql+psycopg://mup@/postgres" in refused.stderr
+        done = command("pipeline", path.name, **given)
+        assert done.returncode == 0, done.stderr
+        page = command("report", "run", **given)
+        assert page.returncode == 0, page.stderr
+    for result in (refused, done, page):
+        assert MARKER not in result.stdout + result.stderr
+    files = [entry for entry in (work / "run").rglob("*") if entry.is_file()]
+    names = {entry.name for entry in files}
+    assert {"config.yaml", "explain.json", "mup.json", "report.html", "worker-0.log", "transfer.json"} <= names
+    assert holding(work, MARKER) == []
+    assert holding(work, "postgresql+psycopg://mup@") != []  # the search can find something
+    open_to_others = [entry for entry in (work / "run").rglob("*") if entry.lstat().st_mode & 0o077]
+    assert [entry for entry in open_to_others if not entry.is_symlink()] == []
+
+
+def test_what_the_search_for_secrets_finds(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(b"\0x" + MARKER.encode())
+    assert holding(tmp_path, MARKER) == ["a/b"]

@@ -211,7 +211,7 @@ class Growth(Section):
 
     def enlarged(self) -> Growth:
         """Every named width doubled: what then changes in a tensor's shape is what grows (see shapes.py)."""
-        return Growth.model_construct(**{name: 2 * size for name, size in self.width.sizes.items()})
+        return Growth().model_copy(update={name: 2 * size for name, size in self.width.sizes.items()})
 
 
 class Base(Growth):

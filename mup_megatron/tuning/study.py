@@ -24,6 +24,7 @@ from typing import Any
 
 import optuna
 from optuna.trial import TrialState
+from pydantic import ValidationError
 
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
@@ -31,6 +32,7 @@ from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.outcome import FINISHED, State, Trial, best
 from mup_megatron.tuning.space import Value, distributions, proxy_config, rungs, values_of
+from mup_megatron.tuning.storage import Attributes, fits, journal_path, mend, open_storage
 
 _POLL_SECONDS = 0.2
 _MOST_LOST = 5
@@ -74,7 +76,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._config = config
         self.directory = Path(config.run.dir) / "tuning"
-        self._storage = _storage(config, self.directory)
+        self._storage = open_storage(config, self.directory)
         self._distributions = distributions(config)
         # A database may hold the studies of many folders.
         self._name = f"{config.run.name}-{digest({'dir': str(Path(config.run.dir).resolve())})[:8]}"
@@ -109,7 +111,7 @@ class Study:
             UserError: a study of the same name was made with other settings; names the keys.
         """
         if leases is None:
-            _mend(journal_path(config))
+            mend(journal_path(config))
         study = cls(config, leases)
         study._make()
         return study
@@ -144,6 +146,8 @@ class Study:
         """Whether the study says already what decides its outcome. Raises UserError where that is something else."""
         decided = _plain(_decided(self._config))
         found = self.study.user_attrs.get("decided")
+        if not isinstance(found, dict | None):
+            raise self._damaged("it does not say what decides its outcome")
         if found is not None and found != decided:
             differing = differences(found, decided, "then", "now")
             raise UserError(
@@ -229,11 +233,18 @@ class Study:
         return sorted(found, key=lambda trial: (trial.slot, trial.seed))
 
     def _trial(self, frozen: optuna.trial.FrozenTrial) -> Trial:
-        attrs = frozen.user_attrs
+        try:
+            attrs = Attributes.model_validate(frozen.user_attrs)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise self._damaged(f"trial {frozen.number}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        values = dict(frozen.params) or frozen.system_attrs.get("fixed_params", {})
+        if not fits(values, self._distributions, ended=frozen.state.is_finished()):
+            raise self._damaged(f"trial {frozen.number}: its values are not of tuning.search")
         states: dict[TrialState, State] = {
             TrialState.WAITING: "waiting",
             TrialState.RUNNING: "running",
-            TrialState.COMPLETE: "diverged" if attrs.get("diverged") else "complete",
+            TrialState.COMPLETE: "diverged" if attrs.diverged else "complete",
             TrialState.PRUNED: "stopped",
             TrialState.FAIL: "failed",
         }
@@ -241,17 +252,22 @@ class Study:
         loss = frozen.value if frozen.state is TrialState.COMPLETE else next(reversed(reports.values()), None)
         return Trial(
             id=frozen._trial_id,
-            slot=attrs["slot"],
-            values=dict(frozen.params) or dict(frozen.system_attrs.get("fixed_params", {})),
-            seed=attrs["seed"],
-            repeats=attrs.get("repeats", False),
+            slot=attrs.slot,
+            values=dict(values),
+            seed=attrs.seed,
+            repeats=attrs.repeats,
             state=states[frozen.state],
             loss=loss,
             reports=reports,
-            seconds=attrs.get("seconds", 0.0),
-            reason=attrs.get("reason"),
-            attempts=attrs.get("attempts", 0),
+            seconds=attrs.seconds,
+            reason=attrs.reason,
+            attempts=attrs.attempts,
         )
+
+    def _damaged(self, problem: str) -> UserError:
+        storage = self._config.tuning.storage
+        where = journal_path(self._config) if storage == "journal" else storage
+        return UserError(f"{where}: study {self._name}: damaged ({problem}); remove it to start the study again")
 
     def claim(self) -> Trial | None:
         """The next trial that waits, now this process's own; None if none waits."""
@@ -370,53 +386,6 @@ class Study:
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """As a storage gives it back."""
     return json.loads(json.dumps(settings))
-
-
-def journal_path(config: Config) -> Path:
-    """Where the study is kept, if it is kept in a journal."""
-    return Path(config.run.dir).resolve() / "tuning" / "journal.log"  # Optuna's lock is a link, which must not dangle
-
-
-def _mend(journal: Path) -> None:
-    """Cuts off a last line that a full disk or a crash left unfinished, and a lock of one killed while writing.
-
-    Nobody may be writing.
-    """
-    Path(f"{journal}.lock").unlink(missing_ok=True)
-    if journal.is_file() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
-        with journal.open("rb+") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-
-
-def _storage(config: Config, directory: Path) -> optuna.storages.BaseStorage:
-    if config.tuning.storage != "journal":
-        # SQLite lets one process write at a time; the others wait for it.
-        waits = {"connect_args": {"timeout": 300}} if config.tuning.storage.startswith("sqlite") else {}
-        try:
-            storage = optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
-        except Exception as error:  # sqlalchemy's, a driver's, or an import's
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise config.error("tuning.storage", f"cannot open {config.tuning.storage}: {reason}") from None
-        if waits:
-            _one_at_a_time(storage.engine)
-        return storage
-    directory.mkdir(parents=True, exist_ok=True)
-    from optuna.storages.journal import JournalFileBackend
-
-    return optuna.storages.JournalStorage(JournalFileBackend(str(journal_path(config))))
-
-
-def _one_at_a_time(engine: Any) -> None:
-    """Has SQLite's transactions begin before their first read (SQLAlchemy, dialects/sqlite, "Serializable isolation").
-
-    Python's driver begins them at the first write, so that two workers may both read that a trial waits, and both take
-    it.
-    """
-    from sqlalchemy import event
-
-    event.listen(engine, "connect", lambda connection, _record: setattr(connection, "isolation_level", None))
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    engine.dispose()  # those that are open already
 
 
 def _sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:

@@ -153,8 +153,16 @@ def _run(tree: Path, series: list[SourcePatch], *options: str) -> subprocess.Com
     ordered = series[::-1] if "--reverse" in options else series
     text = "".join(patch.path.read_text(encoding="utf-8") for patch in ordered)
     root = tree.resolve()
-    # A repository above the tree is none of its business: git would leave out what it takes to be outside.
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent), "LC_ALL": "C"}
+    # No repository, the tree's own or one above it: its config and attributes may name programs (filters, hooks,
+    # fsmonitor) that git would start, and git would leave out what it takes to be outside. None is needed.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    none = {
+        "GIT_DIR": os.devnull,
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_ATTR_NOSYSTEM": "1",
+    }
+    environment = {**kept, **none, "LC_ALL": "C"}
     command = [git, "apply", "--whitespace=nowarn", *options, "-"]
     return subprocess.run(  # noqa: S603  (a list of our own words; no shell)
         command, input=text, cwd=root, env=environment, capture_output=True, text=True, check=False

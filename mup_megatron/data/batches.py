@@ -7,6 +7,7 @@ Shapes: b micro-batch size, s sequence length, under context parallelism this ra
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def build_datasets(config: Config, prepared: Prepared) -> tuple[Any, Any]:
         sequence_length=training.seq_length,
         blend=prepared.blend,
         split=config.data.split,
-        path_to_cache=config.data.cache_dir or str(data_directory(config) / "cache"),
+        path_to_cache=_cache_directory(config),
         tokenizer=load_tokenizer(config, Path(prepared.tokenizer) if prepared.tokenizer else None),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -75,8 +76,21 @@ def build_datasets(config: Config, prepared: Prepared) -> tuple[Any, Any]:
     for name, size, bounds in zip(("training", "validation"), sizes, splits, strict=False):
         if size:
             _check_split(config, prepared, name, bounds)
-    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
+    try:
+        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
+    except (ValueError, EOFError, IndexError, pickle.UnpicklingError) as error:  # of NumPy, which reads the index
+        cache = dataset_config.path_to_cache
+        raise UserError(f"{cache}: cannot read the index of the samples ({error}); remove that folder") from None
     return train, valid
+
+
+def _cache_directory(config: Config) -> str:
+    path = Path(config.data.cache_dir or data_directory(config) / "cache")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config.error("data.cache_dir", f"cannot write to {path}: {error.strerror}") from None
+    return str(path)
 
 
 def _check_split(config: Config, prepared: Prepared, name: str, bounds: tuple[float, float] | None) -> None:

@@ -26,7 +26,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.deepspeed.mpu import Mpu, sum_sequence_parallel_gradients
 from mup_megatron.engines import WEIGHT, StepResult
-from mup_megatron.engines.deepspeed_config import deepspeed_config
+from mup_megatron.engines.deepspeed_config import check_settings, deepspeed_config
 from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip_gradients, clip_partitions
@@ -58,6 +58,7 @@ class DeepSpeedEngine:
             announce_experts(model, layout)
             groups = mark_expert_groups(groups, layout)
         settings = deepspeed_config(config, layout)
+        check_settings(config, settings, Mpu())
         self._clips_itself = layout.zero_stage == 0 or layout.expert > 1
         if self._clips_itself:
             # At stage 0 DeepSpeed clips without keeping the norm; with experts over ranks its norm is an average that

@@ -1,7 +1,7 @@
 """The config of a DeepSpeed engine: a user's DeepSpeed JSON, with this project's config on top.
 
 Ours rules: a JSON key that says something else than the config is an error that names both, and blocks that would
-undo the parametrization are refused by name. Public names: `deepspeed_config`, `refuse`. No DeepSpeed is imported here.
+undo the parametrization are refused by name. Public names: `deepspeed_config`, `check_settings`, `refuse`.
 """
 
 from __future__ import annotations
@@ -71,6 +71,30 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
     result.setdefault("zero_allow_untested_optimizer", True)
     result.setdefault("zero_force_ds_cpu_optimizer", False)
     return result
+
+
+def check_settings(config: Config, settings: dict[str, Any], mpu: Any = None) -> None:
+    """Whether DeepSpeed itself can read what it will get; it raises whatever Python does of a value it did not expect.
+
+    Args:
+        config: the run.
+        settings: of `deepspeed_config`.
+        mpu: that the engine gets; None where there are no process groups.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(json.loads(json.dumps(settings)), mpu)
+    except Exception as error:
+        if config.parallel.deepspeed_config is None:
+            raise  # our own settings, so our own fault
+        why = " ".join((str(error) or type(error).__name__).split())
+        raise config.error(
+            "parallel.deepspeed_config", f"DeepSpeed cannot read {config.parallel.deepspeed_config}: {why[:400]}"
+        ) from None
 
 
 def refuse(config: Config, layout: Layout) -> None:

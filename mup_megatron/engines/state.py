@@ -10,7 +10,9 @@ trace, so that any layout, ZeRO stage, engine or peak rate can go on from it.
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,9 +177,12 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """
     path = directory / _INDEX
     try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError, KeyError) as error:
+        content = path.read_bytes()
+        _check_sizes(content)
+        index = _IndexUnpickler(io.BytesIO(content)).load()
+    except (OSError, EOFError, MemoryError, RecursionError) as error:
+        raise UserError(f"{path}: cannot read the index of the checkpoint ({type(error).__name__}: {error})") from None
+    except (ArithmeticError, ValueError, TypeError, AttributeError, ImportError, LookupError, AssertionError) as error:
         raise UserError(f"{path}: cannot read the index of the checkpoint ({type(error).__name__}: {error})") from None
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: not an index that can be loaded safely ({error})") from None
@@ -190,6 +195,21 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         if not isinstance(entry, TensorStorageMetadata):
             raise UserError(f"{path}: {key} is not a tensor; it will not be loaded")
     return {key: tuple(entry.size) for key, entry in entries.items()}
+
+
+def _check_sizes(content: bytes) -> None:
+    """Whether a pickle asks for more room than it has content. Raises ValueError.
+
+    Python makes room for a memo's entry, or for a string's bytes, by the number that the file names.
+    """
+    if len(content) > _LOOKED_AT:
+        return
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
+            raise ValueError(f"entry {argument} of a memo, in a file of {len(content)} bytes")
+
+
+_LOOKED_AT = 1 << 24  # a second; a longer index is believed that its checksum is its own
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -107,7 +107,10 @@ def run_grid(
         DiskFull: nothing more could be written.
         Stopped: SIGTERM; what ran was saved.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: cannot write to {directory}: {error.strerror}") from None
     outcomes = {}
     for job in jobs:
         found = _read(directory, job)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: opens from disk, needs no network. Public name: `write_page`.
+"""One self-contained HTML page of a run: opens from disk, needs no network. Public names: `write_page`, `page`.
 
 Plotly draws the pictures in the browser; its code is inside the page.
 """
@@ -48,7 +48,26 @@ def write_page(directory: Path) -> Path:
     """
     import plotly.offline
 
-    run = read_run(directory)
+    text = page(read_run(directory), plotly.offline.get_plotlyjs())
+    path = directory / "report.html"
+    try:
+        write_whole(path, text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the page: {error.strerror}") from None
+    return path
+
+
+def page(run: Run, plotly: str) -> str:
+    """The page as text.
+
+    Args:
+        run: to show.
+        plotly: Plotly's own code.
+
+    Raises:
+        UserError: a check in the run's folder is damaged.
+    """
+    directory = run.directory
     name = html.escape(str((run.config.get("run") or {}).get("name", directory.name)))
     sections = [f"<h1>{name}</h1>"]
     figures: dict[str, dict[str, Any]] = {}
@@ -77,20 +96,14 @@ def write_page(directory: Path) -> Path:
     if run.config:
         sections.append(_details("config, resolved", yaml.safe_dump(run.config, sort_keys=False)))
     script = json.dumps(figures).replace("<", "\\u003c")  # `</script`, and `<!--<script`, which swallows the end
-    page = (
+    return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-        f'<link rel="icon" href="data:,"><script>{plotly.offline.get_plotlyjs()}</script></head>'
+        f'<link rel="icon" href="data:,"><script>{plotly}</script></head>'
         f"<body>{''.join(sections)}<script>const figures = {script};\n"
         "for (const [id, figure] of Object.entries(figures))\n"
         "  Plotly.newPlot(id, figure.data, figure.layout, {displaylogo: false, responsive: true});\n"
         "</script></body></html>\n"
     )
-    path = directory / "report.html"
-    try:
-        write_whole(path, page)
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the page: {error.strerror}") from None
-    return path
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "number") -> str:

@@ -5,11 +5,13 @@ Public names: `Proof`, `proofs`, `result_files`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mup_megatron.errors import UserError
+from mup_megatron.report.parts import read_json
 
 FOLDERS = ("coord-check", "stability", "reverse")
 """In a run's folder, unless a command's --output names another."""
@@ -40,16 +42,23 @@ def proofs(directory: Path) -> Iterator[Proof]:
 
     Args:
         directory: of the run.
+
+    Raises:
+        UserError: a file is damaged.
     """
     for path in result_files(directory):
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
         kind = path.parent.name
         picture = path.with_suffix(".png")
-        yield Proof(
-            title=_title(kind, result),
-            lines=_lines(kind)(result),
-            picture=picture if picture.is_file() else None,
-        )
+        try:
+            title, lines = _title(kind, result), [str(line) for line in _lines(kind)(result)]
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            # What `lines` reads of a result is all over it, and only its own command writes one.
+            raise UserError(
+                f"{path}: damaged ({type(error).__name__}: {error}); expected a result of {kind}; run the command "
+                "again, or move the file away to see the rest of the run"
+            ) from None
+        yield Proof(title=title, lines=lines, picture=picture if picture.is_file() else None)
 
 
 def _title(kind: str, result: Mapping[str, Any]) -> str:

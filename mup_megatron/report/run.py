@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mup_megatron.errors import UserError
+from mup_megatron.files import parse_yaml
+from mup_megatron.report.parts import (
+    Explanation,
+    Made,
+    Plan,
+    Settings,
+    Tuned,
+    checked,
+    read_json,
+    read_lines,
+    read_text,
+)
 from mup_megatron.report.proofs import result_files
 from mup_megatron.run_directory import CONTROLS, PLAN
 
@@ -75,14 +84,9 @@ def read_run(directory: Path) -> Run:
     Raises:
         UserError: it is no run's folder.
     """
-    from mup_megatron.tuning.record import read_record
-
-    config_path = directory / "config.yaml"
-    config: dict[str, Any] = {}
-    if config_path.is_file():
-        config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
+    config = _settings(directory / "config.yaml")
     own, named = directory / "transfer.json", (config.get("tuning") or {}).get("record")
-    record = read_record(own, None) or (read_record(Path(named), None) if named else None)
+    record = _record(own) or (_record(Path(named)) if named else None)
     target = _curve(directory, CONTROLS.get(_parametrization(config), "µP"))
     if target is None and record is None and not result_files(directory):
         raise UserError(
@@ -91,9 +95,9 @@ def read_run(directory: Path) -> Run:
     return Run(
         directory=directory,
         config=config,
-        explanation=_json(directory / "explain.json"),
+        explanation=read_json(directory / "explain.json", Explanation),
         record=record,
-        plan=_json(directory / PLAN),
+        plan=read_json(directory / PLAN, Plan),
         target=target,
         versions=_versions(directory) or (record or {}).get("versions", {}),
         controls={
@@ -102,27 +106,28 @@ def read_run(directory: Path) -> Run:
     )
 
 
+def _settings(path: Path) -> dict[str, Any]:
+    text = read_text(path)
+    return {} if text is None else checked(Settings, parse_yaml(text, str(path)), path)
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    from mup_megatron.tuning.record import read_record
+
+    record = read_record(path, None)
+    return None if record is None else checked(Tuned, record, path)
+
+
 def _versions(directory: Path) -> dict[str, str]:
     """Of the newest checkpoint's record."""
     newest = max((directory / "checkpoints").glob("step_*/mup.json"), default=None)
-    return json.loads(newest.read_text(encoding="utf-8"))["versions"] if newest else {}
+    return read_json(newest, Made)["versions"] if newest else {}
 
 
 def _parametrization(config: dict[str, Any]) -> str:
     return (config.get("parametrization") or {}).get("name", "mup")
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
 def _curve(directory: Path, name: str) -> Curve | None:
-    path = directory / "metrics.jsonl"
-    if not path.is_file():
-        return None
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return Curve(
-        name=name,
-        steps=[line for line in lines if "loss" in line],
-        evaluations=[line for line in lines if "eval_loss" in line],
-    )
+    found = read_lines(directory / "metrics.jsonl")
+    return None if found is None else Curve(name=name, steps=found[0], evaluations=found[1])

@@ -117,6 +117,10 @@ def _job(stage: str, config: Config, arguments: Sequence[str], environment: Mapp
         options.append(f"--nodes={slurm.nodes}")
         name = "pretrain-%j.out"
     logs = str(logs_directory(config)).replace("%", "%%")
+    if "\\" in logs:
+        raise config.error(
+            "run.dir", f"{logs_directory(config)} holds a backslash, at which sbatch changes the log's name"
+        )
     return Job(
         stage=stage,
         options=[

@@ -1,0 +1,239 @@
+"""What the pages and pictures of a run read of its files: each is held against this before anything is made of it.
+
+Public names: `read_text`, `read_json`, `checked`, `read_lines`; the parts `Settings`, `Explanation`, `Plan`, `Tuned`,
+`Made`.
+
+A part names what is read of a file and no more: what else is in it, of this version or another, stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mup_megatron.errors import UserError
+
+_ADVICE = "put a copy of the file back, or move it away to see the rest of the run"
+_Value = float | str
+_Count = Annotated[int, Field(ge=0, le=2**63)]
+_Text = Annotated[str, Field(max_length=10_000)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Run(_Part):
+    name: _Text | None = None
+
+
+class _Tuning(_Part):
+    record: _Text | None = None
+
+
+class _Parametrization(_Part):
+    name: _Text = "mup"
+
+
+class Settings(_Part):
+    """config.yaml."""
+
+    run: _Run | None = None
+    tuning: _Tuning | None = None
+    parametrization: _Parametrization | None = None
+
+
+class _Block(_Part):
+    name: _Text
+    init_std: float
+
+
+class _Tensor(_Part):
+    name: _Text
+    global_shape: list[_Count]
+    local_shape: list[_Count]
+    base_shape: list[_Count]
+    blocks: list[_Block] | None
+    init_std: float | None
+    lr: float
+    eps: float | None
+    weight_decay: float
+
+    @model_validator(mode="after")
+    def _has_std(self) -> _Tensor:
+        if not self.blocks and self.init_std is None:
+            raise ValueError("neither blocks nor init_std")
+        return self
+
+
+class Explanation(_Part):
+    """explain.json."""
+
+    forward: dict[str, float]
+    parameters: list[_Tensor]
+
+
+class _Cost(_Part):
+    flops: Annotated[float, Field(gt=0)]
+
+
+class Plan(_Part):
+    """plan.json."""
+
+    target: _Cost
+    extrapolated: list[_Text]
+
+
+class _Trial(_Part):
+    slot: _Count
+    seed: _Count
+    state: _Text
+    values: dict[str, _Value]
+    loss: float | None
+    reports: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], float | None]
+    reason: _Text | None = None
+    seconds: float
+
+
+class _Candidate(_Part):
+    slot: _Count
+    losses: Annotated[list[float | None], Field(min_length=1)]
+    within_noise: bool
+
+
+class _Study(_Part):
+    values: Annotated[dict[str, _Value], Field(min_length=1)]
+    loss: float
+    noise: float | None
+    interior: dict[str, bool]
+    candidates: Annotated[list[_Candidate], Field(min_length=1)]
+    trials: list[_Trial]
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> _Study:
+        tried = [trial.values for trial in self.trials if trial.values]
+        if not tried:
+            raise ValueError("no trial has values")
+        for name, value in self.values.items():
+            if any(name not in values or isinstance(values[name], str) != isinstance(value, str) for values in tried):
+                raise ValueError(f"a trial has no value of {name}")
+            if not isinstance(value, str) and name not in self.interior:
+                raise ValueError(f"interior says nothing of {name}")
+        return self
+
+
+class _Spent(_Part):
+    tokens: _Count
+    flops: float
+    share: float
+    process_seconds: float
+
+
+class _Budget(_Part):
+    spent: _Spent
+
+
+class _Target(_Part):
+    extrapolated: list[_Text]
+
+
+class Tuned(_Part):
+    """transfer.json."""
+
+    study: _Study
+    budget: _Budget
+    target: _Target
+    versions: dict[str, str] = {}
+
+
+class Made(_Part):
+    """mup.json of a checkpoint."""
+
+    versions: dict[str, str]
+
+
+class _Step(_Part):
+    step: _Count
+    loss: float
+    lr: float
+    seconds: float
+
+
+class _Evaluation(_Part):
+    step: _Count
+    eval_loss: float
+
+
+def checked(part: type[BaseModel], data: Any, path: Path, where: str = "") -> Any:
+    """The data as it was, once it is known to hold what is read of it.
+
+    Raises:
+        UserError: it does not; names the file and the key.
+    """
+    try:
+        part.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {where}damaged ({key + ': ' if key else ''}{first['msg']}); {_ADVICE}") from None
+    except RecursionError:
+        raise UserError(f"{path}: {where}damaged (nested too deeply); {_ADVICE}") from None
+    return data
+
+
+def read_text(path: Path) -> str | None:
+    """A text file; None where there is none. Raises UserError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: damaged (not text); {_ADVICE}") from None
+
+
+def read_json(path: Path, part: type[BaseModel] | None = None) -> Any:
+    """A JSON file, held against a part; None where there is none. Raises UserError."""
+    text = read_text(path)
+    if text is None:
+        return None
+    data = _parsed(text, path, "")
+    return data if part is None else checked(part, data, path)
+
+
+def _parsed(text: str, path: Path, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {where}damaged (not valid JSON: {error}); {_ADVICE}") from None
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
+    """metrics.jsonl: lines of steps, lines of evaluations; None where there is none.
+
+    A last line that a crash cut short is left out.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    text = read_text(path)
+    if text is None:
+        return None
+    steps, evaluations = [], []
+    written = text.split("\n")
+    for number, line in enumerate(written, start=1):
+        if not line or (number == len(written) and not line.endswith("}")):
+            continue
+        where = f"line {number}: "
+        data = _parsed(line, path, where)
+        if not isinstance(data, dict):
+            raise UserError(f"{path}: {where}damaged (no JSON object); {_ADVICE}")
+        if "loss" in data:
+            steps.append(checked(_Step, data, path, where))
+        if "eval_loss" in data:
+            evaluations.append(checked(_Evaluation, data, path, where))
+    return steps, evaluations

@@ -212,7 +212,7 @@ def test_a_folder_that_is_whole(folder: Path) -> None:
 def test_run_folders(request: pytest.FixtureRequest, folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     found: list[str] = []
-    for draw in draws(request, 120, 3000):
+    for draw in draws(request, 40, 1500):
         path = draw.choice(files)
         good = path.read_bytes()
         try:
@@ -428,7 +428,7 @@ def test_configs(
     path = tmp_path / "run.yaml"
     commands: list[Callable[[], list[str]]] = [lambda: ["explain"], lambda: ["plan"], lambda: ["transfer"]]
     statuses = set()
-    for draw in draws(request, 40, 1000):
+    for draw in draws(request, 20, 600):
         path.write_text(json.dumps(odd_config(draw)))
         status = cli.run([*draw.choice(commands)(), str(path)])
         _, err = capfd.readouterr()

@@ -16,7 +16,7 @@ import sqlalchemy
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.tuning import study as study_module
+from mup_megatron.tuning import storage as storage_module
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.outcome import Trial, choose
 from mup_megatron.tuning.study import Study
@@ -183,7 +183,9 @@ def owners_on_sqlite(path: Path) -> int:
 
 def test_a_trial_has_one_owner_on_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert owners_on_sqlite(tmp_path / "ours") == 1
-    monkeypatch.setattr(study_module, "_one_at_a_time", lambda _engine: None)  # as Python's driver begins transactions
+    monkeypatch.setattr(
+        storage_module, "_one_at_a_time", lambda _engine: None
+    )  # as Python's driver begins transactions
     assert owners_on_sqlite(tmp_path / "driver's") == 2
 
 

@@ -207,15 +207,16 @@ def _write_indexed_dataset(
     builder = IndexedDatasetBuilder(f"{prefix}.bin.partial", dtype=DType.optimal_dtype(vocab_size))
     count = tokens = 0
     told = time.monotonic()
-    for text in documents(config):
-        ids = _tokens(config, tokenizer, text, vocab_size, count)
-        builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(ids)])
-        count, tokens = count + 1, tokens + len(ids)
-        if time.monotonic() - told > 5:
-            told = time.monotonic()
-            say(f"tokenized {count:,} documents, {tokens:,} tokens")
-    if not count:
-        raise config.error("data", "the corpus is empty: no document has any text")
+    with builder.data_file:  # upstream closes it in `finalize` alone
+        for text in documents(config):
+            ids = _tokens(config, tokenizer, text, vocab_size, count)
+            builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(ids)])
+            count, tokens = count + 1, tokens + len(ids)
+            if time.monotonic() - told > 5:
+                told = time.monotonic()
+                say(f"tokenized {count:,} documents, {tokens:,} tokens")
+        if not count:
+            raise config.error("data", "the corpus is empty: no document has any text")
     builder.finalize(f"{prefix}.idx.partial")
     for suffix in (".bin", ".idx"):
         os.replace(f"{prefix}{suffix}.partial", f"{prefix}{suffix}")

@@ -5,6 +5,7 @@ Public names: `main`, `run`, `launched`, `demo_config`.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def main() -> NoReturn:
 
     end_with_launcher()
     keep_log()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
     sys.exit(run(sys.argv[1:]))
 
 

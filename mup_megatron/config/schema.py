@@ -106,7 +106,7 @@ class Model(Section):
     beta_slow: PositiveFloat = 1.0
     mscale: NonNegativeFloat = 1.0
     mscale_all_dim: NonNegativeFloat = 0.0
-    mtp_num_layers: Count | None = None
+    mtp_num_layers: Annotated[int, Field(gt=0, le=64)] | None = None
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
     vocab_size: Width | None = None
     make_vocab_size_divisible_by: Width = 128

@@ -19,6 +19,7 @@ from mup_megatron.proof import stability
 from mup_megatron.proof.family import changed
 from mup_megatron.proof.grid import Outcome
 from mup_megatron.proof.reverse import rise, small_model
+from mup_megatron.report.stability import title
 from mup_megatron.tuning.space import one_process
 from tests import bodies
 from tests.commands import Background, losses, metrics, mup, until
@@ -147,12 +148,18 @@ def test_a_verdict_and_its_control(tmp_path: Path) -> None:
     assert json.loads(json.dumps(still)) == still
     assert "passed: mup's best lr stays" in stability.lines(still)
 
+    assert list(still["lines"]) == ["mup", "standard", "fan_in"]
+    assert title(still, "mup") == ("mup: passes (3 seeds)", "64's best costs 0.00 % at 512, moves +0.30 octaves")
+    assert title(still, "standard")[0] == "standard: does not pass (3 seeds)"
+
     moved = result_of(config, asked(config), bowl({"mup": -1, "standard": 0}))
     assert not moved["passed"]
     assert moved["lines"]["mup"]["reasons"][1] == "the best lr moves by -3.00 octaves to 512"
     # From a size on, within which it moves by less.
     near = result_of(config, asked(config, least=4), bowl({"mup": -0.4, "standard": 0}))
     assert near["passed"]
+    assert near["from"] == 256
+    assert title(near, "mup")[1].startswith("256's best costs")
     assert not result_of(config, asked(config), bowl({"mup": -0.4, "standard": 0}))["passed"]
 
 
@@ -161,6 +168,7 @@ def test_edges_and_divergence(tmp_path: Path) -> None:
     edge = result_of(config, asked(config, values="1e-3,2e-3,4e-3"), bowl({"mup": 0, "standard": 0}))
     assert not edge["passed"]
     assert edge["lines"]["mup"]["reasons"][0].startswith("64: the highest lr that was tried is the best")
+    assert title(edge, "mup")[1].endswith(", may lie beyond what was tried")
 
     def diverges(run: Any) -> float:
         return math.inf if run.value > 8e-3 and run.factor == 8 else bowl({"mup": 0, "standard": 0})(run)

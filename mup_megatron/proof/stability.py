@@ -293,6 +293,7 @@ def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Map
         "values": asked.values,
         "sizes": [{"factor": factor, "size": size} for factor, size in sizes.items()],
         "seeds": asked.seeds,
+        "from": sizes[asked.least],
         "lines": found,
         "failed": [f"{name}: {each.reason}" for name, each in outcomes.items() if each.state == "failed"],
         "seconds": sum(each.seconds for each in outcomes.values()),

@@ -58,9 +58,7 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
             panel.set_xscale("log", base=2)
         else:
             panel.set_xticks(list(places), values, rotation=20, fontsize=8)
-        cost = line["rows"][0]["cost"]
-        said = "diverges" if cost is None else f"costs {100 * cost:.2f} %"
-        panel.set_title(f"{name}: the smallest's best {said}", loc="left", fontsize=10)
+        panel.set_title("\n".join(title(result, name)), loc="left", fontsize=9)
         panel.set_xlabel(result["over"])
         panel.set_ylim(low, high)
         panel.grid(alpha=0.25)
@@ -70,6 +68,20 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
     save_figure(figure, path)
     pyplot.close(figure)
     return path
+
+
+def title(result: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """Two lines over a parametrization's panel: whether it passes, and by what it is judged."""
+    line, start = result["lines"][name], result.get("from", result["sizes"][0]["size"])
+    row = next(row for row in line["rows"] if row["size"] == start)
+    cost, drift = row["cost"], row["drift"]
+    verdict = "does not pass" if line["reasons"] else "undecided" if line.get("open") else "passes"
+    costs = "diverges" if cost is None else f"costs {100 * cost:.2f} %"
+    moves = "" if drift is None else f", moves {drift['octaves']:+.2f} octaves"
+    if row["minimum"]["edge"] or line["rows"][-1]["minimum"]["edge"]:
+        moves = ", may lie beyond what was tried"
+    seeds = f"{result['seeds']} seed{'s' if result['seeds'] > 1 else ''}"
+    return f"{name}: {verdict} ({seeds})", f"{start}'s best {costs} at {line['rows'][-1]['size']}{moves}"
 
 
 def _limits(result: Mapping[str, Any]) -> tuple[float, float]:

@@ -1,0 +1,336 @@
+"""The tables of docs/evidence/README.md, each made from the JSON files beside that page, with the commands' verdicts.
+
+    python -m benchmarks.evidence       # writes the tables anew, between their markers
+
+Public names: `TABLES`, `page`, `parts`, `verdict`. A table stands in the page between `<!-- made: NAME -->` and
+`<!-- end -->`; tests/test_evidence.py holds that every table does, and that it is what its records give.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "evidence"
+_PART = re.compile(r"(<!-- made: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+LINES = {"mup": "µP", "standard": "standard", "fan_in": "1/sqrt(fan-in)"}
+"""Parametrizations, as the tables' heads name them."""
+
+Rows = list[list[str]]
+
+
+def records() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every record of the folder, by its path there."""
+    for path in sorted(FOLDER.glob("*/*.json")):
+        yield str(path.relative_to(FOLDER)), json.loads(path.read_text(encoding="utf-8"))
+
+
+def record(path: str) -> dict[str, Any]:
+    """One record."""
+    found: dict[str, Any] = json.loads((FOLDER / path).read_text(encoding="utf-8"))
+    return found
+
+
+# --- what a record says ---
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """The verdict that the command gave, with its reasons, in words."""
+    if "passed" not in found:
+        return "none: a measurement"
+    said = found.get("verdict") or ("passed" if found["passed"] else "failed")
+    if "lines" in found:
+        line = found["lines"][found["judged"]]
+        reasons = [*line["reasons"], *line.get("open", ())]
+    else:
+        reasons = [f"out of bounds: {name}" for name in found["out_of_bounds"]]
+    return f"**{said}**" + (f": {'; '.join(reasons)}" if reasons else "")
+
+
+def _own(line: dict[str, Any]) -> str:
+    """How one parametrization of a record would be judged, were it the one that is."""
+    return "passed" if not (line["reasons"] or line.get("open")) else "failed"
+
+
+def _seeds(found: dict[str, Any]) -> str:
+    return str(found["seeds"])
+
+
+def _octaves(row: dict[str, Any], error: bool = True) -> str:
+    """Octaves from a size's optimum to the largest's, with the standard error over seeds where there are several."""
+    if row["drift"] is None:
+        return "beyond what was tried"
+    spread = f" ± {row['drift']['error']:.2f}" if error and row["drift"]["error"] else ""
+    return f"{row['drift']['octaves']:+.2f}{spread}"
+
+
+def _cost(row: dict[str, Any]) -> str:
+    return "diverges" if row["cost"] is None else f"{100 * row['cost']:.2f} %"
+
+
+def _best(row: dict[str, Any]) -> str:
+    least = row["minimum"]
+    if least["edge"]:
+        return f"{'below' if least['edge'] == 'low' else 'above'} {least['tried']:.2g}"
+    return f"{least['value'] or least['tried']:.2g}"
+
+
+def _row_of(found: dict[str, Any], size: int, line: str = "mup") -> dict[str, Any]:
+    row: dict[str, Any] = next(row for row in found["lines"][line]["rows"] if row["size"] == size)
+    return row
+
+
+def _losses(found: dict[str, Any], line: str = "mup") -> str:
+    return ", ".join(f"{row['minimum']['loss']:.3f}" for row in found["lines"][line]["rows"])
+
+
+def _span(found: dict[str, Any]) -> str:
+    sizes = [size["size"] for size in found["sizes"]]
+    return f"{sizes[0]} to {sizes[-1]}"
+
+
+# --- tables: head and rows ---
+
+
+def _all() -> Rows:
+    """Every record: what was asked, how often, from which size it is judged, and the command's verdict."""
+    rows = [["record", "asked", "of", "steps", "seeds", "judged from", "verdict of the command"]]
+    for path, found in records():
+        link = f"[{path.removesuffix('.json')}]({path})"
+        if "searches" in found:
+            rows.append([link, "cost of a search", "", "", f"{_seeds(found)} searches", "", verdict(found)])
+        elif "lines" in found:
+            asked = f"{found['over']} over {found['across']}, {_span(found)}"
+            start = str(found.get("from", found["sizes"][0]["size"]))
+            steps = str(found["config"]["training"]["train_steps"])
+            rows.append([link, asked, LINES[found["judged"]], steps, _seeds(found), start, verdict(found)])
+        else:
+            what = "depth" if found["axis"] == "depth" else "width"
+            asked = f"coordinates over {what}, {_span(found)}"
+            rows.append([link, asked, found["judged"].replace("mup", "µP"), str(found["steps"]), _seeds(found), "",
+                         verdict(found)])  # fmt: skip
+    return rows
+
+
+_FAMILIES = {
+    "gpt3": "GPT-3 style, everything growing",
+    "llama": "Llama style, 2 KV heads that do not grow",
+    "moe": "8 experts, 2 per token, their FFN growing",
+    "mla": "multi-latent attention, heads and ranks growing",
+}
+
+
+def _coordinates() -> Rows:
+    """Largest deviations from the expected slope, above and below, where that side has a bound."""
+    quantities = ("output", "change", "gradient", "update")
+    heads = ["family", "judged", "output", "change since step 0", "gradient", "update", "out of bounds in standard"]
+    rows = [[*heads, "seeds", "verdict"]]
+    for family, what in _FAMILIES.items():
+        found = record(f"coord-check-{family}/mup.json")
+        judged = {name for name, each in found["verdicts"]["mup"].items() if each["verdict"] != "not judged"}
+        cells = []
+        for quantity in quantities:
+            slopes = [s for s in found["slopes"]["mup"] if s["quantity"] == quantity and s["name"] in judged]
+            above = max(s["slope"] - s["expected"] for s in slopes if s["high"] is not None)
+            below = min(s["slope"] - s["expected"] for s in slopes if s["low"] is not None)
+            cells.append(f"{above:+.2f}, {below:+.2f}")
+        standard = sum(each["verdict"] == "out of bounds" for each in found["verdicts"]["standard"].values())
+        rows.append([what, str(len(judged)), *cells, str(standard), _seeds(found), verdict(found)])
+    return rows
+
+
+def _rates(folder: str) -> Rows:
+    """The learning rate over width: a block of rows per parametrization."""
+    found = record(f"{folder}/lr-width.json")
+    heads = [
+        "",
+        "hidden size",
+        "best rate",
+        "octaves to 256",
+        "its best tried rate costs 256",
+        "lowest loss",
+        "verdict",
+    ]
+    rows = [heads]
+    for name, line in found["lines"].items():
+        for number, row in enumerate(line["rows"]):
+            last = number == len(line["rows"]) - 1
+            cells = ["", ""] if last else [_octaves(row), _cost(row)]
+            own = f"**{_own(line)}**" if number == 0 else ""
+            label = LINES[name] if number == 0 else ""
+            rows.append([label, str(row["size"]), _best(row), *cells, f"{row['minimum']['loss']:.3f}", own])
+    return rows
+
+
+def _rates_512() -> Rows:
+    found = record("stability-lr-width-512/lr-width.json")
+    rows = [["hidden size", "best rate", "octaves to 512", "its best tried rate costs 512", "lowest loss"]]
+    for row in found["lines"]["mup"]["rows"]:
+        last = row is found["lines"]["mup"]["rows"][-1]
+        cells = ["", ""] if last else [_octaves(row), _cost(row)]
+        rows.append([str(row["size"]), _best(row), *cells, f"{row['minimum']['loss']:.3f}"])
+    return rows
+
+
+def _others() -> Rows:
+    """Output multiplier and initial deviation over width."""
+    files = [record(f"stability-width/{name}-width.json") for name in ("output_multiplier", "init_method_std")]
+    heads = ["octaves to 256", "costs 256"]
+    rows = [["hidden size", "output multiplier", *heads, "initial standard deviation", *heads]]
+    for size in (32, 64, 128, 256):
+        cells: list[str] = []
+        for found in files:
+            row = _row_of(found, size)
+            cells += [_best(row), *(["", ""] if size == 256 else [_octaves(row), _cost(row)])]
+        rows.append([str(size), *cells])
+    rows.append(["verdict", verdict(files[0]), "", "", verdict(files[1]), "", ""])
+    return rows
+
+
+def _mixed() -> Rows:
+    heads = ["lowest loss at 32, 64, 128, 256", "octaves from 32", "from 64", "64's best tried rate costs 256"]
+    rows = [["", "rule", *heads, "verdict (from 32)"]]
+    for folder, what in (("kv", "2 KV heads"), ("ffn", "FFN of 128")):
+        for rule in ("output_like", "hidden_like"):
+            found = record(f"mixed-growth/{folder}-{rule}.json")
+            first, second = _row_of(found, 32), _row_of(found, 64)
+            cells = [_losses(found), _octaves(first), _octaves(second), _cost(second)]
+            rows.append([what, f"`{rule}`", *cells, verdict(found)])
+    return rows
+
+
+def _depth() -> Rows:
+    heads = ["lowest loss at 2, 4, 8, 16 layers", "octaves from 2 to 16", "2's best tried rate costs 16", "verdict"]
+    rows = [["rule", *heads]]
+    names = {"none": "none", "depth_mup": "Depth-µP (α = 1/2)", "completep": "CompleteP (α = 1)"}
+    for rule, what in names.items():
+        found = record(f"stability-depth/{rule}.json")
+        row = _row_of(found, 2)
+        rows.append([what, _losses(found), _octaves(row), _cost(row), verdict(found)])
+    return rows
+
+
+def _decay() -> Rows:
+    rows = [["rule", "lowest loss at 32, 64, 128", "best decay at 32, 64, 128", "verdict"]]
+    for rule in ("independent", "coupled"):
+        found = record(f"stability-decay/{rule}.json")
+        best = ", ".join(_best(row) for row in found["lines"]["mup"]["rows"])
+        rows.append([f"`{rule}`", _losses(found), best, verdict(found)])
+    return rows
+
+
+def _gains() -> Rows:
+    """Trained gains: the first seed of the learning rates' record; its minima are computed from that seed alone."""
+    from mup_megatron.proof.optimum import Curve, drift, minimum
+
+    frozen, trained = record("norm-gains/lr-width.json"), record("stability-lr-width/lr-width.json")
+    seed = trained["config"]["run"]["seed"]
+    curves = [
+        Curve(values=trained["values"], losses=[{seed: _number(losses[0])} for losses in row["losses"]])
+        for row in trained["lines"]["mup"]["rows"]
+    ]
+    least = [minimum(curve) for curve in curves]
+    moved = [drift(each, least[-1]) for each in least[:-1]]
+    shown = ", ".join("beyond" if each is None else f"{each[0]:+.2f}" for each in moved)
+    rows = [["gains", "lowest loss at 32, 64, 128, 256", "octaves from 32, 64, 128 to 256", "verdict (from 32)"]]
+    rows.append(["trained", ", ".join(f"{each.loss:.3f}" for each in least), shown, "one seed of three, no command"])
+    octaves = ", ".join(_octaves(row) for row in frozen["lines"]["mup"]["rows"][:-1])
+    rows.append(["frozen", _losses(frozen), octaves, verdict(frozen)])
+    return rows
+
+
+def _number(loss: float | None) -> float:
+    return math.inf if loss is None else loss
+
+
+_SEARCHES = {
+    "random": "random",
+    "random, halving": "random, successive halving",
+    "random, hyperband": "random, hyperband",
+    "TPE": "TPE",
+    "TPE, halving": "TPE, successive halving (what `configs/gpt3`, `llama` and `deepseek` use)",
+    "TPE, halving, 8 workers": "the same by 8 workers at a time",
+    "TPE, hyperband": "TPE, hyperband",
+}
+
+
+def _searching() -> Rows:
+    found = record("tuning-cost/cost.json")["searches"]
+    rows = [["search", "arrived", "mean", "median", "share of random search's mean"]]
+    whole = found["random"]["mean"]
+    for name, what in _SEARCHES.items():
+        needed = [cost for cost in found[name]["needed"] if cost is not None]
+        mean = statistics.fmean(needed)
+        share = "1" if name == "random" else f"{mean / whole:.2f}"
+        arrived = f"{len(needed)} of {len(found[name]['needed'])}"
+        rows.append([what, arrived, f"{mean:.1f}", f"{statistics.median(needed):.1f}", share])
+    return rows
+
+
+def _target() -> Rows:
+    """Cost at which the median over searches of the best trial's loss comes within a goal."""
+    found = record("tuning-cost-target/cost.json")
+    names = {
+        "random, on the target": "random, on the target",
+        "random": "random, on the proxy",
+        "random, halving": "random with halving, on the proxy",
+        "TPE, halving": "TPE with halving, on the proxy",
+    }
+    rows = [["search", "1.1 %", "0.9 %"]]
+    for name, what in names.items():
+        curves = found["searches"][name]["curves"]
+        rows.append([what, *(_median_cost(curves, found["best"] * (1 + goal)) for goal in (0.011, 0.009))])
+    return rows
+
+
+def _median_cost(curves: Sequence[Sequence[Sequence[float]]], goal: float) -> str:
+    """Where the median over curves of the loss so far is first within the goal."""
+    for cost in sorted({point[0] for curve in curves for point in curve}):
+        so_far = [next((loss for at, loss in reversed(curve) if at <= cost), math.inf) for curve in curves]
+        if statistics.median(so_far) <= goal:
+            return f"{math.floor(cost + 0.5)}"
+    return "never"
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "records": _all,
+    "coordinates": _coordinates,
+    "rates": partial(_rates, "stability-lr-width"),
+    "rates-fan-in": partial(_rates, "stability-fan-in"),
+    "rates-512": _rates_512,
+    "others": _others,
+    "mixed-growth": _mixed,
+    "depth": _depth,
+    "decay": _decay,
+    "norm-gains": _gains,
+    "searches": _searching,
+    "searches-target": _target,
+}
+
+
+def table(name: str) -> str:
+    """One table in Markdown."""
+    head, *rows = TABLES[name]()
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def parts(text: str) -> dict[str, str]:
+    """What stands between the markers of a page, by name."""
+    return {name: body for _, name, body, _ in _PART.findall(text)}
+
+
+def page(text: str) -> str:
+    """The page with every table made anew."""
+    return _PART.sub(lambda found: f"{found[1]}{table(found[2])}{found[4]}", text)
+
+
+if __name__ == "__main__":
+    README = FOLDER / "README.md"
+    README.write_text(page(README.read_text(encoding="utf-8")), encoding="utf-8")

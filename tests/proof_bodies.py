@@ -47,3 +47,29 @@ def rules_around_controls(rank: runtime.Rank, *, config: Config) -> tuple[str, s
     for control in CONTROLS.values():
         control.break_(rules, layout)
     return before, f"{rules.tensors} {rules.forward}"
+
+
+def in_regime(
+    rank: runtime.Rank, *, config: Config, regime: str, fault: str | None, options: dict[str, Any]
+) -> dict[str, list[str]]:
+    """Quantities that a regime finds out of bounds, by tensor or module; with a planted fault or without."""
+    import contextlib
+    import math
+
+    from mup_megatron.proof.regimes import REGIMES
+    from mup_megatron.proof.thorough import in_regime as run
+    from mup_megatron.proof.verdict import Slope
+    from tests.planted_faults import FAULTS
+
+    with FAULTS[fault].plant() if fault else contextlib.nullcontext():
+        repeats = bool(REGIMES[regime].repeat)
+        plain = coord_check(config, rank, beside=False, **{**options, "seeds": 1}) if repeats else {}
+        row, result = run(regime, config, rank, plain, **options)
+    if repeats:
+        return {name: [each["quantity"]] for name, each in row.get("apart", {}).items()}
+    found: dict[str, list[str]] = {}
+    for each in result["slopes"]["mup"]:
+        slope = Slope(**{**each, "slope": math.nan if each["slope"] is None else each["slope"]})
+        if slope.state == "out of bounds":
+            found.setdefault(slope.name, []).append(slope.quantity)
+    return found

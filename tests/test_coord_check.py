@@ -14,14 +14,18 @@ from mup_megatron import cli
 from mup_megatron.config import Config, load_config
 from mup_megatron.engines.megatron_config import muon_missing
 from mup_megatron.errors import UserError
+from mup_megatron.model import parametrize
 from mup_megatron.proof.controls import CONTROLS
-from mup_megatron.proof.family import changed, default_factors, members
-from mup_megatron.proof.verdict import slope
+from mup_megatron.proof.family import changed, default_factors, grown, members, models, own_path
+from mup_megatron.proof.regimes import REGIMES
+from mup_megatron.proof.theory import Theory
+from mup_megatron.proof.told import lines
+from mup_megatron.proof.verdict import Slope, fit, judge, overall
 from tests import bodies, proof_bodies
-from tests.configs import make
+from tests.configs import MIXED, make
 from tests.distributed import Ranks
 
-# Everything grows together; 16 tokens of hidden size 32 to 512.
+# Everything grows together; a few tokens of hidden size 32 to 512.
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 2}
 PLAIN = {"model": {"num_layers": 2, **SIZES}, "base": SIZES}
 RATE = {"hparams__lr": 2e-3, "hparams__weight_decay": 0.0}
@@ -29,7 +33,7 @@ FACTORS = (1, 4, 16)
 DEPTHS = (1, 2, 4)
 
 # Whose gradient is zero in exact arithmetic: the key's bias moves by rounding noise under Adam.
-ROUNDING = ("linear_qkv.bias",)
+ROUNDING = ("linear_qkv.bias[key]",)
 FIVE_DIGITS = 2e-5
 
 
@@ -38,14 +42,14 @@ def config_of(architecture: str = "gpt3", **keys: Any) -> Config:
 
 
 def check(ranks: Ranks, config: Config, count: int = 1, **options: Any) -> dict[str, Any]:
-    defaults = {"factors": FACTORS, "steps": 3, "seeds": 1, "beside": False}
+    defaults = {"factors": FACTORS, "steps": 3, "seeds": 3, "beside": False}
     return ranks.run(count, proof_bodies.check, config=config, options={**defaults, **options})[0]
 
 
 @pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_mup_passes_and_standard_fails(ranks: Ranks, architecture: str) -> None:
     result = check(ranks, config_of(architecture), beside=True)
-    assert result["passed"], result["out_of_bounds"]
+    assert result["verdict"] == "passed", lines(result)
     assert not result["silent"]
     assert not result["not_finite"]
     standard = [name for name, each in result["verdicts"]["standard"].items() if each["verdict"] == "out of bounds"]
@@ -55,12 +59,13 @@ def test_mup_passes_and_standard_fails(ranks: Ranks, architecture: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt3", "llama", "moe", "mla"])
 def test_the_families_of_the_evidence(ranks: Ranks, repository: Path, tmp_path: Path, name: str) -> None:
-    """Widths 32 to 512: fixed key/value heads, experts, latent attention whose ranks grow."""
-    path = repository / "configs" / "proof" / f"{name}.yaml"
-    keys = {"data.dir": str(tmp_path), "hparams.lr": 2e-3, "hparams.output_multiplier": 1.0}
-    config = changed(load_config(path), keys)
-    result = check(ranks, config, factors=(1, 2, 4, 8, 16), steps=3, seeds=2)
-    assert result["passed"], result["out_of_bounds"]
+    """At their own values, over their own path, hidden size 32 to 512."""
+    config = load_config(repository / "configs" / "proof" / f"{name}.yaml")
+    result = ranks.run(
+        1, proof_bodies.check, config=changed(config, {"data.dir": str(tmp_path)}), options={"beside": False}
+    )[0]
+    assert [size["size"] for size in result["sizes"]] == [32, 64, 128, 256, 512]
+    assert result["verdict"] == "passed", lines(result)
 
 
 @pytest.mark.slow
@@ -71,7 +76,7 @@ def test_attention_that_grows_twice(ranks: Ranks, repository: Path, tmp_path: Pa
     keys |= {f"model.{name}": 16 * size for name, size in heads.items()}
     config = load_config(repository / "configs" / "proof" / "mla.yaml")
     result = check(ranks, changed(config, {"data.dir": str(tmp_path), **keys}))
-    assert result["passed"], result["out_of_bounds"]
+    assert result["verdict"] == "passed", lines(result)
     value = "decoder.layers.0.self_attention.core_attention.value"
     expected = {each["expected"] for each in result["slopes"]["mup"] if each["name"] == value}
     assert sorted(expected) == [pytest.approx(-1.5), 0.0]
@@ -81,12 +86,12 @@ def broken(ranks: Ranks, rule: str, architecture: str = "gpt3") -> None:
     """The check fails without the rule, and in the same regime passes with it."""
     if rule == "muon_rate" and muon_missing():
         pytest.skip(str(muon_missing()))
-    factors = DEPTHS if CONTROLS[rule].axis == "depth" else CONTROLS[rule].factors or FACTORS
+    factors = DEPTHS if REGIMES[CONTROLS[rule].regime].axis == "depth" else CONTROLS[rule].factors or FACTORS
     count = max(factors) if CONTROLS[rule].growing_tensor else 1
     keys = {"model__num_attention_heads": 4, "base__num_attention_heads": 4} if count > 1 else {}
     config = config_of(architecture, **keys)
     result = check(ranks, config, count, factors=factors, broken=rule, beside=True)
-    assert not result["passed"]
+    assert result["verdict"] == "failed", lines(result)
     whole = [name for name, each in result["verdicts"]["mup"].items() if each["verdict"] == "out of bounds"]
     assert not whole
 
@@ -107,7 +112,7 @@ def test_every_broken_rule_fails(ranks: Ranks, rule: str, architecture: str) -> 
 @pytest.mark.parametrize("point", ["standard", "interpolate:0,0", "interpolate:0,1", "interpolate:1,0"])
 @pytest.mark.parametrize("architecture", ["gpt3", "llama"])
 def test_other_points_of_the_plane_fail(ranks: Ranks, point: str, architecture: str) -> None:
-    assert not check(ranks, config_of(architecture), point=point)["passed"]
+    assert check(ranks, config_of(architecture), point=point)["verdict"] == "failed"
 
 
 def sizes(result: dict[str, Any]) -> dict[tuple[Any, ...], list[float]]:
@@ -158,8 +163,8 @@ def test_the_check_does_not_see_the_layout(ranks: Ranks, architecture: str, layo
 @pytest.mark.parametrize(
     "layout",
     [
-        {"parallel__zero_stage": 3, "training__micro_batch_size": 2},
-        {"parallel__engine": "megatron", "training__micro_batch_size": 2},
+        {"parallel__zero_stage": 3},
+        {"parallel__engine": "megatron"},
         {"parallel__engine": "megatron", "parallel__context_parallel_size": 2},
     ],
     ids=["zero3", "distributed_optimizer", "cp2"],
@@ -190,13 +195,36 @@ def test_a_size_of_one_rank_alone_is_seen(ranks: Ranks) -> None:
 
 
 def test_slopes_by_hand() -> None:
-    fitted, confidence = slope([1, 2, 4], [[3.0, 6.0, 12.0], [1.0, 1.0, 1.0]])
-    assert fitted == pytest.approx(0.5)
-    # Slopes 1 and 0: standard deviation 1/sqrt(2), of the mean 1/2, times Student's 12.71.
-    assert confidence == pytest.approx(12.71 / 2)
-    assert slope([1, 4], [[8.0, 4.0]]) == (pytest.approx(-0.5), None)
-    assert math.isnan(slope([1, 2], [[1.0, math.nan]])[0])
-    assert math.isnan(slope([1, 2], [[0.0, 1.0]])[0])
+    fitted = fit([1, 2, 4], [[3.0, 6.0, 12.0], [1.0, 1.0, 1.0]])
+    assert fitted.slope == pytest.approx(0.5)
+    # Slopes 1 and 0 about 1/2 leave ±ln2/2 at both ends, twice: ln2² over 3 degrees of freedom; the sizes' squares add
+    # up to 2 ln2², twice. 3.18 is Student's t. Seeds bend in opposite ways: nothing in common.
+    assert fitted.confidence == pytest.approx(3.18 * math.sqrt(1 / 3 / 4))
+    assert fitted.bend == pytest.approx(0.0)
+    assert fit([1, 4], [[8.0, 4.0]]) == (pytest.approx(-0.5), None, 0.0)
+    assert math.isnan(fit([1, 2], [[1.0, math.nan]]).slope)
+    assert math.isnan(fit([1, 2], [[0.0, 1.0]]).slope)
+    assert fit([1, 2, 4], [[1.0, 2.0, 1.0], [1.0, 2.0, 1.0]]).bend == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("slope", "confidence", "state"),
+    [
+        (0.10, 0.10, "ok"),
+        (-0.86, 0.91, "undecided"),  # neither within 0.25 nor surely outside
+        (0.20, 0.10, "undecided"),
+        (0.40, 0.10, "out of bounds"),
+        (0.00, None, "undecided"),  # two points and one seed leave nothing to tell an error from
+        (math.nan, None, "out of bounds"),
+    ],
+)
+def test_a_verdict_knows_its_error(slope: float, confidence: float | None, state: str) -> None:
+    one = Slope(
+        name="m", quantity="update", step=1, slope=slope, confidence=confidence, expected=0.0, low=0.25, high=0.25
+    )
+    verdicts = judge([one])
+    assert verdicts["m"]["verdict"] == state
+    assert overall(verdicts) == {"ok": "passed", "undecided": "undecided", "out of bounds": "failed"}[state]
 
 
 @pytest.mark.slow
@@ -212,6 +240,56 @@ def test_the_plane_s_corners(ranks: Ranks) -> None:
         assert losses["interpolate:0,0"] == losses["standard"]
         assert losses["mup"] != pytest.approx(losses["standard"], rel=1e-3)
         assert (clipped["interpolate:1,1"] == clipped["mup"]) == (architecture == "gpt3")
+
+
+def test_the_config_s_own_path() -> None:
+    """hidden ×3/2, FFN ×5/2, heads ×2, query groups ×4, in thirds of their logarithms."""
+    points = [point.sizes for point in own_path(make(MIXED), 1)]
+    assert [point["hidden_size"] for point in points] == [64, 73, 84, 96]  # 64 · 1.5^(1/3) = 73.3, ^(2/3) = 83.9
+    assert [point["ffn_hidden_size"] for point in points] == [64, 87, 118, 160]  # 86.9, 117.9
+    assert all(point["num_attention_heads"] % point["num_query_groups"] == 0 for point in points)
+    assert (points[0]["num_query_groups"], points[-1]["num_query_groups"]) == (1, 4)
+    even = config_of(model__hidden_size=384, model__num_attention_heads=24, model__ffn_hidden_size=1536)
+    # ×12 in four steps of 12^(1/4), in proportion: 1.86, 3.46 and 6.45 as halves, since the base has two heads.
+    assert [point.sizes["num_attention_heads"] for point in own_path(even, 1)] == [2, 4, 7, 13, 24]
+    assert [point.sizes["hidden_size"] for point in own_path(even, 1)] == [32, 64, 112, 208, 384]
+    with pytest.raises(UserError, match="own sizes are the base's"):
+        own_path(config_of(), 1)
+
+
+def test_every_tensor_has_a_slope_of_its_own() -> None:
+    """Heads ×1, ×4, ×16, hidden ×1, ×2, ×4, FFN fixed: over the heads' logarithm 1, 1/2 and 0."""
+    config = make(MIXED)
+    growth = {"num_attention_heads": [1, 4, 16], "hidden_size": [1, 2, 4]}
+    found = models(config, grown(config, growth), 1)
+    assert [(member.over, member.size) for member in found] == [("num_attention_heads", size) for size in (4, 16, 64)]
+    theory = Theory([parametrize(member.config, 384) for member in found], [member.size for member in found], "width")
+    layer = "decoder.layers.0."
+    slopes = {
+        "embedding.word_embeddings.weight": (0.0, 0.0),
+        f"{layer}self_attention.linear_qkv.weight[query]": (-0.25, -0.5),  # (initial values, update); n_in is hidden
+        f"{layer}self_attention.linear_proj.weight": (-0.5, -1.0),  # all heads
+        f"{layer}mlp.linear_fc1.weight": (-0.25, -0.5),
+        f"{layer}mlp.linear_fc2.weight": (0.0, 0.0),  # the FFN, which is fixed
+        f"{layer}mlp.linear_fc2.bias": (0.0, 0.0),
+    }
+    for name, expected in slopes.items():
+        assert tuple(theory.expected(name, quantity, 0).slope for quantity in ("initial", "update")) == pytest.approx(
+            expected
+        ), name
+    assert theory.expected("output_layer", "output", 0).slope == pytest.approx(-0.25)  # sums of hidden/hidden terms
+    assert theory.expected("decoder.final_layernorm", "gradient", 1).slope == pytest.approx(-0.5)
+
+
+def test_growth_of_its_own() -> None:
+    points = grown(config_of(), {"hidden_size": [1, 2, 4], "ffn_hidden_size": [1, 1, 2]})
+    assert [tuple(point.sizes.values()) for point in points] == [(32, 128, 2), (64, 128, 2), (128, 256, 2)]
+    found = models(config_of(model__kv_channels=16, base__kv_channels=16), points, 1)
+    assert [(member.over, member.size) for member in found] == [
+        ("hidden_size", 32),
+        ("hidden_size", 64),
+        ("hidden_size", 128),
+    ]
 
 
 def test_the_family() -> None:
@@ -232,11 +310,19 @@ def test_the_family() -> None:
         (["--widths", "1,x"], "expected whole factors"),
         (["--widths", "0,1"], "expected whole factors"),
         (["--steps", "0"], "--steps: 0"),
+        (["--growth", "hidden_size"], "expected a key of base:"),
+        (["--growth", "depth=1,2"], "base: does not name it"),
+        (["--growth", "hidden_size=1,x"], "expected whole factors"),
+        (["--growth", "hidden_size=0,1"], "expected whole factors"),
+        (["--growth", "hidden_size=1,2", "--growth", "ffn_hidden_size=1"], "as many factors for every key"),
+        (["--growth", "hidden_size=2,1"], "has to grow with every model"),
+        (["--growth", "hidden_size=1,2", "--widths", "1,2"], "expected no --widths"),
+        (["--thorough", "--break", "eps"], "--thorough: judges mup"),
         (["--seeds", "0"], "--seeds: 0"),
         (["--break", "everything"], "expected one of embedding_rate"),
         (["--parametrization", "interpolate:1"], "expected mup, standard, fan_in, or interpolate"),
         (["--parametrization", "standard", "--break", "eps"], "takes a rule out of mup"),
-        (["optimizer.name=sgd", "--break", "eps"], "optimizer.name"),
+        (["optimizer.name=sgd", "--break", "eps", "--widths", "1,2"], "optimizer.name"),
     ],
 )
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -273,7 +359,7 @@ def test_the_command(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_cell_that_is_no_number_is_said(ranks: Ranks) -> None:
     config = config_of(hparams__lr=1e30, training__clip_grad=0.0)
     result = check(ranks, config, factors=(1, 2), steps=2)
-    assert not result["passed"]
+    assert result["verdict"] == "failed"
     assert any(where.startswith("mup: 2 x base") for where in result["not_finite"])
 
 

@@ -16,13 +16,27 @@ from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, Processes, Wo
 from mup_megatron.errors import UserError
 
 
-@app.command("coord-check", epilog="Example: mup-megatron coord-check configs/demo.yaml --widths 1,4,16 --seeds 3")
+@app.command(
+    "coord-check",
+    epilog="Exit status: 0 passed, 1 failed, 3 undecided (the error of a slope reaches its bound; what decides it is "
+    "said), 2 bad input. Example: mup-megatron coord-check configs/demo.yaml --widths 1,4,16 --seeds 3",
+)
 def coordinate_check(
     config: ConfigPath,
     overrides: Overrides = None,
     widths: Annotated[
-        str, typer.Option(metavar="1,2,4,...", help="Factors of the base (of its layers for depth_factor).")
+        str,
+        typer.Option(
+            metavar="1,2,4,...",
+            help="Factors of all base sizes (of layers for depth); the config's own path to its target unless given.",
+        ),
     ] = "",
+    growth: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=1,2,4,...", help="Factors of one base size; repeatable. What is not named stays at its base."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 4,
     seeds: Annotated[int, typer.Option(help="Repetitions, each with initial values and text of its own.")] = 3,
     parametrization: Annotated[
@@ -33,6 +47,12 @@ def coordinate_check(
         str | None,
         typer.Option("--break", metavar="RULE", help="Take a rule out, where it matters: it must fail."),
     ] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Every regime in which some rule matters, and one table.")
+    ] = False,
+    own_batch: Annotated[
+        bool, typer.Option("--own-batch", help="The config's own batch, length and peak rate, not a few tokens.")
+    ] = False,
     beside: Annotated[bool, typer.Option(help="Also measure standard beside µP, µP beside all others.")] = True,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For picture and JSON; run.dir/coord-check unless given.")
@@ -47,6 +67,8 @@ def coordinate_check(
 
     settings = read_config(config, overrides)
     factors = _factors(widths)
+    if thorough and (broken or parametrization):
+        raise UserError(f"--thorough: judges mup; expected no {'--break' if broken else '--parametrization'}")
     rank = runtime.read_rank()
     if not rank.launched:
         ranks = nproc_per_node or processes(broken, factors) or gpus() or smallest_world(settings)
@@ -55,30 +77,46 @@ def coordinate_check(
 
             options = {"--parametrization": parametrization, "--break": broken, "--output": output, "--widths": widths}
             given = [word for name, value in options.items() if value for word in (name, value)]
+            given += [word for each in growth or [] for word in ("--growth", each)]
             given += ["--steps", str(steps), "--seeds", str(seeds)]
+            given += [*(["--thorough"] if thorough else []), *(["--own-batch"] if own_batch else [])]
             given += ["--beside" if beside else "--no-beside", *(["--json"] if as_json else [])]
             return start_ranks(["coord-check", config, *(overrides or []), *given], ranks)
     runtime.prepare_process()
-    from mup_megatron.proof.coord_check import coord_check, lines, write
+    from mup_megatron.proof.coord_check import coord_check
+    from mup_megatron.proof.told import lines, write
 
-    result = coord_check(
-        settings,
-        rank,
-        factors=factors,
-        steps=steps,
-        seeds=seeds,
-        point=parametrization,
-        broken=broken,
-        beside=beside,
-        say=lambda line: None if as_json or not rank.is_first else print(line, flush=True),
-    )
+    def say(line: str) -> None:
+        if rank.is_first and not as_json:
+            print(line, flush=True)
+
+    asked: dict[str, Any] = {"factors": factors, "growth": _growth(growth or []), "steps": steps, "seeds": seeds}
+    asked |= {"own_batch": own_batch, "say": say}
+    folder = Path(output or f"{settings.run.dir}/coord-check")
+    if thorough:
+        from mup_megatron.proof.thorough import thorough as check_thoroughly
+
+        result, plain = check_thoroughly(settings, rank, folder, beside=beside, **asked)
+    else:
+        result = plain = coord_check(settings, rank, point=parametrization, broken=broken, beside=beside, **asked)
     if rank.is_first:
         from mup_megatron.report.coordinates import draw_coordinates
 
-        path = write(result, Path(output or f"{settings.run.dir}/coord-check"))
-        picture = draw_coordinates(result, path.with_suffix(".png"))
+        path = write(result, folder)
+        picture = draw_coordinates(plain, path.with_suffix(".png"))
         print(json.dumps(result, indent=1) if as_json else "\n".join([*lines(result), f"{path}", f"{picture}"]))
-    return 0 if result["passed"] else 1
+    return {"passed": 0, "failed": 1, "undecided": 3}[result["verdict"]]
+
+
+def _growth(options: list[str]) -> dict[str, list[int]]:
+    """`hidden_size=1,2,4` as a key and its factors."""
+    found = {}
+    for option in options:
+        key, sign, words = option.partition("=")
+        if not sign or key in found:
+            raise UserError(f"--growth {option}: expected a key of base: and its factors once, as hidden_size=1,2,4")
+        found[key] = _factors(words, f"--growth {key}")
+    return found
 
 
 def _factors(words: str, option: str = "--widths") -> list[int]:

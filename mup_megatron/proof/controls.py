@@ -13,14 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from mup_megatron import rules
-from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import GroupKey, Parametrization, TensorHyperparameters
-from mup_megatron.proof.family import Axis
 from mup_megatron.shapes import Init
 
 Break = Callable[[Parametrization, Layout], Parametrization]
@@ -33,16 +30,14 @@ class Control:
     Args:
         rule: what is taken out, for people.
         break_: the parametrization without it.
-        regime: config keys under which the rule matters, from the config and the steps of the check.
-        axis: what has to grow.
+        regime: name of the one (`regimes.REGIMES`) under which the rule matters.
         growing_tensor: whether the tensor-parallel size has to grow with the width.
         factors: sizes over the base's, where not any will do.
     """
 
     rule: str
     break_: Break
-    regime: Callable[[Config, int], dict[str, Any]] = lambda config, steps: {}
-    axis: Axis = "width"
+    regime: str = "plain"
     growing_tensor: bool = False
     factors: tuple[int, ...] = ()
 
@@ -199,29 +194,6 @@ def _attention_scale(parametrization: Parametrization, layout: Layout) -> Parame
     return _with(parametrization, softmax_scale=parametrization.forward.softmax_scale * growth)
 
 
-def _head_size_grows(config: Config, steps: int) -> dict[str, Any]:
-    """Heads stay as many and grow; queries start from zero (appendix D.2), so that all that logits are was learned.
-
-    A few tokens: the more of them share an update, the less of it is aligned with any one key, and only what is aligned
-    tells 1/d from 1/sqrt(d) (logits go as d^-0.1 and d^0.4 with 16 tokens, as d^-0.4 and d^0.1 with 256).
-    """
-    base = config.model.resized(config.base.width)
-    if config.model.multi_latent_attention:
-        raise config.error("model.multi_latent_attention", "--break attention_scale has no regime for it")
-    return {
-        "model.num_attention_heads": base.num_attention_heads,
-        "model.num_query_groups": base.query_groups,
-        "model.kv_channels": base.head_size,
-        "base.num_attention_heads": None,
-        "base.num_query_groups": None,
-        "base.kv_channels": base.head_size,
-        "parametrization.zero_init_query": not config.model.qk_layernorm,
-        "training.seq_length": min(8, config.training.seq_length),
-        "training.micro_batch_size": 1,
-        "training.global_batch_size": config.training.global_batch_size // config.training.micro_batch_size,
-    }
-
-
 def _output_like_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """The readout, and whatever else is output-like, is drawn without g."""
 
@@ -239,26 +211,9 @@ def _epsilon(parametrization: Parametrization, layout: Layout) -> Parametrizatio
     return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, eps=rules.ONE))
 
 
-def _large_epsilon(config: Config, steps: int) -> dict[str, Any]:
-    """Near a gradient's coordinates at the base; unclipped."""
-    _adam(config, "eps")
-    return {"optimizer.eps": 1e-3, "training.clip_grad": 0.0}
-
-
 def _weight_decay(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """λ is the same at all widths, so that lr·λ falls as the rate does."""
     return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, decay=rules.ONE))
-
-
-def _large_decay(config: Config, steps: int) -> dict[str, Any]:
-    """lr·λ·steps is 1, and the rate small: most of what changes is decay."""
-    _adam(config, "decay")
-    lr = config.hparams.lr / 100
-    return {
-        "hparams.lr": lr,
-        "hparams.weight_decay": 1.0 / (lr * steps),
-        "parametrization.weight_decay": "independent",
-    }
 
 
 def _depth_factor(parametrization: Parametrization, layout: Layout) -> Parametrization:
@@ -266,21 +221,9 @@ def _depth_factor(parametrization: Parametrization, layout: Layout) -> Parametri
     return _with(parametrization, residual=parametrization.config.hparams.residual_multiplier)
 
 
-def _depth_grows(config: Config, steps: int) -> dict[str, Any]:
-    rule = config.parametrization.depth
-    layers = config.num_layers_base
-    return {"parametrization.depth": "completep" if rule == "none" else rule, "base.num_layers": layers}
-
-
 def _sgd_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """SGD's rate is the same for all tensors at all widths."""
     return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, lr=rules.ONE))
-
-
-def _sgd(config: Config, steps: int) -> dict[str, Any]:
-    """A rate with which SGD moves what Adam would, unclipped; without decay."""
-    lr = config.hparams.lr if config.optimizer.name == "sgd" else 0.05
-    return {"optimizer.name": "sgd", "hparams.lr": lr, "hparams.weight_decay": 0.0, "training.clip_grad": 0.0}
 
 
 def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
@@ -290,20 +233,6 @@ def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrizat
         return retuned(parametrization, tensor, lr=rules.ONE) if tensor.group.rule == "muon" else tensor
 
     return _with(parametrization, change)
-
-
-def _muon(config: Config, steps: int) -> dict[str, Any]:
-    """Muon under the Megatron engine, which alone has it; without decay."""
-    return {
-        "optimizer.name": "muon",
-        "optimizer.implementation": "auto",
-        "parallel.engine": "megatron",
-        "parallel.use_distributed_optimizer": False,
-        "parallel.zero_stage": 1,
-        "parallel.offload_optimizer": False,
-        "parallel.deepspeed_config": None,
-        "hparams.weight_decay": 0.0,
-    }
 
 
 def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametrization:
@@ -322,32 +251,21 @@ def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametriz
     return _with(parametrization, change)
 
 
-def _adam(config: Config, control: str) -> None:
-    if config.optimizer.name not in ("adamw", "adam") or (control == "decay" and config.optimizer.name != "adamw"):
-        raise config.error("optimizer.name", f"{config.optimizer.name}: --break {control} is of adamw; expected that")
-
-
 CONTROLS: dict[str, Control] = {
     "embedding_rate": Control(rule="the embedding's rate", break_=_embedding_rate),
     "hidden_init": Control(rule="init of hidden tensors", break_=_hidden_init),
     "hidden_rate": Control(rule="rate of hidden tensors", break_=_hidden_rate),
     "readout_multiplier": Control(rule="forward multiplier of the readout", break_=_readout_multiplier),
-    "attention_scale": Control(rule="attention scale", break_=_attention_scale, regime=_head_size_grows),
-    "output_like_init": Control(
-        rule="g, init of output-like tensors",
-        break_=_output_like_init,
-        regime=lambda config, steps: {"model.share_embeddings_and_output_weights": False},
-    ),
-    "eps": Control(rule="Adam's epsilon", break_=_epsilon, regime=_large_epsilon),
-    "decay": Control(rule="independent weight decay", break_=_weight_decay, regime=_large_decay),
-    "depth_factor": Control(rule="depth factor of branches", break_=_depth_factor, regime=_depth_grows, axis="depth"),
-    "sgd_rate": Control(rule="SGD's rate", break_=_sgd_rate, regime=_sgd),
-    "muon_rate": Control(rule="Muon's rate", break_=_muon_rate, regime=_muon),
+    "attention_scale": Control(rule="attention scale", break_=_attention_scale, regime="head_size"),
+    "output_like_init": Control(rule="g, init of output-like tensors", break_=_output_like_init, regime="untied"),
+    "eps": Control(rule="Adam's epsilon", break_=_epsilon, regime="eps"),
+    "decay": Control(rule="independent weight decay", break_=_weight_decay, regime="decay"),
+    "depth_factor": Control(rule="depth factor of branches", break_=_depth_factor, regime="depth"),
+    "sgd_rate": Control(rule="SGD's rate", break_=_sgd_rate, regime="sgd"),
+    "muon_rate": Control(rule="Muon's rate", break_=_muon_rate, regime="muon"),
     "local_shard": Control(
         rule="global widths (read from a local shard)",
         break_=_local_shard,
-        # The narrowest model has all the ranks for its data.
-        regime=lambda config, steps: {"training.micro_batch_size": 1},
         growing_tensor=True,
         factors=(1, 2, 4),
     ),

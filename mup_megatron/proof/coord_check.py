@@ -1,18 +1,15 @@
 """The coordinate check: sizes of activations, gradients and updates over width, after a few steps, in any layout.
 
-Public names: `coord_check`, `lines`, `write`. Every model of the family is trained for some steps on one batch, once
+Public names: `coord_check`, `parse_line`. Every model of the family is trained for some steps on one batch, once
 per seed, in the parametrization that is judged and in one that is drawn beside it (Tensor Programs V, appendix D.1).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +21,16 @@ from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
-from mup_megatron.layout import Layout
+from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
-from mup_megatron.proof.controls import Break, control, interpolate
-from mup_megatron.proof.coordinates import QUANTITIES, Coordinates, measure
-from mup_megatron.proof.family import Axis, Member, changed, default_factors, members
-from mup_megatron.proof.verdict import BOUNDS, Slope, Theory, in_family, judge, slope
-from mup_megatron.run_directory import write_whole
+from mup_megatron.proof.controls import Break, Control, control, interpolate
+from mup_megatron.proof.coordinates import measure
+from mup_megatron.proof.family import Member, changed, default_factors, grown, models, own_path, scaled
+from mup_megatron.proof.regimes import REGIMES, Regime
+from mup_megatron.proof.slopes import Cell, slopes_of
+from mup_megatron.proof.theory import Theory
+from mup_megatron.proof.verdict import BOUNDS, judge, overall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +48,8 @@ class Line:
     break_: Break | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One model of the family, one seed, one line."""
-
-    line: str
-    seed: int
-    factor: int
-    coordinates: Coordinates
-
+_TOKENS = 16
+"""Of a sequence, in the check's own batch."""
 
 MUP = Line(label="mup")
 STANDARD = Line(label="standard", name="standard")
@@ -98,11 +90,14 @@ def coord_check(
     rank: runtime.Rank,
     *,
     factors: Sequence[int] = (),
+    growth: Mapping[str, Sequence[int]] | None = None,
     steps: int = 4,
     seeds: int = 3,
     point: str | None = None,
     broken: str | None = None,
+    regime: str = "plain",
     beside: bool = True,
+    own_batch: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Runs the check. Collective.
@@ -110,12 +105,15 @@ def coord_check(
     Args:
         config: the run; its `base:` is the family's smallest model, and its layout that of all.
         rank: this process.
-        factors: sizes over the base's; from the base to the config's own model unless given.
+        factors: sizes over the base's; the config's own path from the base to its target unless given.
+        growth: key of `base:` to factors of its own, instead.
         steps: optimizer steps.
         seeds: repetitions, with seeds from the config's on.
         point: the parametrization that is judged; see `parse_line`.
         broken: a rule to take out (`controls.CONTROLS`), in the regime that excites it.
+        regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
         beside: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
+        own_batch: the config's own batch, length and rate, which may hide what happens as widths grow (`_few_tokens`).
         say: takes lines of progress.
 
     Returns:
@@ -128,16 +126,87 @@ def coord_check(
         raise UserError(f"--steps: {steps}: nothing changes in no steps; expected 1 or more")
     if seeds < 1:
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
+    if factors and growth:
+        raise UserError("--growth: says how each size grows; expected no --widths")
     runtime.prepare_process()
     judged = parse_line(point, broken, config)
     drawn = [judged, *([STANDARD if judged is MUP else MUP] if beside else [])]
-    axis: Axis = "width"
-    growing = False
-    regime: dict[str, Any] = {}
-    if broken is not None:
-        chosen = control(broken)
-        axis, growing, regime = chosen.axis, chosen.growing_tensor, chosen.regime(config, steps)
-        factors = factors or chosen.factors
+    chosen = control(broken) if broken is not None else None
+    asked = _asked(config, rank, chosen, regime, factors, growth or {}, steps, own_batch)
+    for member in asked.family:
+        refuse(member.config, member.layout)
+    cells, rules = _measure(asked.family, drawn, rank, steps, seeds, asked.regime.resumes, say)
+    family, axis = asked.family, asked.regime.axis
+    theory = Theory(rules, [member.size for member in family], axis)
+    slopes = {line.label: slopes_of(cells, line.label, family, steps, theory, axis) for line in drawn}
+    verdicts = {label: judge(held) for label, held in slopes.items()}
+    not_finite = _not_finite(cells)
+    verdict = overall(verdicts[judged.label])
+    named = {
+        state: [name for name, each in verdicts[judged.label].items() if each["verdict"] == state]
+        for state in ("out of bounds", "undecided")
+    }
+    training = family[0].config.training
+    result = {
+        "judged": judged.label,
+        "regime": asked.name,
+        "passed": verdict == "passed",
+        "verdict": verdict,
+        "out_of_bounds": named["out of bounds"],
+        "undecided": named["undecided"],
+        "axis": axis,
+        "over": family[0].over,
+        "sizes": [
+            {"factor": member.factor, "size": member.size, "sizes": member.sizes, "layout": str(member.layout)}
+            for member in family
+        ],
+        "steps": steps,
+        "seeds": seeds,
+        "lr": family[0].config.hparams.lr,
+        "tokens": training.global_batch_size * training.seq_length,
+        "set": asked.keys,
+        "bounds": BOUNDS,
+        "silent": sorted({name for cell in cells for name in cell.coordinates.silent}),
+        "not_finite": not_finite,
+        "verdicts": verdicts,
+        "slopes": {label: [dataclasses.asdict(each) for each in held] for label, held in slopes.items()},
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+        "config": config.model_dump(),
+    }
+    return {key: _plain(value) for key, value in result.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What is run: the family, and under what.
+
+    Args:
+        name: of the regime.
+        regime: the same.
+        keys: config keys that the regime sets, for people.
+        family: models, smallest first.
+    """
+
+    name: str
+    regime: Regime
+    keys: dict[str, Any]
+    family: list[Member]
+
+
+def _asked(
+    config: Config,
+    rank: runtime.Rank,
+    broken: Control | None,
+    name: str,
+    factors: Sequence[int],
+    growth: Mapping[str, Sequence[int]],
+    steps: int,
+    own_batch: bool,
+) -> _Asked:
+    """The family of a check, in its regime."""
+    name = broken.regime if broken is not None else name
+    regime = REGIMES[name]
+    factors = factors or (broken.factors if broken is not None else ())
     # Alike at every size, and nothing random or recomputed between the steps; a rate from the first step on.
     plain = {
         "model.hidden_dropout": 0.0,
@@ -151,39 +220,60 @@ def coord_check(
         "training.eval_interval": None,
         "parametrization.name": "mup",
     }
-    small = {f"model.{name}": size for name, size in config.base.width.sizes.items()}
-    config = changed(config, {**plain, **small, **regime})
-    config = runtime.resolve_auto(config)
-    family = members(config, factors or default_factors(config, axis), rank.world_size, axis, growing_tensor=growing)
-    for member in family:
-        refuse(member.config, member.layout)
-    cells, rules = _measure(family, drawn, rank, steps, seeds, say)
-    theory = Theory(rules, axis)
-    sizes = [member.size for member in family]
-    slopes = {line.label: _slopes(cells, line.label, family, steps, theory, axis) for line in drawn}
-    verdicts = {label: judge(held) for label, held in slopes.items()}
-    failed = [name for name, verdict in verdicts[judged.label].items() if verdict["verdict"] == "out of bounds"]
-    result = {
-        "judged": judged.label,
-        "passed": not failed,
-        "out_of_bounds": failed,
-        "axis": axis,
-        "sizes": [
-            {"factor": member.factor, "size": size, "layout": str(member.layout)}
-            for member, size in zip(family, sizes, strict=True)
-        ],
-        "steps": steps,
-        "seeds": seeds,
-        "regime": regime,
-        "bounds": BOUNDS,
-        "silent": sorted({name for cell in cells for name in cell.coordinates.silent}),
-        "not_finite": _not_finite(cells),
-        "verdicts": verdicts,
-        "slopes": {label: [dataclasses.asdict(each) for each in held] for label, held in slopes.items()},
-        "cells": [dataclasses.asdict(cell) for cell in cells],
-        "config": config.model_dump(),
+    warmup = config.training.lr_warmup_steps
+    if warmup > steps and not own_batch:
+        plain["hparams.lr"] = config.hparams.lr * steps / warmup
+    if config.optimizer.name == "sgd":
+        # Clipping by the plain norm, which falls with width early on, is part of SGD's rate.
+        plain["training.clip_grad"] = 0.0
+    if growth:
+        points = grown(config, growth)
+    elif factors:
+        points = scaled(config, factors, regime.axis)
+    elif regime.axis == "depth":
+        points = scaled(config, default_factors(config, "depth")[:3], "depth")
+    else:
+        points = own_path(config, rank.world_size)
+    small = {f"model.{key}": size for key, size in config.base.width.sizes.items()}
+    asked = changed(config, {**plain, **small})
+    keys = regime.keys(asked, steps)
+    if keys is None:
+        raise UserError(f"{regime.what}: the config is that already")
+    asked = runtime.resolve_auto(changed(asked, keys))
+    if regime.regrows and regime.axis == "width":
+        over = max(points[-1].sizes, key=lambda key: points[-1].sizes[key] / config.base.width.sizes[key])
+        ratios = [point.sizes[over] / config.base.width.sizes[over] for point in points]
+        points = scaled(asked, [max(1, round(ratio)) for ratio in ratios])
+    growing = broken is not None and broken.growing_tensor
+    if not own_batch:
+        asked = changed(asked, _few_tokens(asked, rank.world_size, growing=growing))
+    return _Asked(
+        name=name,
+        regime=regime,
+        keys=keys,
+        family=models(asked, points, rank.world_size, regime.axis, growing_tensor=growing),
+    )
+
+
+def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, Any]:
+    """A batch of few tokens: one sequence a micro-batch, two micro-batches where there are, 16 tokens a sequence.
+
+    What n coordinates learn of T tokens together is aligned with any one of them only where n is well above T; below,
+    it falls as sqrt(T/n) with width, whatever the parametrization.
+    """
+    parallel, training = config.parallel, config.training
+    if growing:
+        config = changed(config, {"parallel.tensor_model_parallel_size": 1})
+    layout = resolve_layout(config, world_size)
+    least = layout.pipeline if layout.virtual_pipeline > 1 else 1
+    micro_batches = min(layout.micro_batches, -(-2 // least) * least)
+    unit = 2 * parallel.context_parallel_size * (layout.tensor if parallel.sequence_parallel else 1)
+    length = min(training.seq_length, max(unit, _TOKENS // unit * unit))
+    return {
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": layout.data * micro_batches,
+        "training.seq_length": length,
     }
-    return {key: _plain(value) for key, value in result.items()}
 
 
 def _measure(
@@ -192,6 +282,7 @@ def _measure(
     rank: runtime.Rank,
     steps: int,
     seeds: int,
+    resumes: bool,
     say: Callable[[str], None],
 ) -> tuple[list[Cell], list[Parametrization]]:
     """Every cell, and the whole rules of every size. Sizes of one layout follow each other."""
@@ -223,7 +314,7 @@ def _measure(
                     if line.break_ is not None:
                         parametrization = line.break_(parametrization, member.layout)
                     whole = dataclasses.replace(seeded, config=config)
-                    coordinates = measure(whole, parametrization, rank.rank, device, batch, steps)
+                    coordinates = measure(whole, parametrization, rank.rank, device, batch, steps, resumes=resumes)
                     cells.append(
                         Cell(line=line.label, seed=seed + number, factor=member.factor, coordinates=coordinates)
                     )
@@ -248,57 +339,6 @@ def _groups(layout: Layout) -> tuple[int, ...]:
     )
 
 
-def _slopes(
-    cells: Sequence[Cell], label: str, family: Sequence[Member], steps: int, theory: Theory, axis: Axis
-) -> list[Slope]:
-    """Every slope of a line. What has no coordinates at all at some step (a change at step 0) has none there."""
-    by_cell = {
-        (cell.seed, cell.factor): _tables(cell.coordinates, member.config.model.num_layers, axis)
-        for member in family
-        for cell in cells
-        if cell.line == label and cell.factor == member.factor
-    }
-    names = set.intersection(*({(*key,) for key in tables} for tables in by_cell.values()))
-    seeds = sorted({seed for seed, _ in by_cell})
-    order = [key for key in next(iter(by_cell.values())) if key in names]
-    sizes = [member.size for member in family]
-    found = []
-    for quantity, name in order:
-        for step in range(steps if quantity == "update" else steps + 1):
-            if quantity == "change" and step == 0:
-                continue
-            values = [[by_cell[seed, member.factor][quantity, name][step] for member in family] for seed in seeds]
-            if all(value == 0.0 for seed in values for value in seed):
-                continue  # a zero-initialised readout's logits, what a frozen tensor does
-            fitted, confidence = slope(sizes, values)
-            expected, low, high = theory.bounds(name, quantity, step)
-            found.append(
-                Slope(
-                    name=name,
-                    quantity=quantity,
-                    step=step,
-                    slope=fitted,
-                    confidence=confidence,
-                    expected=expected,
-                    low=low,
-                    high=high,
-                )
-            )
-    return found
-
-
-def _tables(coordinates: Coordinates, layers: int, axis: Axis) -> dict[tuple[str, str], list[float]]:
-    """(quantity, name) to sizes per step; by names that all depths have where depth grows."""
-    tables: Mapping[str, Mapping[str, list[float]]] = {**coordinates.modules, "update": coordinates.updates}
-    found = {}
-    for quantity in (*QUANTITIES, "update"):
-        for name, values in tables[quantity].items():
-            common = in_family(name, layers) if axis == "depth" else name
-            if common is not None:
-                found[quantity, common] = values
-    return found
-
-
 def _not_finite(cells: Sequence[Cell]) -> list[str]:
     """Where a loss was no finite number."""
     return [
@@ -307,65 +347,6 @@ def _not_finite(cells: Sequence[Cell]) -> list[str]:
         for step, loss in enumerate(cell.coordinates.losses)
         if not math.isfinite(loss)
     ]
-
-
-def lines(result: Mapping[str, Any]) -> list[str]:
-    """A result for people."""
-    sizes = ", ".join(f"{size['size']}" for size in result["sizes"])
-    layouts = "; ".join(dict.fromkeys(size["layout"] for size in result["sizes"]))
-    what = "layers" if result["axis"] == "depth" else "hidden size"
-    said = [
-        f"coordinate check of {result['judged']}: {what} {sizes}, {result['steps']} steps, seeds {result['seeds']}, "
-        f"{layouts}"
-    ]
-    said += [f"set for this control: {key} = {value}" for key, value in result["regime"].items()]
-    said += [f"never ran: {name}" for name in result["silent"]]
-    said += [f"not a finite loss: {where}" for where in result["not_finite"]]
-    verdicts = result["verdicts"][result["judged"]]
-    for name in result["out_of_bounds"]:
-        worst = verdicts[name]
-        spread = "" if worst["confidence"] is None else f" ± {worst['confidence']:.2f}"
-        goes = "is no number at some size" if worst["slope"] is None else f"goes as size^{worst['slope']:.2f}{spread}"
-        said.append(
-            f"out of bounds: {name}: {worst['quantity']} at step {worst['step']} {goes}, "
-            f"expected {worst['expected']:.2f}"
-        )
-    judged = [verdict for verdict in verdicts.values() if verdict["verdict"] != "not judged"]
-    said.append(
-        f"{'passed' if result['passed'] else 'failed'}: {len(judged) - len(result['out_of_bounds'])} of {len(judged)} "
-        "modules and parameters are within bounds"
-    )
-    return said
-
-
-def write(result: Mapping[str, Any], directory: Path) -> Path:
-    """Writes a result as JSON, under the name of what was judged; numbers that are none as null.
-
-    Args:
-        result: of `coord_check`.
-        directory: is made.
-
-    Returns:
-        The file.
-
-    Raises:
-        UserError: the folder cannot be written to.
-    """
-    path = directory / f"{re.sub(r'[^a-z0-9.,_-]+', '-', result['judged'].lower())}.json"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lines_ = (f"{json.dumps(key)}: {_compact(value)}" for key, value in result.items())
-        write_whole(path, "{\n" + ",\n".join(lines_) + "\n}\n")
-    except OSError as error:
-        raise UserError(f"--output: cannot write to {directory}: {error.strerror}") from None
-    return path
-
-
-def _compact(value: Any) -> str:
-    """JSON, an item of a list on a line."""
-    if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
-    return json.dumps(value, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

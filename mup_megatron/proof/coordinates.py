@@ -1,7 +1,7 @@
 """What one model's coordinates do in a few steps on one batch: measured on every rank, put together globally.
 
-Public names: `Coordinates`, `measure`. The size of a tensor is the mean absolute value of its coordinates. Each rank
-adds up what it holds and counts it; sums and counts are added over all ranks. Where ranks hold parts (tensor,
+Public names: `Coordinates`, `measure`, `parts`. The size of a tensor is the mean absolute value of its coordinates.
+Each rank adds up what it holds and counts it; sums and counts are added over all ranks. Where ranks hold parts (tensor,
 sequence, context, pipeline and data parallelism), that is the mean over the whole; where some hold the same, every
 coordinate is counted equally often, and the mean is that of one.
 
@@ -11,9 +11,12 @@ coordinate is counted equally often, and the mean is that of one.
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +24,14 @@ import torch.distributed
 from megatron.core.transformer.identity_op import IdentityOp
 
 from mup_megatron.data.batches import Batch
-from mup_megatron.engines import WEIGHT, build_engine
+from mup_megatron.engines import WEIGHT, Engine, build_engine
+from mup_megatron.engines.state import load_state, load_weights, save_state
+from mup_megatron.init import local_rows
+from mup_megatron.layout import Layout
 from mup_megatron.model import build_model, named_modules, named_parameters
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.family import Member
+from mup_megatron.shapes import TensorSpec
 
 _QUERIES = 64
 """Queries, evenly spaced over the sequence, whose attention logits are looked at: all would take memory as s²."""
@@ -39,12 +46,14 @@ class Coordinates:
 
     Args:
         modules: quantity (`QUANTITIES`) to module's global name to sizes before each step.
-        updates: parameter's global name to the size of what each step added to it.
+        initial: part of a parameter (`parts`) to the size of its initial values.
+        updates: part of a parameter to the size of what each step added to it.
         losses: nats per token before each step.
         silent: modules with parameters whose forward never ran on any rank.
     """
 
     modules: dict[str, dict[str, list[float]]]
+    initial: dict[str, float]
     updates: dict[str, list[float]]
     losses: list[float] = field(default_factory=list)
     silent: tuple[str, ...] = ()
@@ -57,6 +66,8 @@ def measure(
     device: torch.device,
     batch: Sequence[Batch],
     steps: int,
+    *,
+    resumes: bool = False,
 ) -> Coordinates:
     """Builds a model of the family, trains it on one batch, and looks at every module. Collective.
 
@@ -69,6 +80,7 @@ def measure(
         device: where the model lives.
         batch: this rank's micro-batches of the global batch that every step takes.
         steps: optimizer steps; coordinates are looked at before each and after the last.
+        resumes: half way through, the state is saved, and another model and optimizer go on from the files.
 
     Raises:
         UserError: the config's engine does not have the layout.
@@ -78,20 +90,30 @@ def measure(
     trained = {name: parameter for name, parameter in named_parameters(chunks) if not _frozen(parametrization, name)}
     # Before the engine takes them apart (ZeRO 3).
     weights = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
+    cut = {name: _rows(parametrization.tensors[name].shape.spec, layout, rank, device) for name in trained}
+    initial, updates = _Sums(), _Sums()
+    for name, weight in weights.items():
+        for part, values in parts(name, weight, cut[name]):
+            initial.add(part, values)
     engine = build_engine(config, parametrization, chunks, layout)
     recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context))
-    updates = _Sums()
     losses = []
     try:
         recorder.watch(named_modules(engine.chunks), attention_logits=layout.context == 1)
         for step in range(steps + 1):
+            if resumes and step == max(1, steps // 2):
+                engine = _resumed(engine, member, parametrization, rank, device, step)
+                named = dict(named_parameters(engine.chunks))
+                trained = {name: named[name] for name in trained}
+                recorder.watch(named_modules(engine.chunks), attention_logits=layout.context == 1)
             recorder.begin(step)
             losses.append(engine.step(batch, config.hparams.lr).loss)
             if step == steps:
                 break
             for name, parameter in trained.items():
                 weight = engine.gather(parameter)[WEIGHT].detach().float().clone()
-                updates.add((name, step), weight - weights[name])
+                for part, values in parts(name, weight - weights[name], cut[name]):
+                    updates.add((part, step), values)
                 weights[name] = weight
     finally:
         recorder.close()
@@ -104,7 +126,57 @@ def measure(
     changes: dict[str, list[float]] = {}
     for name, step in updated:
         changes.setdefault(name, [math.nan] * steps)[step] = updated[name, step]
-    return Coordinates(modules=modules, updates=changes, losses=losses, silent=silent)
+    return Coordinates(modules=modules, initial=initial.means(), updates=changes, losses=losses, silent=silent)
+
+
+def _resumed(
+    engine: Engine, member: Member, parametrization: Parametrization, rank: int, device: torch.device, step: int
+) -> Engine:
+    """Another engine that goes on from what this one saves. Collective."""
+    config, layout = member.config, member.layout
+    where: list[Any] = [None]
+    if torch.distributed.get_rank() == 0:
+        where[0] = tempfile.mkdtemp(prefix="mup-megatron-coord-check-")
+    torch.distributed.broadcast_object_list(where)
+    directory = Path(where[0])
+    save_state(engine, parametrization, layout, rank, directory)
+    torch.distributed.barrier()
+    engine.close()
+    chunks = build_model(config, parametrization, layout, rank, device)
+    load_weights(chunks, parametrization, layout, rank, directory)
+    resumed = build_engine(config, parametrization, chunks, layout)
+    load_state(resumed, parametrization, layout, rank, directory, step)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(directory)
+    return resumed
+
+
+def parts(
+    name: str, tensor: torch.Tensor, rows: Mapping[str, torch.Tensor] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A parameter's blocks by name: `...linear_qkv.weight[key]`; the whole by the parameter's own where it is one.
+
+    Args:
+        name: global name.
+        tensor: this rank's slice, or what was added to it.
+        rows: block to its rows in the slice; None for a tensor that is one block.
+    """
+    if rows is None:
+        yield name, tensor
+        return
+    for block, which in rows.items():
+        yield f"{name}[{block}]", tensor[which]
+
+
+def _rows(spec: TensorSpec, layout: Layout, rank: int, device: torch.device) -> dict[str, torch.Tensor] | None:
+    """The rows of each block in this rank's slice; None for a tensor that is one block."""
+    if spec.fused is None:
+        return None
+    numbers: dict[str | None, float] = {block: number for number, block in enumerate(spec.fused.fan_outs)}
+    slice_rank, slices = layout.slice_of(spec, rank)
+    held = local_rows(spec, numbers, slice_rank, slices, device)
+    return {block: (held == numbers[block]).nonzero().flatten() for block in spec.fused.fan_outs}
 
 
 def _frozen(parametrization: Parametrization, name: str) -> bool:

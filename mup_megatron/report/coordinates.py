@@ -22,11 +22,11 @@ KINDS = {
 }
 """Ends of the names of modules that are drawn in color, with their labels; all others are gray."""
 
-_ROWS = {"output": "size of the output", "change": "of its change"}
+_ROWS = {"output": "size of the output", "change": "of its change", "gradient": "gradient of the loss\nby it"}
 
 
 def draw_coordinates(result: Mapping[str, Any], path: Path) -> Path:
-    """Draws sizes of outputs, and of their changes since step 0, over width; log-log, means over seeds.
+    """Draws sizes of outputs, of their changes since step 0, and of gradients, over width; log-log, means over seeds.
 
     Args:
         result: of proof.coord_check.
@@ -73,7 +73,7 @@ def draw_coordinates(result: Mapping[str, Any], path: Path) -> Path:
         shown = next((panel for panel in panels if panel.get_visible()), panels[0])
         shown.set_ylabel(f"{label}:\n{_ROWS[quantity]}", fontsize=8)
         _share_limits([panel for panel in panels if panel.get_visible()])
-    what = "layers" if result["axis"] == "depth" else "hidden size"
+    what = "layers" if result["axis"] == "depth" else result.get("over", "hidden_size").replace("_", " ")
     for panel in grid[-1]:
         panel.set_xlabel(what, fontsize=8)
     handles = {text: handle for handle, text in zip(*grid[0][0].get_legend_handles_labels(), strict=True)}
@@ -88,9 +88,9 @@ def _kind(module: str) -> tuple[str, str]:
     return next(ends, ("other modules", "0.75"))
 
 
-def _means(result: Mapping[str, Any], label: str, quantity: str) -> dict[str, dict[int, list[float | None]]]:
+def _means(result: Mapping[str, Any], label: str, quantity: str) -> dict[str, dict[float, list[float | None]]]:
     """Module to factor to the geometric mean over seeds, per step."""
-    held: dict[str, dict[int, list[list[float | None]]]] = {}
+    held: dict[str, dict[float, list[list[float | None]]]] = {}
     for cell in result["cells"]:
         if cell["line"] == label:
             for module, values in cell["coordinates"]["modules"][quantity].items():

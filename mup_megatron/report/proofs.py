@@ -72,7 +72,7 @@ def _title(kind: str, result: Mapping[str, Any]) -> str:
 def _lines(kind: str) -> Callable[[Mapping[str, Any]], list[str]]:
     """What the kind's command says of a result; imports what the command imports."""
     if kind == "coord-check":
-        from mup_megatron.proof.coord_check import lines as of_coordinates
+        from mup_megatron.proof.told import lines as of_coordinates
 
         return of_coordinates
     if kind == "stability":

@@ -1,0 +1,150 @@
+"""From the coordinates of a family's models to slopes: which there are, and what theory says of each.
+
+Public names: `Cell`, `slopes_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mup_megatron.proof.coordinates import QUANTITIES, Coordinates
+from mup_megatron.proof.family import Axis, Member
+from mup_megatron.proof.theory import Theory, in_family
+from mup_megatron.proof.verdict import BOUNDS, Slope, fit
+
+Table = dict[tuple[str, str], list[float]]
+"""(quantity, name) to sizes per step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model of the family, one seed, one line."""
+
+    line: str
+    seed: int
+    factor: float
+    coordinates: Coordinates
+
+
+def slopes_of(
+    cells: Sequence[Cell], label: str, family: Sequence[Member], steps: int, theory: Theory, axis: Axis
+) -> list[Slope]:
+    """Every slope of a line.
+
+    An update is judged by the length of the way up to it. Adam's later updates are as large as successive gradients
+    agree, between a tenth of the rate and the rate; at small widths that moves by a factor from step to step (the
+    gradient of the final gain turns when the loss of initial logits, which falls with width, has been unlearned), and
+    that is no power of width. A step in which something does not move is seen by itself.
+
+    Args:
+        cells: of all lines.
+        label: of the line.
+        family: models, smallest first.
+        steps: optimizer steps.
+        theory: of the same family.
+        axis: what grows.
+    """
+    tables = {
+        (cell.seed, cell.factor): _tables(cell.coordinates, member.config.model.num_layers, axis)
+        for member in family
+        for cell in cells
+        if cell.line == label and cell.factor == member.factor
+    }
+    order = dict.fromkeys(key for table in tables.values() for key in table)
+    seeds = sorted({seed for seed, _ in tables})
+    cells_ = [[tables[seed, member.factor] for member in family] for seed in seeds]
+    found = []
+    for quantity, name in order:
+        first = next(table[quantity, name] for table in tables.values() if (quantity, name) in table)
+        for step in range(len(first)):
+            if quantity == "change" and step == 0:
+                continue
+            each = _slope(cells_, quantity, name, step, [member.size for member in family], theory)
+            if each is not None:
+                found.append(each)
+    found += [each for name in order if (each := _first_update(cells_, name, theory)) is not None]
+    return found
+
+
+def _first_update(tables: Sequence[Sequence[Table]], key: tuple[str, str], theory: Theory) -> Slope | None:
+    """Adam's first update over the rate that it should have, on the model where it is furthest from it."""
+    quantity, name = key
+    rate = theory.first_update(name) if quantity == "update" else None
+    if rate is None:
+        return None
+    used = [
+        table[key][0] / size
+        for seed in tables
+        for table, size in zip(seed, rate[0], strict=True)
+        if key in table and not (".experts." in name and _unused(table, name, 0))
+    ]
+    if not used or min(used) == 0.0:
+        return None  # which is told as what does not move
+    furthest = max(used, key=lambda each: abs(math.log(each)) if math.isfinite(each) else math.inf)
+    return Slope(
+        name=name,
+        quantity="rate",
+        step=0,
+        slope=furthest,
+        confidence=0.0,
+        expected=1.0,
+        low=rate[1],
+        high=BOUNDS["rate"],
+    )
+
+
+def _slope(
+    tables: Sequence[Sequence[Table]], quantity: str, name: str, step: int, sizes: Sequence[float], theory: Theory
+) -> Slope | None:
+    """One slope; None where there is nothing to judge: no token came to an expert, or all is zero as it has to be."""
+    if ".experts." in name and any(_unused(table, name, step) for seed in tables for table in seed):
+        return None
+    rows = [[table.get((quantity, name), [math.nan] * (step + 1)) for table in seed] for seed in tables]
+    here = [[row[step] for row in seed] for seed in rows]
+    zero = any(value == 0.0 for seed in here for value in seed)
+    if zero and theory.vanishes(name, quantity, step):
+        return None
+    if quantity == "initial" and all(value == 0.0 for seed in here for value in seed) and theory.starts_at_zero(name):
+        return None
+    if quantity == "update" and not zero:
+        here = [[sum(row[: step + 1]) for row in seed] for seed in rows]
+    fitted = fit(sizes, here)
+    expected = theory.expected(name, quantity, step)
+    return Slope(
+        name=name,
+        quantity=quantity,
+        step=step,
+        slope=fitted.slope,
+        confidence=fitted.confidence,
+        bend=fitted.bend,
+        expected=expected.slope,
+        low=expected.low,
+        high=expected.high,
+        zero=zero,
+    )
+
+
+def _unused(table: Table, name: str, step: int) -> bool:
+    """Whether no token has come to a parameter's or a module's expert in a step: it has no output there."""
+    before, _, after = name.partition(".local_experts.")
+    expert = f"{before}.local_experts.{after.partition('.')[0]}"
+    held = table.get(("output", expert))
+    return held is None or math.isnan(held[step])
+
+
+def _tables(coordinates: Coordinates, layers: int, axis: Axis) -> Table:
+    """By names that all depths have where depth grows."""
+    tables: Mapping[str, Mapping[str, list[float]]] = {
+        "initial": {name: [size] for name, size in coordinates.initial.items()},
+        **coordinates.modules,
+        "update": coordinates.updates,
+    }
+    found = {}
+    for quantity in ("initial", *QUANTITIES, "update"):
+        for name, values in tables[quantity].items():
+            common = in_family(name, layers) if axis == "depth" else name
+            if common is not None:
+                found[quantity, common] = values
+    return found

@@ -1,0 +1,410 @@
+"""What the slopes of a family should be, written out by hand: nothing here calls the rules that are under test.
+
+Public names: `Theory`, `Expected`, `in_family`, `in_whole_model`, `named`. Expected is what Tensor Programs V says of
+a tensor whose dimensions are those of the models at hand, n_in by n_out (arXiv 2203.03466, Table 8 and appendix D.1):
+
+| quantity of a parameter | hidden | output-like, no multiplier | readout (A = 1/n_in) | embedding, gain, bias |
+| --- | --- | --- | --- | --- |
+| initial values | n_in^-1/2 | 1/n_in | 1 | 1 |
+| update: Adam, SGD | 1/n_in | 1/n_in | 1 | 1 |
+| update: Muon, full rank to rank 1 | (n_out/(n_in max(n_in, n_out)))^1/2 to 1/n_in | as hidden | Adam's | Adam's |
+
+Activations and their changes keep their size; the gradient with respect to the residual stream goes as 1/hidden size,
+that with respect to logits as 1. Each dimension has a slope of its own over the family, which is 1 only for the one
+that others are measured against. Not so, and known here (docs/parametrization.md, section 7):
+
+- What comes out of output-like tensors falls as n_in^-1/2 at first, and with it what is made of it in the same branch:
+  logits, router logits, k and v of fixed KV heads and their attention, an FFN of fixed size; attention logits where the
+  head size grows. What comes out of such a tensor itself is held to that slope before the first step; later, and in
+  the rest of the branch, outputs are judged from above alone, gradients not at all; changes, and those of what such a
+  branch feeds, may fall.
+- What is zero by construction: `Theory.vanishes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from mup_megatron.config import Config
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.proof.family import Axis
+from mup_megatron.proof.verdict import BOUNDS, slope_of
+from mup_megatron.shapes import Init, TensorShape
+
+_FALL = 0.5 + BOUNDS["change"]
+"""How far below 0 the change of a falling branch may be, and of what it feeds: a sum of what falls as width^-1/2 and
+what does not has a slope between the two, by their shares."""
+
+_DECAYS = 10.0
+"""How many times what a gradient moves decay moves, above which an update follows the initial values."""
+
+_LITTLE = 0.05
+"""Share of an update that decay may have where the update is compared with the rate."""
+
+_SMALL_EPS = 1e-6
+"""Adam's epsilon up to which it is taken to be far below gradients."""
+
+_DEEPEST = "decoder.layers.last"
+
+_SCORED = (".query", ".key", ".q_layernorm", ".k_layernorm", ".linear_q_up_proj", ".linear_q_down_proj")
+"""Ends of names of what only attention's logits are made of."""
+
+_GATE = ".shared_experts.gate_weight"
+
+_KEY_BIAS = ".linear_qkv.bias[key]"
+"""Whose gradient is zero in exact arithmetic: softmax does not see what all keys share. It moves by rounding noise."""
+
+
+Shapes = Mapping[str, TensorShape]
+
+
+class Expected(NamedTuple):
+    """A slope, and how far below and above it may be; None: as far as it likes."""
+
+    slope: float
+    low: float | None
+    high: float | None
+
+
+class Theory:
+    """What the slopes of a family should be.
+
+    Args:
+        parametrizations: of the family's models, smallest first; looked at are config and shapes alone.
+        sizes: what slopes are taken over, a number per model.
+        axis: what grows.
+    """
+
+    def __init__(self, parametrizations: Sequence[Parametrization], sizes: Sequence[float], axis: Axis) -> None:
+        self._models = [(each.config, each.shapes) for each in parametrizations]
+        self._sizes, self._axis, self._ratio = sizes, axis, sizes[-1] / sizes[0]
+        self._config, self._shapes = self._models[-1]
+        self._layers = self._config.model.num_layers
+        # Branches, and modules outside them, that an output-like tensor feeds.
+        self._falling = {
+            _branch(name)
+            for name, shape in self._shapes.items()
+            # A gate's sigmoid is 1/2 where its logits are 0.
+            if not name.endswith(_GATE) and any(self._has_g(shape, block) for block in shape.fan_outs)
+        }
+        self._hidden = self._over(lambda config, _: config.model.hidden_size)
+        self._head = self._over(lambda config, _: config.model.head_size)
+        self._key = self._kv_fall("key")
+        self._value = self._kv_fall("value")
+
+    def expected(self, name: str, quantity: str, step: int) -> Expected:
+        """Slope and bounds of one quantity of a module or of a part of a parameter."""
+        bound = BOUNDS[quantity]
+        if self.vanishes(name, quantity, step):
+            return Expected(0.0, None, None)
+        if quantity in ("initial", "update"):
+            tensor, block = named(name)
+            shape = self._shapes[in_whole_model(tensor, self._layers)]
+            if quantity == "initial":
+                return Expected(self._initial(tensor, shape, block), bound, bound)
+            return self._update(tensor, shape, block)
+        if self._axis == "depth" and name.startswith("decoder.layers.") and name != _DEEPEST:
+            # Half of all branches come before it in a model of two layers, most in a deep one.
+            return Expected(0.0, None, None)
+        if quantity == "change":
+            return Expected(0.0, _FALL if self._falls(name) or self._is_fed(name) else bound, bound)
+        if quantity == "output":
+            first = self._first(name) if step == 0 else None
+            if first is not None:
+                return Expected(first, bound, bound)
+            return Expected(0.0, None if self._falls(name) else bound, bound)
+        return self._gradient(name)
+
+    def vanishes(self, name: str, quantity: str, step: int) -> bool:
+        """The written list of what is zero by construction, or a rounding error, and therefore not judged.
+
+        A parameter with a rate that is not in it and does not move is out of bounds. (So is an expert's, unless no
+        token came to that expert; coord_check.py sees to that.)
+        """
+        if quantity == "update" and name.endswith(_KEY_BIAS):
+            return True
+        config, model = self._config.parametrization, self._config.model
+        constant = model.moe_router_topk == 1 and model.moe_router_score_function == "softmax"
+        if constant and not model.moe_router_pre_softmax:
+            # The one expert's probability is 1 whatever the logits are; only a balancing loss moves them.
+            if name.endswith(".router") and quantity in ("change", "gradient"):
+                return True
+            if quantity == "update" and ".router." in name and not model.moe_aux_loss_coeff:
+                return True
+        if config.zero_init_readout and not model.share_embeddings_and_output_weights:
+            logits = name.startswith("output_layer")
+            if quantity in ("initial", "output") and step == 0 and logits:
+                return True
+            if (quantity, step) in (("gradient", 0), ("update", 0), ("change", 1)) and not logits:
+                return True
+        if config.zero_init_query and step == 0:
+            return self._zero_query(name, quantity)
+        return False
+
+    def first_update(self, name: str) -> tuple[list[float], float | None] | None:
+        """Of Adam's first update, which is the rate wherever there is a gradient: what it is on each model at most.
+
+        Returns:
+            Its size per model, and how far below it may be as a share (None: any; an embedding's rows that are not in
+            the batch do not move); None where decay, another optimizer or a zero gradient decides.
+        """
+        config = self._config
+        tensor, block = named(name)
+        shape = self._shapes[in_whole_model(tensor, self._layers)]
+        if config.optimizer.name not in ("adamw", "adam") or self.vanishes(name, "update", 0):
+            return None
+        if self._decay(shape, self._initial(tensor, shape, block) - self._rate(tensor, shape))[1] > _LITTLE:
+            return None
+        sizes = []
+        exponent = config.parametrization.depth_exponent
+        for model, shapes in self._models:
+            own = shapes[in_whole_model(tensor, model.model.num_layers)]
+            ratio = own.fan_in.dim / (own.fan_in.base_dim or own.fan_in.dim)
+            rate = model.hparams.lr / (1.0 if shape.spec.readout else ratio)
+            if shape.layer is not None and exponent is not None:
+                rate *= (model.model.num_layers / model.num_layers_base) ** (exponent - 1)
+            sizes.append(rate)
+        sparse = shape.spec.init is Init.EMBEDDING or (".mlp." in name and "relu" in config.model.activation_func)
+        return sizes, None if sparse or config.optimizer.eps > _SMALL_EPS else 0.5
+
+    def starts_at_zero(self, name: str) -> bool:
+        """Whether a part of a parameter starts from zeros, as biases do."""
+        return self._shapes[in_whole_model(named(name)[0], self._layers)].spec.init is Init.ZEROS
+
+    def _zero_query(self, name: str, quantity: str) -> bool:
+        """What is zero before the first step, and in it, where queries are."""
+        model = self._config.model
+        if quantity == "output":
+            return name.endswith((".query", ".core_attention.logits", ".linear_q_up_proj", ".linear_q_proj"))
+        if quantity == "gradient":  # of keys, and of what a query of zero weights is made of
+            return name.endswith((".core_attention.key", ".k_layernorm", ".q_layernorm", ".linear_q_down_proj"))
+        queries: tuple[str, ...] = (
+            ".linear_qkv.weight[query]",
+            "linear_q_proj.weight[nope]",
+            "linear_q_proj.weight[rope]",
+        )
+        queries += ("linear_q_up_proj.weight[nope]", "linear_q_up_proj.weight[rope]")
+        if quantity == "initial":
+            return name.endswith(queries)
+        keys: tuple[str, ...] = (
+            ".linear_qkv.weight[key]",
+            ".linear_qkv.bias[key]",
+            ".k_layernorm.weight",
+            ".k_layernorm.bias",
+        )
+        if model.multi_latent_attention:
+            keys += (".linear_kv_up_proj.weight[nope]", ".linear_kv_down_proj.weight[rope]")
+            keys += (".linear_q_down_proj.weight", ".q_layernorm.weight", ".q_layernorm.bias")
+        return quantity == "update" and name.endswith(keys)
+
+    # --- parameters ---
+
+    def _initial(self, name: str, shape: TensorShape, block: str | None) -> float:
+        """Table 8: a readout with A = 1/n_in, embeddings, gains and biases are as large at every width."""
+        if shape.spec.readout or shape.spec.fan_in is None or shape.spec.init is Init.EMBEDDING:
+            return 0.0
+        fan_in = self._fan_in(name)
+        return -fan_in if self._has_g(shape, block) else -fan_in / 2
+
+    def _update(self, name: str, shape: TensorShape, block: str | None) -> Expected:
+        bound, rate = BOUNDS["update"], self._rate(name, shape)
+        initial = self._initial(name, shape, block)
+        decayed = rate if self._config.parametrization.weight_decay == "coupled" else 0.0
+        least, most = self._decay(shape, initial + decayed - rate)
+        if most > 1 / _DECAYS:
+            # lr λ w: `independent` keeps lr λ, `coupled` lets it fall as the rate does.
+            if least < _DECAYS or self.vanishes(_part(name, block), "initial", 0):
+                return Expected(0.0, None, None)
+            return Expected(initial + decayed, bound, bound)
+        if not _is_muon(self._config, shape):
+            return Expected(rate, bound, bound)
+        # An orthogonal matrix has coordinates of 1/sqrt(longer side), one of rank 1 of 1/sqrt(n_in n_out); its rate
+        # goes as sqrt(n_out/n_in). The gradient of a few tokens is between the two.
+        fan_in, fan_out = self._fan_in(name), self._fan_out(name, block)
+        further = (fan_in + fan_out - max(fan_in, fan_out)) / 2
+        return Expected(rate + further, bound + further, bound)
+
+    def _decay(self, shape: TensorShape, growth: float) -> tuple[float, float]:
+        """How many times what a gradient moves decay does (lr λ w over lr), on the smallest and the largest model."""
+        config = self._config
+        if config.optimizer.name not in ("adamw", "muon") or not shape.spec.is_decayed:
+            return 0.0, 0.0
+        std = config.hparams.init_method_std
+        if shape.spec.init is Init.EMBEDDING:
+            std = config.hparams.embedding_init_method_std or std
+        if shape.spec.init is Init.OUTPUT_PROJECTION:
+            std /= math.sqrt(2 * config.num_layers_base)
+        ends = config.hparams.weight_decay * std, config.hparams.weight_decay * std * self._ratio**growth
+        return min(ends), max(ends)
+
+    def _rate(self, name: str, shape: TensorShape) -> float:
+        """Slope of 1/n_in, 1 for a readout with A = 1/n_in; inside the blocks times m_L^(α-1)."""
+        rate = 0.0 if shape.spec.readout or shape.spec.fan_in is None else -self._fan_in(name)
+        exponent = self._config.parametrization.depth_exponent
+        if shape.layer is not None and exponent is not None:
+            rate += self._over(lambda config, _: config.model.num_layers) * (exponent - 1)
+        return rate
+
+    def _has_g(self, shape: TensorShape, block: str | None) -> bool:
+        """Whether initial values fall as 1/n_in: the fan-in grows, the fan-out does not, and the rule is output-like.
+
+        Declared growth counts, not that of the models at hand.
+        """
+        spec, config = shape.spec, self._config
+        if spec.readout or spec.fan_in is None or not shape.fan_in.grows or shape.fan_outs[block].grows:
+            return False
+        if shape.name.endswith((".router.weight", _GATE)):
+            return True
+        normed = config.model.qk_layernorm and (
+            (".linear_qkv." in shape.name and block in ("query", "key"))
+            or (config.model.multi_latent_attention and "_down_proj." in shape.name and block in (None, "rank"))
+        )
+        rule = config.parametrization.fixed_fan_out_init
+        if rule == "auto":
+            rule = "hidden_like" if ".mlp." in shape.name else "output_like"
+        return rule == "output_like" and not normed
+
+    # --- modules ---
+
+    def _first(self, name: str) -> float | None:
+        """Slope of an output before the first step, where random weights decide it and it is not 0; None elsewhere."""
+        if name == "output_layer":
+            # 1/n_in times a sum of n_in random terms.
+            return -self._hidden / 2
+        if name.endswith(".router.logits"):
+            biased = f"{in_whole_model(name, self._layers).removesuffix('.logits')}.bias" in self._shapes
+            return None if biased else -self._hidden / 2
+        if self._config.model.multi_latent_attention:
+            known = name.endswith(".core_attention.logits") and _branch(name) not in self._falling
+            return -self._head / 2 if known else None
+        if name.endswith(".core_attention.key"):
+            return self._key
+        if name.endswith(".core_attention.value"):
+            return self._value
+        if name.endswith(".core_attention.logits"):
+            # 1/d times a sum of d random terms.
+            return self._key - self._head / 2
+        return None
+
+    def _kv_fall(self, block: str) -> float:
+        """Slope of keys or values before the first step."""
+        name = next((name for name in self._shapes if name.endswith(".linear_qkv.weight")), None)
+        if name is None or not self._has_g(self._shapes[name], block):
+            return 0.0
+        return -self._fan_in(name) / 2
+
+    def _gradient(self, name: str) -> Expected:
+        bound = BOUNDS["gradient"]
+        ends = name.endswith("output_layer")
+        if self._axis == "depth" or (self._falls(name) and not ends) or (self._head and name.endswith(_SCORED)):
+            return Expected(0.0, None, None)
+        if ends:
+            return Expected(0.0, bound, bound)
+        feeds = name.endswith(".input_layernorm") and any(
+            branch.endswith(".self_attention") for branch in self._falling
+        )
+        # Through initial weights as 1/sqrt(own size · next size), through what was learned as 1/(own size).
+        further = (self._over(lambda config, shapes: _output_size(name, config, shapes)) - self._hidden) / 2
+        low = None if feeds else bound + max(0.0, further)
+        return Expected(-self._hidden - further, low, bound + max(0.0, -further))
+
+    def _falls(self, name: str) -> bool:
+        """Whether the output may fall with width in the first steps."""
+        return name.endswith("output_layer") or self._is_score(name) or _branch(name) in self._falling
+
+    def _is_fed(self, name: str) -> bool:
+        """Whether a branch that falls is added to what the module sees or gives."""
+        falls = any(branch.endswith((".self_attention", ".mlp")) for branch in self._falling)
+        return falls and name.startswith("decoder.")
+
+    def _is_score(self, name: str) -> bool:
+        """Whether it is made of two activations that learn to agree, or of an output-like tensor's alone."""
+        if name.endswith(("router", "router.logits")):
+            return True
+        return bool(self._head) and ".core_attention.logits" in name
+
+    # --- dimensions ---
+
+    def _over(self, size: Callable[[Config, Shapes], float]) -> float:
+        """Slope of some size over the family."""
+        return slope_of(self._sizes, [size(config, shapes) for config, shapes in self._models])
+
+    def _fan_in(self, name: str) -> float:
+        return self._over(lambda config, shapes: shapes[in_whole_model(name, config.model.num_layers)].fan_in.dim)
+
+    def _fan_out(self, name: str, block: str | None) -> float:
+        def size(config: Config, shapes: Shapes) -> int:
+            shape = shapes[in_whole_model(name, config.model.num_layers)]
+            return shape.fan_outs[block].dim
+
+        return self._over(size)
+
+
+def _part(name: str, block: str | None) -> str:
+    return name if block is None else f"{name}[{block}]"
+
+
+def named(name: str) -> tuple[str, str | None]:
+    """Parameter and block of `...linear_qkv.weight[key]`; None where the parameter is one block."""
+    tensor, _, block = name.partition("[")
+    return tensor, block.removesuffix("]") or None
+
+
+def in_family(name: str, layers: int) -> str | None:
+    """A name that models of every depth have: of decoder layers the first keeps its number, the last is `last`.
+
+    Returns:
+        None for a layer in between.
+    """
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"] or parts[2] == "0":
+        return name
+    return ".".join([*parts[:2], "last", *parts[3:]]) if int(parts[2]) == layers - 1 else None
+
+
+def in_whole_model(name: str, layers: int) -> str:
+    """The other way round."""
+    return name.replace("decoder.layers.last.", f"decoder.layers.{layers - 1}.")
+
+
+def _output_size(name: str, config: Config, shapes: Shapes) -> int:
+    """Coordinates of a module's output; the residual stream's where no weight says otherwise."""
+    model = config.model
+    name = in_whole_model(f"{name}.", model.num_layers)
+    before, attention, after = name.partition(".self_attention.")
+    normed = after.startswith(("q_layernorm", "k_layernorm")) and not model.multi_latent_attention
+    if after.startswith("core_attention") or normed:  # of all heads
+        shape = shapes.get(f"{before}{attention}linear_proj.weight")
+        return shape.fan_in.dim if shape is not None else model.hidden_size
+    shape = shapes.get(f"{name}weight")
+    return shape.fan_out.dim if shape is not None else model.hidden_size
+
+
+def _is_muon(config: Config, shape: TensorShape) -> bool:
+    """Megatron-core's Muon takes matrices that are neither embedding nor readout."""
+    spec = shape.spec
+    return (
+        config.optimizer.name == "muon"
+        and len(spec.shape) == 2
+        and spec.init is not Init.EMBEDDING
+        and not spec.readout
+    )
+
+
+def _branch(name: str) -> str:
+    """The residual branch that a module or parameter is in; itself outside of one, and a router."""
+    if name.endswith((".router", ".router.logits", ".router.weight", ".router.bias")):
+        return name
+    for branch in (".self_attention", ".mlp"):
+        before, found, _ = f"{name}.".partition(f"{branch}.")
+        if found:
+            return _any_layer(before) + branch
+    return name
+
+
+def _any_layer(name: str) -> str:
+    """All layers are alike in this; `last` too."""
+    parts = name.split(".")
+    return ".".join(["decoder.layers", *parts[3:]]) if parts[:2] == ["decoder", "layers"] else name

@@ -1,0 +1,143 @@
+"""The coordinate check in every regime under which some rule matters, and one table.
+
+Public names: `thorough`, `in_regime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mup_megatron import runtime
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.proof.coord_check import coord_check
+from mup_megatron.proof.regimes import REGIMES
+from mup_megatron.proof.told import lines, write
+
+SAME = 1e-3
+"""How far two runs of the same numbers may be from each other, relatively: sums in another order, and Adam's signs of
+what is nearly zero."""
+
+_NOISE = ".linear_qkv.bias[key]"
+"""Whose gradient is zero in exact arithmetic, so that it moves by rounding noise."""
+
+
+def thorough(
+    config: Config, rank: runtime.Rank, directory: Path, *, beside: bool = True, **asked: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs every regime and writes each one's result. Collective.
+
+    Args:
+        config: the run.
+        rank: this process.
+        directory: for the regimes' results, in a folder `regimes`.
+        beside: as for `coord_check`, of the plain regime.
+        asked: arguments of `coord_check`.
+
+    Returns:
+        The whole result, the same on every rank; that of the plain regime, for the picture.
+
+    Raises:
+        UserError: bad input to the plain check. What another regime cannot do is told in its row.
+    """
+    say = asked["say"]
+    rows: list[dict[str, Any]] = []
+    plain: dict[str, Any] = {}
+    for name, regime in REGIMES.items():
+        say(f"regime {name}: {regime.what}")
+        try:
+            row, result = in_regime(name, config, rank, plain, beside=beside and name == "plain", **asked)
+        except UserError as error:
+            if name == "plain":
+                raise
+            rows.append({"regime": name, "verdict": "not run", "why": str(error)})
+            continue
+        rows.append(row)
+        if name == "plain":
+            plain = result
+        elif rank.is_first:
+            write(result, directory / "regimes")
+        if not regime.repeat:
+            for line in lines(result):
+                say(f"  {line}")
+    found = {row["verdict"] for row in rows}
+    verdict = "failed" if "failed" in found else "undecided" if "undecided" in found else "passed"
+    whole = {"judged": "thorough", "passed": verdict == "passed", "verdict": verdict, "regimes": rows}
+    return whole, plain
+
+
+def in_regime(
+    name: str, config: Config, rank: runtime.Rank, plain: Mapping[str, Any], *, beside: bool = False, **asked: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One regime's row of the table, and its result. Collective.
+
+    Args:
+        name: of the regime.
+        config: the run.
+        rank: this process.
+        plain: result of the plain regime, for what has to repeat it.
+        beside: as for `coord_check`.
+        asked: arguments of `coord_check`.
+    """
+    regime = REGIMES[name]
+    if not regime.repeat:
+        result = coord_check(config, rank, regime=name, point="mup", beside=beside, **asked)
+        return _row(name, result), result
+    # The same numbers or others: one seed says it.
+    result = coord_check(config, rank, regime=name, point="mup", beside=False, **{**asked, "seeds": 1})
+    return _repeated(name, plain, result, start=regime.repeat == "start"), result
+
+
+def _row(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    """A regime's verdict, with its worst module or parameter."""
+    verdicts = result["verdicts"][result["judged"]]
+    judged = {name: each for name, each in verdicts.items() if each["verdict"] != "not judged"}
+    worst = max(judged, key=lambda each: _badness(judged[each]))
+    own = {key: result[key] for key in ("verdict", "out_of_bounds", "undecided")}
+    return {"regime": name, "worst": worst, **judged[worst], **own}
+
+
+def _badness(verdict: Mapping[str, Any]) -> tuple[int, float]:
+    order = ("ok", "undecided", "out of bounds").index(verdict["verdict"])
+    if verdict["slope"] is None:
+        return order + 1, 0.0
+    off, half = verdict["slope"] - verdict["expected"], verdict["confidence"] or 0.0
+    over = [off - verdict["high"]] if verdict["high"] is not None else []
+    over += [-off - verdict["low"]] if verdict["low"] is not None else []
+    return order, max(over) + half
+
+
+def _repeated(name: str, plain: Mapping[str, Any], result: Mapping[str, Any], *, start: bool) -> dict[str, Any]:
+    """A regime that has to give the plain regime's numbers; `start`: its outputs before the first step."""
+    known = {(cell["factor"], cell["seed"]): cell for cell in plain["cells"] if cell["line"] == "mup"}
+    worst, most = None, 0.0
+    apart: dict[str, dict[str, Any]] = {}
+    for cell in result["cells"]:
+        here, there = (dict(_numbers(each["coordinates"])) for each in (cell, known[cell["factor"], cell["seed"]]))
+        for key in here.keys() | there.keys():
+            one, other = here.get(key), there.get(key)
+            if key[1].endswith(_NOISE) or one == other or (start and (key[0], key[2]) != ("output", 0)):
+                continue
+            off = 1.0 if one is None or other is None else abs(one - other) / max(abs(one), abs(other))
+            if off > most:
+                worst, most = key, off
+            if off > apart.get(key[1], {"difference": SAME})["difference"]:
+                apart[key[1]] = {"quantity": key[0], "step": key[2], "factor": cell["factor"], "difference": off}
+    row: dict[str, Any] = {
+        "regime": name,
+        "verdict": "failed" if apart else "passed",
+        "difference": most,
+        "bound": SAME,
+    }
+    row |= {"out_of_bounds": sorted(apart, key=lambda each: -apart[each]["difference"]), "undecided": []}
+    return row if worst is None else {**row, "worst": worst[1], "quantity": worst[0], "step": worst[2], "apart": apart}
+
+
+def _numbers(coordinates: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, int], float | None]]:
+    """(quantity, name, step) to every number of one model."""
+    for quantity, table in {**coordinates["modules"], "update": coordinates["updates"]}.items():
+        for name, values in table.items():
+            for step, value in enumerate(values):
+                yield (quantity, name, step), value

@@ -1,0 +1,147 @@
+"""A coordinate check's result for people, and as a file.
+
+Public names: `lines`, `write`, `bound_of`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.errors import UserError
+from mup_megatron.proof.verdict import advice
+from mup_megatron.run_directory import write_whole
+
+_MOST = 12
+"""Names that are told of one kind; the others are in the file."""
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """A result for people.
+
+    Args:
+        result: of `coord_check`, or of one that was written.
+    """
+    if "regimes" in result:
+        return _table(result)
+    sizes = ", ".join(f"{size['size']}" for size in result["sizes"])
+    layouts = "; ".join(dict.fromkeys(size["layout"] for size in result["sizes"]))
+    what = "layers" if result["axis"] == "depth" else result.get("over", "hidden_size").replace("_", " ")
+    said = [
+        f"coordinate check of {result['judged']}: {what} {sizes}, {result['steps']} steps"
+        + (f" at rate {result['lr']:.3g}, {result['tokens']} tokens" if "tokens" in result else "")
+        + f", seeds {result['seeds']}, {layouts}"
+    ]
+    said += [f"set for this regime: {key} = {value}" for key, value in result.get("set", {}).items()]
+    said += [f"never ran: {name}" for name in result["silent"]]
+    said += [f"not a finite loss: {where}" for where in result["not_finite"]]
+    verdicts = result["verdicts"][result["judged"]]
+    undecided = result.get("undecided", [])
+    for state, names in (("out of bounds", result["out_of_bounds"]), ("undecided", undecided)):
+        said += [f"{state}: {name}: {_worst(verdicts[name], result['axis'])}" for name in names[:_MOST]]
+        if len(names) > _MOST:
+            said.append(f"{state}: and {len(names) - _MOST} more")
+    if undecided:
+        open_ = {name: verdicts[name] for name in undecided}
+        said.append(advice(open_, result["seeds"], result["lr"]))
+    judged = [verdict for verdict in verdicts.values() if verdict["verdict"] != "not judged"]
+    within = len(judged) - len(result["out_of_bounds"]) - len(undecided)
+    said.append(
+        f"{result.get('verdict') or ('passed' if result['passed'] else 'failed')}: {within} of {len(judged)} "
+        "modules and parameters are within bounds" + (f", {len(undecided)} undecided" if undecided else "")
+    )
+    return said
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    """A row per regime: its verdict, and of what is worst slope, interval and bound."""
+    rows = [("regime", "verdict", "worst", "quantity", "found", "expected (bounds)")]
+    notes = []
+    for row in result["regimes"]:
+        if row["verdict"] == "not run":
+            rows.append((row["regime"], "not run", row["why"], "", "", ""))
+            continue
+        quantity = f"{row.get('quantity', '')} at step {row.get('step', 0)}"
+        if "difference" in row:
+            found, expected = f"{row['difference']:.1e} from plain", f"0 (to {row['bound']:.0e})"
+        else:
+            spread = "" if row["confidence"] is None else f" ± {row['confidence']:.2f}"
+            slope = (
+                ("is 0" if row["zero"] else "no number") if row["slope"] is None else f"size^{row['slope']:.2f}{spread}"
+            )
+            found, expected = slope, bound_of(row)
+            if row["quantity"] == "rate" and row["slope"] is not None:
+                found = f"{row['slope']:.3g} times it"
+        rows.append((row["regime"], row["verdict"], row.get("worst", "all alike"), quantity, found, expected))
+        for state in ("out_of_bounds", "undecided"):
+            names = row[state]
+            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+            notes += [f"{row['regime']}: {state.replace('_', ' ')}: {', '.join(names[:_MOST])}{more}"] if names else []
+    widths = [max(len(row[column]) for row in rows if row[1] != "not run" or column < 2) for column in range(6)]
+    said = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    ran = [row for row in result["regimes"] if row["verdict"] != "not run"]
+    passed = sum(row["verdict"] == "passed" for row in ran)
+    return [*said, *notes, f"{result['verdict']}: {passed} of {len(ran)} regimes passed"]
+
+
+def _worst(verdict: Mapping[str, Any], axis: str) -> str:
+    """What was found of one module or parameter."""
+    if verdict["quantity"] == "rate" and verdict["slope"] is not None:
+        return f"first update is {verdict['slope']:.3g} times its rate, expected 1"
+    when = "" if verdict["quantity"] == "initial" else f" at step {verdict['step']}"
+    quantity = {"initial": "initial size", "update": "way of updates"}.get(verdict["quantity"], verdict["quantity"])
+    if verdict["slope"] is None:
+        if verdict.get("zero"):
+            does = {"update": "does not move", "change": "does not change"}.get(verdict["quantity"], f"{quantity} is 0")
+            return f"{does}{when}"
+        return f"{quantity}{when} is no number at some size"
+    spread = (
+        " (no points to tell its error from)" if verdict["confidence"] is None else f" ± {verdict['confidence']:.2f}"
+    )
+    size = "depth" if axis == "depth" else "size"
+    return f"{quantity}{when} goes as {size}^{verdict['slope']:.2f}{spread}, expected {bound_of(verdict)}"
+
+
+def bound_of(verdict: Mapping[str, Any]) -> str:
+    """The expected slope and how far from it is allowed: `0.00 (-0.25 to 0.25)`."""
+    expected = verdict["expected"]
+    if "high" not in verdict:  # written by a version before 0.2
+        return f"{expected:.2f}"
+    low = "any" if verdict["low"] is None else f"{expected - verdict['low']:.2f}"
+    high = "any" if verdict["high"] is None else f"{expected + verdict['high']:.2f}"
+    return f"{expected:.2f} ({low} to {high})"
+
+
+def write(result: Mapping[str, Any], directory: Path) -> Path:
+    """Writes a result as JSON, under the name of what was judged; numbers that are none as null.
+
+    Args:
+        result: of `coord_check` or `thorough`.
+        directory: is made.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    regime = result.get("regime", "plain")
+    name = result["judged"] if regime == "plain" or "without" in result["judged"] else f"{result['judged']}-{regime}"
+    path = directory / f"{re.sub(r'[^a-z0-9.,_-]+', '-', name.lower())}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lines_ = (f"{json.dumps(key)}: {_compact(value)}" for key, value in result.items())
+        write_whole(path, "{\n" + ",\n".join(lines_) + "\n}\n")
+    except OSError as error:
+        raise UserError(f"--output: cannot write to {directory}: {error.strerror}") from None
+    return path
+
+
+def _compact(value: Any) -> str:
+    """JSON, an item of a list on a line."""
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+    return json.dumps(value, allow_nan=False)

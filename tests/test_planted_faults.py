@@ -1,0 +1,88 @@
+"""The coordinate check sees faults of other kinds than it names itself: which tensor, which quantity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mup_megatron.config import Config
+from mup_megatron.proof.regimes import REGIMES
+from tests import proof_bodies
+from tests.configs import make
+from tests.distributed import Ranks
+from tests.planted_faults import FAULTS
+
+SIZES = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2}
+PLAIN = {"num_layers": 2, "kv_channels": 16}
+KEYS = {"hparams__lr": 2e-3, "hparams__weight_decay": 0.0}
+EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.01}
+SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
+LATENT = {"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 16, "kv_lora_rank": 8}
+HEADS = {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+FACTORS = (1, 2, 4)
+
+
+def model(architecture: str, more: dict[str, Any] | None = None, base: dict[str, Any] | None = None) -> dict[str, Any]:
+    grows = {**SIZES, **(base or {})}
+    return {"architecture": architecture, "model": {**PLAIN, **grows, **(more or {})}, "base": grows}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt3": model("gpt3"),
+    "llama": model("llama"),
+    "mixed": model("gpt3"),
+    "fixed_kv": model("llama", {"num_query_groups": 1}),
+    "moe": model(
+        "llama", {**EXPERTS, **SHARED}, {"moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32}
+    ),
+    "moe_biased": model("gpt3", EXPERTS, {"moe_ffn_hidden_size": 32}),
+    "mtp": model("llama", {"mtp_num_layers": 1}),
+    "mla": model("llama", {**LATENT, **HEADS, "kv_channels": None}, {"q_lora_rank": 16, "kv_lora_rank": 8}),
+    "halved_branches": model("gpt3"),
+}
+
+
+def config_of(name: str) -> Config:
+    held = MODELS[name]
+    keys: dict[str, Any] = {**KEYS, **({"hparams__residual_multiplier": 0.5} if name == "halved_branches" else {})}
+    keys |= {"parametrization__fixed_fan_out_init": "output_like"} if name == "fixed_kv" else {}
+    return make({"model": held["model"], "base": held["base"]}, held["architecture"], **keys)
+
+
+def found(ranks: Ranks, name: str, planted: bool) -> dict[str, Any]:
+    """Quantities that are out of bounds, by tensor or module."""
+    fault = FAULTS[name]
+    options: dict[str, Any] = {"factors": FACTORS, "steps": 3, "seeds": 2}
+    if fault.model == "mixed":
+        options["growth"] = {"hidden_size": [1, 2, 4], "num_attention_heads": [1, 2, 4], "ffn_hidden_size": [1, 1, 1]}
+        options["factors"] = ()
+    if REGIMES[fault.regime].axis == "depth":
+        options["factors"] = (1, 2, 4)
+    return ranks.run(
+        1,
+        proof_bodies.in_regime,
+        config=config_of(fault.model),
+        regime=fault.regime,
+        fault=name if planted else None,
+        options=options,
+    )[0]
+
+
+CLEAN: dict[tuple[str, str], dict[str, Any]] = {}
+"""What is out of bounds without a fault, by model and regime; once for all faults."""
+
+SAMPLE = ("attention_never_trained", "key_rows_stay", "value_drawn_without_g", "doubled_after_resume")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
+def test_a_planted_fault_is_seen(ranks: Ranks, name: str) -> None:
+    """Where it is, and as what; without it nothing there is out of bounds."""
+    fault = FAULTS[name]
+    tensor, quantity = fault.seen
+    assert quantity in found(ranks, name, planted=True).get(tensor, ()), name
+    if (fault.model, fault.regime) not in CLEAN:
+        CLEAN[fault.model, fault.regime] = found(ranks, name, planted=False)
+    assert not CLEAN[fault.model, fault.regime]

@@ -383,7 +383,7 @@ def with_gate(rank: runtime.Rank, *, stage: int, optimizer: str, late: bool = Fa
     from mup_megatron.deepspeed import initialize
 
     torch.manual_seed(0)
-    net = mup.set_base_shapes(Experts(128), Experts(32), delta=Experts(64))
+    net: Any = mup.set_base_shapes(Experts(128), Experts(32), delta=Experts(64))
     weight = net.gate.wg.weight
     if late:
         net.gate.wg = mup.MuReadout(128, 8, bias=False)

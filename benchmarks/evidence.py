@@ -104,7 +104,12 @@ def _all() -> Rows:
     rows = [["record", "asked", "of", "steps", "seeds", "judged from", "verdict of the command"]]
     for path, found in records():
         link = f"[{path.removesuffix('.json')}]({path})"
-        if "searches" in found:
+        if "curves" in found:
+            sizes = f"hidden size {found['config']['model']['hidden_size']} by {found['small']['model']['hidden_size']}"
+            steps = str(found["config"]["training"]["train_steps"])
+            seeds = str(len({curve["seed"] for curve in found["curves"]}))
+            rows.append([link, f"reverse transfer, {sizes}", "", steps, seeds, "", verdict(found)])
+        elif "searches" in found:
             rows.append([link, "cost of a search", "", "", f"{_seeds(found)} searches", "", verdict(found)])
         elif "lines" in found:
             asked = f"{found['over']} over {found['across']}, {_span(found)}"
@@ -250,6 +255,16 @@ def _number(loss: float | None) -> float:
     return math.inf if loss is None else loss
 
 
+def _reverse() -> Rows:
+    """Each model's first and last losses, and how far the loss rose above its lowest, means of five steps."""
+    rows = [["model", "rate", "seed", "first loss", "last loss", "rises by at most"]]
+    for curve in record("reverse/reverse.json")["curves"]:
+        losses = [f"{loss:.2f}" for loss in (curve["losses"][0], curve["losses"][-1])]
+        rise = curve["state"] if curve["rise"] is None else f"{curve['rise']:.2f}"
+        rows.append([curve["model"], f"{curve['lr']:.2g}", str(curve["seed"]), *losses, rise])
+    return rows
+
+
 _SEARCHES = {
     "random": "random",
     "random, halving": "random, successive halving",
@@ -310,6 +325,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "depth": _depth,
     "decay": _decay,
     "norm-gains": _gains,
+    "reverse": _reverse,
     "searches": _searching,
     "searches-target": _target,
 }

@@ -238,7 +238,7 @@ def reverse(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Make and train the small model that is as unstable as this large one in the standard parametrization.
+    """Make and train a small model for which a rate is too high where it is for this large standard one.
 
     The config is the large run; `base:` names the small model's sizes.
     """

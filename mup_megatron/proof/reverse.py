@@ -1,9 +1,9 @@
-"""Reverse transfer: a small model that is as unstable as a large one in the standard parametrization.
+"""Reverse transfer: a small model that takes the rates of a large one in the standard parametrization as they are.
 
 Public names: `reverse`, `small_model`, `lines`, `write`. In the standard parametrization a large model is its own base
 of µP (docs/parametrization.md, section 7, identity 1). So the small model in µP whose base sizes are the large one's,
-with the large one's hyperparameters, has its training dynamics: what goes wrong there can be looked at here (Tensor
-Programs V, appendix I).
+with the large one's hyperparameters, learns in steps of the same size: a rate that is too high there is too high here
+(Tensor Programs V, appendix I). Its curve is another one: what initial values alone give falls with width.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from functools import cached_property
 from mup_megatron import rules
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.shapes import FixedFanOut, Init, TensorShape, TensorSpec
+from mup_megatron.shapes import FixedFanOut, InfDim, Init, TensorShape, TensorSpec
 
 OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
@@ -70,6 +70,7 @@ class TensorHyperparameters:
         eps_multiplier: factor on the base epsilon; None for SGD.
         weight_decay: decay that the optimizer gets (decoupled); 0 where Megatron does not decay.
         weight_decay_multiplier: factor on the base decay.
+        gradient_norm: weight of |grad|² in the invariant gradient norm, per block as `init_std`.
         group: what it shares with the other parameters of its optimizer group.
     """
 
@@ -82,6 +83,7 @@ class TensorHyperparameters:
     eps_multiplier: float | None
     weight_decay: float
     weight_decay_multiplier: float
+    gradient_norm: dict[str | None, float]
     group: GroupKey
 
 
@@ -181,17 +183,18 @@ class Parametrization:
         init_std = {block: self._init_std(shape, block, m_in, forward) for block in shape.fan_outs}
 
         rule = self._rule_of(spec)
-        if rule != "adam" and len(set(m_outs.values())) > 1:
+        if rule == "sgd" and len(set(m_outs.values())) > 1:
             raise UserError(
-                f"optimizer.name: {config.optimizer.name} needs one learning rate per tensor, but the blocks of "
+                f"optimizer.name: sgd needs one learning rate per tensor, but the blocks of "
                 f"{shape.name} grow by different factors ("
                 + ", ".join(f"{block} {float(m):g}" for block, m in m_outs.items())
                 + "); expected adamw, or blocks that grow together"
             )
         m_out = max(m_outs.values())
-        lr = rules.learning_rate(rule, m_in=m_in, m_out=m_out, forward=forward) * _exact(depth.lr)
         if rule == "muon" and self.is_mup:
-            lr /= _muon_scale(shape)
+            lr = _muon_rate(shape) * _exact(depth.lr)
+        else:
+            lr = rules.learning_rate(rule, m_in=m_in, m_out=m_out, forward=forward) * _exact(depth.lr)
         if spec.frozen:
             lr = Fraction(0)
         eps = rules.epsilon(m_out=m_out, forward=forward) * _exact(depth.eps) if rule == "adam" else rules.ONE
@@ -209,6 +212,10 @@ class Parametrization:
             eps_multiplier=float(eps) if rule == "adam" else None,
             weight_decay=config.hparams.weight_decay * float(decay),
             weight_decay_multiplier=float(decay),
+            gradient_norm={
+                block: float(rules.gradient_norm(m_in=m_in, m_out=m_out, forward=forward))
+                for block, m_out in m_outs.items()
+            },
             group=GroupKey(rule=rule, lr=lr, eps=eps, weight_decay=decay),
         )
 
@@ -262,20 +269,33 @@ class Parametrization:
         ]
 
 
-def _muon_scale(shape: TensorShape) -> float:
-    """How the factor grows from the base on that megatron-core's Muon (scale mode `spectral`) puts on an update.
+def _muon_rate(shape: TensorShape) -> Fraction | float:
+    """Rate multiplier of a matrix under megatron-core's Muon in scale mode `spectral`.
 
-    The square root of the larger side, of each of query, key and value by itself.
+    What upstream orthogonalises at once is a matrix to the rule: query, key and value of the fused QKV each by itself,
+    any other tensor whole, whatever blocks it holds (emerging_optimizers.py, TensorParallelMuon.orthogonalize). The
+    update then has the spectral norm sqrt(larger side), whose growth from the base is divided out.
     """
-    blocks = shape.fan_outs.values() if shape.spec.query and shape.blocks else [shape.fan_out]
-    sides = [(dim, shape.fan_in) for dim in blocks]
-    scales = {
-        math.sqrt(Fraction(max(side.dim for side in both), max(side.base_dim or side.dim for side in both)))
-        for both in sides
-    }
-    if len(scales) > 1:
-        raise UserError(f"optimizer.name: muon scales the blocks of {shape.name} by different factors; expected adamw")
-    return scales.pop()
+    blocks = shape.blocks or {}
+    matrices = list(blocks.items()) if "query" in blocks else [("", shape.fan_out)]
+    # Exact, so that equal rates are equal: the square of a multiplier, but for the fan-in that all matrices share.
+    squares = {name: dim.ratio / _larger_side_growth(dim, shape.fan_in) for name, dim in matrices}
+    if len(set(squares.values())) > 1:
+        rates = {name: math.sqrt(square / shape.fan_in.ratio) for name, square in squares.items()}
+        raise UserError(
+            f"optimizer.name: muon needs one learning rate per tensor, but those of {shape.name} would be "
+            + ", ".join(f"×{rate:.4g} for the {name}" for name, rate in rates.items())
+            + "; expected adamw, or blocks that grow together"
+        )
+    rows = matrices[0][1]
+    return rules.learning_rate(
+        "muon", m_in=shape.fan_in.ratio * _larger_side_growth(rows, shape.fan_in), m_out=rows.ratio
+    )
+
+
+def _larger_side_growth(rows: InfDim, columns: InfDim) -> Fraction:
+    """How the larger side of a matrix grows from its base."""
+    return Fraction(max(rows.dim, columns.dim), max(rows.base_dim or rows.dim, columns.base_dim or columns.dim))
 
 
 def _exact(factor: float) -> Fraction | float:

@@ -251,6 +251,24 @@ def norms(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
     }
 
 
+def row_squares(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
+    """Sums of squares of each row of every whole gradient, and the norm that a step reports (one rank)."""
+    config, layout, parametrization, model = start(rank, config)
+    engine = build_engine(config, parametrization, model, layout)
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    reported = engine.step(batches[0], 0.0).grad_norm
+    engine.close()
+    (fresh,) = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+    for batch in batches[0]:
+        losses = fresh(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        (losses.mean() / len(batches[0])).backward()
+    rows = {name: parameter.grad.double().square() for name, parameter in named_parameters(fresh)}
+    return {
+        "reported": reported,
+        "rows": {name: row.reshape(len(row), -1).sum(dim=1).tolist() for name, row in rows.items()},
+    }
+
+
 def batch_sums(rank: runtime.Rank, *, config: Config, steps: int) -> list[int]:
     """Sums of the global batches' tokens, over ranks."""
     layout = resolve_layout(config, rank.world_size)

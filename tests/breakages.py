@@ -300,16 +300,41 @@ def no_announced_experts() -> Iterator[None]:
 
 def clipped_by_deepspeed_s_own_norm() -> contextlib.AbstractContextManager[None]:
     """The gradients are clipped by the norm that DeepSpeed works out where experts are spread over ranks."""
-    from mup_megatron.engines import deepspeed
+    from mup_megatron.engines.deepspeed import DeepSpeedEngine
 
-    def clip(optimizer: Any, layout: Any, limit: float) -> float:
-        norm = float(optimizer.scaled_global_norm())
-        for gradients in optimizer.averaged_gradients.values():
+    def clip(engine: Any) -> float:
+        norm = float(engine.optimizer.scaled_global_norm())
+        for gradients in engine.optimizer.averaged_gradients.values():
             for gradient in gradients:
-                gradient.mul_(min(1.0, limit / (norm + 1e-6)))
+                gradient.mul_(min(1.0, engine._config.training.clip_grad / (norm + 1e-6)))
         return norm
 
-    return replaced(deepspeed, "clip_partitions", clip)
+    return replaced(DeepSpeedEngine, "_clip", clip)
+
+
+def invariant_norm_without_weights() -> contextlib.AbstractContextManager[None]:
+    """The invariant norm is the plain one."""
+    from mup_megatron.engines import gradient_norm
+
+    return replaced(gradient_norm, "_weighted", lambda squares, *_: squares.sum())
+
+
+def parts_without_their_place() -> contextlib.AbstractContextManager[None]:
+    """A partition of a gradient is weighted as if it began with the tensor's first row."""
+    from mup_megatron.engines import gradient_norm
+
+    original = gradient_norm._weighted
+    return replaced(gradient_norm, "_weighted", lambda squares, _start, *rest: original(squares, 0, *rest))
+
+
+def every_rank_counts() -> contextlib.AbstractContextManager[None]:
+    """The sum over ranks takes what several of them hold as often as it is held."""
+    from mup_megatron.engines import gradient_norm, megatron
+
+    once = contextlib.ExitStack()
+    for module in (gradient_norm, megatron):
+        once.enter_context(replaced(module, "holders", lambda spec, layout: 1))
+    return once
 
 
 def slices_swapped() -> contextlib.AbstractContextManager[None]:

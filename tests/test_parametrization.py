@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 
+from mup_megatron import runtime
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
-from tests.configs import HEAD_SIZE, MIXED, VOCABULARY, make
+from tests.configs import HEAD_SIZE, MIXED, MLA, VOCABULARY, make
 
 EMBEDDING = "embedding.word_embeddings.weight"
 QKV = "decoder.layers.1.self_attention.linear_qkv"
 PROJ = "decoder.layers.0.self_attention.linear_proj"
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 FC2 = "decoder.layers.1.mlp.linear_fc2"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prepared() -> None:
+    runtime.prepare_process()
 
 
 def apply(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -> Parametrization:
@@ -262,8 +268,59 @@ def test_muon() -> None:
     assert (readout.lr_multiplier, readout.eps_multiplier) == (1, 1 / 4)
     standard = apply(growth, **muon, parametrization__name="standard").tensors
     assert {tensor.lr_multiplier for tensor in standard.values()} == {1}
-    with pytest.raises(UserError, match=r"muon needs one learning rate per tensor, but the blocks of .*linear_qkv"):
-        apply(MIXED, **muon)
+
+
+MUON: dict[str, Any] = {"optimizer__name": "muon", "parallel__engine": "megatron"}
+
+
+def test_muon_takes_query_key_and_value_each_for_itself() -> None:
+    """Query ×2, key and value ×4, hidden ×3/2: what counts is the rate that each would need."""
+    # MIXED: hidden is the larger side of all blocks, 64 to 96: sqrt(2 / 1.5 / 1.5) and sqrt(4 / 1.5 / 1.5).
+    with pytest.raises(UserError) as error:
+        apply(MIXED, **MUON)
+    assert str(error.value) == (
+        "optimizer.name: muon needs one learning rate per tensor, but those of "
+        "decoder.layers.0.self_attention.linear_qkv.weight would be ×0.9428 for the query, ×1.333 for the key, ×1.333 "
+        "for the value; expected adamw, or blocks that grow together"
+    )
+    # Rows are the larger side of all blocks, 64 to 128 and 64 to 256 on hidden 16 to 24: the growth of the rows and of
+    # the factor that upstream puts on it cancel, and sqrt(1 / 1.5) is left of either.
+    growth = {
+        "model": {**MIXED["model"], "hidden_size": 24, "num_attention_heads": 16, "num_query_groups": 8},
+        "base": {**MIXED["base"], "hidden_size": 16, "num_attention_heads": 8, "num_query_groups": 2},
+    }
+    growth["model"]["kv_channels"] = 32
+    assert apply(growth, **MUON).tensors[QKV + ".weight"].lr_multiplier == pytest.approx((1 / 1.5) ** 0.5)
+
+
+def test_muon_takes_any_other_tensor_whole() -> None:
+    """sqrt(m_out / m_in / growth of the larger side), of the whole tensor, whatever blocks it holds."""
+    tensors = apply(MLA, "llama", **MUON).tensors
+    attention = "decoder.layers.0.self_attention."
+    expected = {
+        # 4 heads of 8 | 4 to 8 heads of 12 | 8: 48 to 160 rows on a rank of 24.
+        "linear_q_up_proj": (160 / 48) / (160 / 48),
+        # 16 | 4 to 48 | 8 rows on hidden 64 to 96, which is the larger.
+        "linear_kv_down_proj": (56 / 20) / (96 / 64) / (96 / 64),
+        # 4 heads of 8 | 4 to 8 heads of 12 | 14: 48 to 208 rows on a rank of 16 to 48.
+        "linear_kv_up_proj": (208 / 48) / (48 / 16) / (208 / 48),
+        # hidden 64 to 96 rows on 4 heads of 4 to 8 heads of 14 columns: the larger side goes from 64 to 112.
+        "linear_proj": (96 / 64) / (112 / 16) / (112 / 64),
+        # hidden ×3/2, the larger side in both, on a fixed rank of 24 rows.
+        "linear_q_down_proj": 1 / (96 / 64) / (96 / 64),
+    }
+    for name, square in expected.items():
+        assert tensors[f"{attention}{name}.weight"].lr_multiplier == pytest.approx(square**0.5), name
+
+
+def test_muon_on_a_query_projection_whose_blocks_are_smaller_than_its_input() -> None:
+    """4 heads of 16 | 16 to 12: 128 to 384 rows on hidden 96 to 384; by blocks of 64 rows it would be sqrt(3)/4."""
+    model = {**MLA["model"], "hidden_size": 384, "num_attention_heads": 12, "q_lora_rank": None}
+    heads = {"qk_head_dim": 16, "qk_pos_emb_head_dim": 16}
+    base = {"hidden_size": 96, "num_attention_heads": 4, "ffn_hidden_size": 64}
+    tensors = apply({"model": {**model, **heads}, "base": base}, "llama", **MUON).tensors
+    rate = tensors["decoder.layers.0.self_attention.linear_q_proj.weight"].lr_multiplier
+    assert rate == pytest.approx(1 / 2)  # sqrt(3 / 4 / 3)
 
 
 def test_sgd_with_blocks_that_grow_apart_is_refused() -> None:

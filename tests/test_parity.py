@@ -306,7 +306,7 @@ def test_without_it_the_comparison_fails(
 
 @pytest.mark.parametrize("split", [Split(1, expert=2, data=2), pytest.param(EP2_TP2, marks=pytest.mark.slow)])
 def test_deepspeed_s_own_norm_of_experts_is_ours(ranks: Ranks, reference: Any, split: Split) -> None:
-    """An oracle for `clip_partitions`: what DeepSpeed 0.19 works out for itself where experts are spread over ranks."""
+    """An oracle for `clip`: what DeepSpeed 0.19 works out for itself where experts are spread over ranks."""
     whole = reference("moe")
     config = config_of("moe", split)
     check(

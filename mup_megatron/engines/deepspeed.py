@@ -28,8 +28,9 @@ from mup_megatron.deepspeed.mpu import Mpu, sum_sequence_parallel_gradients
 from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.deepspeed_config import check_settings, deepspeed_config
 from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
+from mup_megatron.engines.deepspeed_gradients import gradient_parts
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
-from mup_megatron.engines.gradient_norm import clip_gradients, clip_partitions
+from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
 from mup_megatron.optim import allocate, build_optimizer, parameter_groups, set_learning_rates
@@ -59,10 +60,11 @@ class DeepSpeedEngine:
             groups = mark_expert_groups(groups, layout)
         settings = deepspeed_config(config, layout)
         check_settings(config, settings, Mpu())
-        self._clips_itself = layout.zero_stage == 0 or layout.expert > 1
+        invariant = config.training.clip_norm == "invariant"
+        self._clips_itself = invariant or layout.zero_stage == 0 or layout.expert > 1
         if self._clips_itself:
-            # At stage 0 DeepSpeed clips without keeping the norm; with experts over ranks its norm is an average that
-            # depends on the layout. Here it is done before its step (gradient_norm.py).
+            # At stage 0 DeepSpeed clips without keeping the norm, it sums norms in float32, and it knows the plain one
+            # alone. Here it is done before its step.
             settings["gradient_clipping"] = 0.0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(config, groups), mpu=Mpu(), config=settings
@@ -98,10 +100,10 @@ class DeepSpeedEngine:
         return StepResult(loss=self._data_parallel_mean(total), grad_norm=norm)
 
     def _clip(self) -> float:
+        named = named_parameters(self.module)
+        parts = gradient_parts(self.optimizer, named, self._parametrization, self._layout)
         limit = self._config.training.clip_grad
-        if self._layout.zero_stage == 0:
-            return clip_gradients(named_parameters(self.module), self._parametrization, self._layout, limit)
-        return clip_partitions(self.optimizer, self._layout, limit)
+        return clip(parts, self._parametrization, self._layout, limit, self.engine.device)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:

@@ -67,6 +67,13 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
             "contradicts parallel.offload_optimizer, which is false (it decides which optimizer is built)",
             source,
         )
+    device = (zero.get("offload_optimizer") or {}).get("device")
+    if device == "nvme" and training.clip_norm == "invariant":
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.device",
+            "nvme keeps gradients where training.clip_norm: invariant does not reach them; expected cpu",
+            source,
+        )
     result.setdefault("steps_per_print", 2**31)
     result.setdefault("zero_allow_untested_optimizer", True)
     result.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -107,12 +114,6 @@ def refuse(config: Config, layout: Layout) -> None:
         raise config.error(
             "parallel.zero_stage",
             "DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); expected stage 1",
-        )
-    if config.training.clip_norm == "invariant" and layout.zero_stage != 0:
-        raise config.error(
-            "training.clip_norm",
-            f"the invariant norm needs whole gradients, which ZeRO {layout.zero_stage} partitions; expected global, or "
-            "parallel.zero_stage: 0",
         )
     if config.parallel.offload_optimizer and layout.zero_stage == 0:
         raise config.error("parallel.offload_optimizer", "ZeRO 0 partitions nothing to offload; expected stage 1 to 3")

@@ -22,6 +22,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.experts import forget_logged_losses
+from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.layout import Layout
 from mup_megatron.model import named_parameters
@@ -42,7 +43,7 @@ class MegatronEngine:
     def __init__(
         self, config: Config, parametrization: Parametrization, chunks: list[GPTModel], layout: Layout
     ) -> None:
-        self._config, self._layout = config, layout
+        self._config, self._layout, self._parametrization = config, layout, parametrization
         self.chunks = chunks
         bf16 = config.training.precision == "bf16"
         settings = ddp_config(config, layout)
@@ -80,8 +81,27 @@ class MegatronEngine:
         set_learning_rates(self.optimizer, base_lr)
         forget_logged_losses()
         loss = self._run(micro_batches, forward_only=False)
+        invariant = self._clip() if self._config.training.clip_norm == "invariant" else None
         _, norm, _ = self.optimizer.step()
-        return StepResult(loss=loss, grad_norm=float(norm))
+        return StepResult(loss=loss, grad_norm=float(norm) if invariant is None else invariant)
+
+    def _clip(self) -> float:
+        """Clips by the invariant norm, which megatron-core does not know, before its step; the norm before."""
+        parts = []
+        for name, parameter in named_parameters(self.chunks):
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is None:
+                continue
+            if self._layout.distributed_optimizer:
+                part = self._range(parameter)
+                if part is not None:
+                    # Of the others' elements the buffer holds sums that no rank has put together.
+                    parts.append(GradientPart(name, gradient.view(-1)[part], part.start))
+            else:
+                spec = self._parametrization.tensors[name].shape.spec
+                parts.append(GradientPart(name, gradient, holders=holders(spec, self._layout)))
+        device = next(self.chunks[0].parameters()).device
+        return clip(parts, self._parametrization, self._layout, self._config.training.clip_grad, device)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
@@ -147,10 +167,17 @@ class MegatronEngine:
         """Which elements of a parameter this rank's distributed optimizer holds, and what it holds of them."""
         for holder in self._holders:
             if parameter in holder.model_param_gbuf_map:
-                where = holder._get_model_param_range_map(parameter)["param"]
                 held = holder._get_main_param_and_optimizer_states(parameter)
-                return slice(where.start, where.end), {WEIGHT: held.pop("param"), **_moments(held)}
+                return self._range(parameter), {WEIGHT: held.pop("param"), **_moments(held)}
         return None, {}
+
+    def _range(self, parameter: torch.nn.Parameter) -> slice | None:
+        """Which elements of a parameter this rank's distributed optimizer holds."""
+        for holder in self._holders:
+            if parameter in holder.model_param_gbuf_map:
+                where = holder._get_model_param_range_map(parameter)["param"]
+                return slice(where.start, where.end)
+        return None
 
     def close(self) -> None:
         """Removes megatron-core's hooks; see engines.Engine."""

@@ -45,8 +45,8 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
         adam_beta2=optimizer.betas[1],
         adam_eps=optimizer.eps,
         sgd_momentum=optimizer.momentum,
-        # Of no limit, megatron-core would not compute the norm.
-        clip_grad=config.training.clip_grad or math.inf,
+        # Of no limit, megatron-core would not compute the norm. By the invariant norm the engine clips.
+        clip_grad=(config.training.clip_norm == "global" and config.training.clip_grad) or math.inf,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=layout.distributed_optimizer,
@@ -92,11 +92,6 @@ def refuse(config: Config, layout: Layout) -> None:
         )
     if missing := muon_missing() if config.optimizer.name == "muon" else None:
         raise config.error("optimizer.name", missing)
-    if config.training.clip_norm == "invariant":
-        raise config.error(
-            "training.clip_norm",
-            "megatron-core clips by the global norm; expected global, or parallel.engine: deepspeed",
-        )
     model = config.model
     if model.mtp_num_layers is not None and layout.context > 1:
         raise config.error(

@@ -152,8 +152,7 @@ def one_process(config: Config) -> Config:
                     "context_parallel_size": 1,
                     "overlap_param_gather": False,
                     "sequence_parallel": False,
-                    # The invariant norm needs whole gradients, bf16 a partitioned optimizer.
-                    "zero_stage": 0 if config.training.clip_norm == "invariant" else 1,
+                    "zero_stage": 1,  # bf16 needs a partitioned optimizer
                     "offload_optimizer": False,
                     "deepspeed_config": None,
                 }

@@ -327,14 +327,16 @@ def parts_without_their_place() -> contextlib.AbstractContextManager[None]:
     return replaced(gradient_norm, "_weighted", lambda squares, _start, *rest: original(squares, 0, *rest))
 
 
-def every_rank_counts() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def every_rank_counts() -> Iterator[None]:
     """The sum over ranks takes what several of them hold as often as it is held."""
     from mup_megatron.engines import gradient_norm, megatron
 
-    once = contextlib.ExitStack()
-    for module in (gradient_norm, megatron):
-        once.enter_context(replaced(module, "holders", lambda spec, layout: 1))
-    return once
+    with (
+        replaced(gradient_norm, "holders", lambda spec, layout: 1),
+        replaced(megatron, "holders", lambda spec, layout: 1),
+    ):
+        yield
 
 
 def slices_swapped() -> contextlib.AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from tests.test_parity import Split
 STEPS = 5
 # Far above Adam's second moments, so that an update goes with its gradient and clipping shows in the losses.
 INVARIANT: dict[str, Any] = {"training__clip_norm": "invariant", "training__clip_grad": 0.3, "optimizer__eps": 1e-3}
-ONE = {"parallel__zero_stage": 0, "parallel__tensor_model_parallel_size": 1}
+ONE: dict[str, Any] = {"parallel__zero_stage": 0, "parallel__tensor_model_parallel_size": 1}
 
 
 def prepared(growth: dict[str, Any] = MIXED, architecture: str = "gpt3", **overrides: Any) -> Any:
@@ -104,7 +104,7 @@ def test_a_part_is_weighted_by_its_place() -> None:
             assert float(sum(parts)) == pytest.approx(expected, rel=1e-6), cuts
 
 
-MODELS = {
+MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "gpt3": (MIXED, "gpt3", {}),
     # One period of QKV's blocks, 64 query rows, 8 key rows and 8 value rows, so that a cut leaves other blocks behind.
     "one group": (MIXED, "gpt3", {"model__num_query_groups": 1}),

@@ -284,7 +284,7 @@ TABLE = (
         "table: SGD on blocks that grow apart",
         "one rate for blocks that need several",
         _TABLE,
-        'if rule != "adam" and len(set(m_outs.values())) > 1:',
+        'if rule == "sgd" and len(set(m_outs.values())) > 1:',
         "if False:",
         "test_parametrization.py",
     ),
@@ -736,6 +736,82 @@ NORM = (
         "if False:",
         "test_engine.py::test_clipping_limits_the_update",
     ),
+    _mutant(
+        "norm: a partition without its place",
+        "a partition's rows are weighted as the tensor's first ones",
+        _NORM,
+        "rows = local_rows(spec, weights, rank, ranks, squares.device)[first:last].double()",
+        "rows = local_rows(spec, weights, rank, ranks, squares.device)[: last - first].double()",
+        "test_gradient_norm.py::test_a_part_is_weighted_by_its_place",
+    ),
+    _mutant(
+        "norm: the invariant norm without the readout's A",
+        "an untied readout's gradient is weighted as a tensor's without a multiplier",
+        _TABLE,
+        "rules.gradient_norm(m_in=m_in, m_out=m_out, forward=forward)",
+        "rules.gradient_norm(m_in=m_in, m_out=m_out)",
+        "test_gradient_norm.py::test_weights_of_an_untied_readout",
+    ),
+    _mutant(
+        "norm: a control is clipped by µP's weights",
+        "the weights are those of the shapes, in the standard parametrization too",
+        _TABLE,
+        "rules.gradient_norm(m_in=m_in, m_out=m_out, forward=forward)",
+        "rules.gradient_norm(m_in=shape.fan_in.ratio, m_out=m_out, forward=forward)",
+        "test_gradient_norm.py::test_weights_of_an_untied_readout",
+    ),
+)
+
+BASE = (
+    _mutant(
+        "guard: a depth rule without the base's depth",
+        "each model takes its own depth for the base's, and the rule vanishes",
+        _CHECKS,
+        "if config.base.num_layers is None:",
+        "if False:",
+        "test_config.py::test_bad",
+    ),
+    _mutant(
+        "guard: sizes beside a file of base shapes",
+        "they are ignored in silence",
+        _CHECKS,
+        "        if beside:",
+        "        if False:",
+        "test_base_file.py::test_sizes_beside_the_file_are_refused",
+    ),
+    _mutant(
+        "guard: a head size that a .bsh file does not tell",
+        "the target's own is taken for the base's",
+        "mup_megatron/base_file.py",
+        "head_size = named or told",
+        "head_size = named or told or config.model.head_size",
+        "test_base_file.py::test_a_growing_head_size_that_the_file_does_not_tell_is_refused",
+    ),
+    _mutant(
+        "guard: the depth that a .bsh file was written for",
+        "a file of another base serves",
+        "mup_megatron/base_file.py",
+        "if layers is not None and layers != config.num_layers_base:",
+        "if False:",
+        "test_base_file.py::test_what_contradicts_the_file_is_refused",
+    ),
+    _mutant(
+        "record: what grows without being named",
+        "the digest does not hold an FFN size that is left out",
+        "mup_megatron/tuning/family.py",
+        "**{name: size.base for name, size in growth.items()}",
+        "**{}",
+        "test_record.py::test_the_digest_holds_what_grows_without_being_named",
+    ),
+    _mutant(
+        "table: Muon takes every tensor block by block",
+        "MLA's projections are scaled by blocks that upstream does not take apart",
+        _TABLE,
+        '[("", shape.fan_out)]',
+        '(list(blocks.items()) or [("", shape.fan_out)])',
+        "test_parametrization.py::test_muon_takes_any_other_tensor_whole",
+        "test_parametrization.py::test_muon_on_a_query_projection_whose_blocks_are_smaller_than_its_input",
+    ),
 )
 
 _DEEPSPEED = "mup_megatron/deepspeed"
@@ -785,5 +861,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *GUARDS,
     *RECOVERY,
     *NORM,
+    *BASE,
     *TORCH,
 )

@@ -88,8 +88,9 @@ def clip(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
         tensor = parametrization.tensors[part.name]
-        own, slices = layout.slice_of(tensor.shape.spec, rank)
-        if tensor.shape.spec.partition_dim is None and own != 0:
+        spec = tensor.shape.spec
+        own, slices = layout.slice_of(spec, rank)
+        if spec.partition_dim is None and own != 0:
             continue  # every tensor-parallel rank holds the same gradient
         if part.name.startswith("embedding.") and layout.pipeline_rank(rank) != 0:
             continue  # a tied head, or multi-token prediction's embedding: the first stage's, once more

@@ -163,7 +163,7 @@ def test_every_layout_clips_alike(ranks: Ranks, model: str, split: Split) -> Non
     ids=str,
 )
 def test_a_wrong_norm_shows(ranks: Ranks, broken: str, model: str, split: Split) -> None:
-    """Negative controls: the loss before the first update is right, the norm at once wrong by more than a thousandth."""
+    """Negative controls: the loss before the first update is right, the norm at once off by over a thousandth."""
     config = config_of(model, **split.overrides)
     results = ranks.run(split.processes, bodies.train, config=config, steps=STEPS, broken=broken)
     with pytest.raises(Difference, match=r"^grad_norms\[0\] on rank 0"):

@@ -51,6 +51,7 @@ def verdict(found: dict[str, Any]) -> str:
         reasons = [*line["reasons"], *line.get("open", ())]
     else:
         reasons = [f"out of bounds: {name}" for name in found["out_of_bounds"]]
+        reasons += [f"undecided: {name}" for name in found.get("undecided", ())]
     return f"**{said}**" + (f": {'; '.join(reasons)}" if reasons else "")
 
 

@@ -10,6 +10,7 @@ step, config, layout, base shapes, multipliers, data and its position, tokenizer
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -203,10 +204,13 @@ class Checkpoints:
     def begin(self, step: int) -> Path:
         """An empty folder to write into; rank 0 calls it, the others use `partial`."""
         path = self.partial(step)
-        shutil.rmtree(path, ignore_errors=True)
+        for old in self.directory.glob("step_*.partial"):  # of runs that were killed while they saved
+            shutil.rmtree(old, ignore_errors=True)
         try:
             path.mkdir(parents=True)
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
             raise UserError(f"run.dir: cannot write a checkpoint to {path}: {error.strerror}") from None
         return path
 

@@ -98,12 +98,4 @@ class ConfigError(UserError):
 
 
 class DiskFull(UserError):
-    """Nothing more could be written.
-
-    Args:
-        directory: of the run.
-        problem: the operating system's words.
-    """
-
-    def __init__(self, directory: object, problem: str) -> None:
-        super().__init__(f"run.dir: {directory}: {problem}; what was written before is whole, the same command goes on")
+    """Nothing more could be written. The message says what, where, and how much is missing (disk.py)."""

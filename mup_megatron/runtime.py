@@ -102,15 +102,20 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     return Rank()
 
 
-def say_error(message: str, rank: Rank) -> None:
+def say_error(message: str, rank: Rank, *, same: bool = False) -> None:
     """Says what is wrong, once where all ranks say the same, as they do before they have met.
+
+    Args:
+        message: one sentence.
+        rank: this process.
+        same: whether all say the same although they have met.
 
     Then the first rank speaks, and the others wait for their launcher to end them: one that ended at once could have
     the first ended before it speaks. Whoever is still there after that was wrong alone, and says so.
     """
     torch = sys.modules.get("torch")
     met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    alone = not met and not rank.is_first
+    alone = (same or not met) and not rank.is_first
     if alone:
         time.sleep(_SPEECHLESS_SECONDS)
     where = f" (rank {rank.rank})" if rank.world_size > 1 and (met or alone) else ""

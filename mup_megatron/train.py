@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +24,15 @@ from mup_megatron.checkpoint import Checkpoints, check_resume, hash_files, make_
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
+from mup_megatron.disk import full_disk, short
 from mup_megatron.engines import Engine, build_engine, refuse
-from mup_megatron.errors import UserError
+from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.explain import explain
 from mup_megatron.files import write_whole
 from mup_megatron.layout import resolve_layout
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
-from mup_megatron.run_directory import own_run_directory
+from mup_megatron.run_directory import VERIFIED, own_run_directory
 
 
 class Terminated(Exception):
@@ -81,14 +83,16 @@ def train(
     runtime.prepare_process()
     config = runtime.resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
-    from mup_megatron.engines.state import load_state, load_weights, save_state
+    from mup_megatron.engines.state import load_state, load_weights, save_state, state_bytes
     from mup_megatron.model import build_model, parametrize
 
     refuse(config, layout)
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
         if rank.is_first:
-            prepare(config, progress.say)  # the others wait for rank 0 where the process groups start
+            prepare(
+                config, progress.say, verified=directory / VERIFIED
+            )  # the others wait for rank 0 where the process groups start
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
         parametrization = parametrize(config, prepared.vocab_size)
@@ -114,7 +118,7 @@ def train(
         if latest is not None:
             load_weights(chunks, parametrization, layout, rank.rank, latest)
         engine = build_engine(config, parametrization, chunks, layout)
-        datasets = build_datasets(config, prepared)
+        datasets = build_datasets(config, prepared, progress.say)
         batches, evaluation = (Batches(dataset, config, layout, rank.rank, device) for dataset in datasets)
         start = 0
         if latest is not None and found is not None:
@@ -131,7 +135,19 @@ def train(
             save_state(engine, parametrization, layout, rank.rank, directory)
             runtime.save_random_state(directory, rank.rank)
 
-        loop = _Loop(config, engine, batches, evaluation, checkpoints, save, record, rank, progress, watcher)
+        loop = _Loop(
+            config,
+            engine,
+            batches,
+            evaluation,
+            checkpoints,
+            save,
+            state_bytes(parametrization, config.optimizer),
+            record,
+            rank,
+            progress,
+            watcher,
+        )
         try:
             return loop.run(start)
         finally:
@@ -168,6 +184,7 @@ class _Loop:
         evaluation: Batches,
         checkpoints: Checkpoints,
         save: Callable[[Path], None],
+        size: int,
         record: dict[str, Any],
         rank: runtime.Rank,
         progress: Progress,
@@ -175,7 +192,7 @@ class _Loop:
     ) -> None:
         self._config, self._training = config, config.training
         self._engine, self._batches, self._evaluation = engine, batches, evaluation
-        self._checkpoints, self._write, self._record = checkpoints, save, record
+        self._checkpoints, self._write, self._size, self._record = checkpoints, save, size, record
         self._rank, self._progress, self._watcher = rank, progress, watcher
         self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
 
@@ -184,7 +201,10 @@ class _Loop:
         training, watcher = self._training, self._watcher
         saved = start
         with Metrics(self._config, start, self._rank) as metrics, runtime.sigterm() as terminated:
-            eval_loss = metrics.last_evaluation
+            eval_loss = next(reversed(metrics.evaluations.values()), None)
+            # Whoever looks on may not have heard of an evaluation that an earlier process made and saved behind.
+            if watcher is not None and not all(watcher.evaluated(*each) for each in metrics.evaluations.items()):
+                return eval_loss
             for step in range(start, training.train_steps):
                 began = time.perf_counter()
                 lr = self._schedule(step)
@@ -227,11 +247,33 @@ class _Loop:
         return sum(losses) / len(losses)
 
     def _save(self, step: int) -> Path:
+        """Writes a checkpoint. Raises DiskFull where it does not fit; those before it stay."""
         checkpoints, rank = self._checkpoints, self._rank
-        if rank.is_first:
-            checkpoints.begin(step)
-        torch.distributed.barrier()
-        partial = checkpoints.partial(step)
+        partial, what = checkpoints.partial(step), f"the checkpoint of step {step}"
+
+        def undo() -> None:
+            if rank.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+
+        with full_disk(partial, what, lambda: self._size, undo):
+            try:
+                if rank.is_first:
+                    checkpoints.begin(step)
+                # Asked before anything is written, so that all ranks stop here together.
+                missing = [short(partial, what, self._size) if rank.is_first else None]
+                torch.distributed.broadcast_object_list(missing)
+                if missing[0] is not None:
+                    undo()
+                    raise missing[0]
+                return self._write_checkpoint(step, partial)
+            except RuntimeError:
+                if rank.is_first or partial.exists() or partial.with_suffix("").exists():
+                    raise
+                # A quota, or somebody else's files: the first rank saw it while it wrote, and is gone.
+                raise DiskFull(f"{partial}: removed by the first rank, which says why") from None
+
+    def _write_checkpoint(self, step: int, partial: Path) -> Path:
+        checkpoints, rank = self._checkpoints, self._rank
         self._write(partial)
         torch.distributed.barrier()
         sums: list[dict[str, str]] = [{}] * rank.world_size
@@ -264,13 +306,14 @@ class Metrics:
         self._file = None
         self._writer: Any = None
         self._wandb: Any = None
-        self.last_evaluation: float | None = None
-        """Loss of the last evaluation that an earlier process made; on rank 0 alone."""
+        self._last = config.training.train_steps
+        self.evaluations: dict[int, float] = {}
+        """Losses, by step, of the evaluations that earlier processes made; on rank 0 alone."""
         if not rank.is_first:
             return
-        path = directory / "metrics.jsonl"
+        self._path = path = directory / "metrics.jsonl"
         kept = [line for line in _lines(path) if line["step"] <= start]
-        self.last_evaluation = next((line["eval_loss"] for line in reversed(kept) if "eval_loss" in line), None)
+        self.evaluations = {line["step"]: line["eval_loss"] for line in kept if "eval_loss" in line}
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter
@@ -283,11 +326,14 @@ class Metrics:
         """One line; `step` is the number of updates done."""
         if self._file is None:
             return
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, int(values["step"]))
+        line = json.dumps(values) + "\n"
+        left = max(1, self._last - int(values["step"]))
+        with full_disk(self._path, "the run's metrics", lambda: left * len(line)):
+            self._file.write(line)
+            self._file.flush()
+            for name, value in values.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, int(values["step"]))
         if self._wandb is not None:
             self._wandb.log({name: value for name, value in values.items() if name != "step"}, step=int(values["step"]))
 

@@ -33,7 +33,7 @@ LEVELS = [
     {"rules", "layout", "patches", "representatives"},
     {"shapes"},
     {"config"},
-    {"files"},
+    {"files", "disk", "locks"},
     {"errors"},
 ]
 BESIDE = {

@@ -132,13 +132,46 @@ def test_the_demo(cluster: Cluster, repository: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == list(range(1, 21))
 
 
+STUDY = {"tuning__train_steps": 48, "tuning__trials": 4}
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The outcome of a study that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("quiet")
+    assert mup("tune", config_file(folder, **STUDY), "--nproc-per-node", "2").returncode == 0
+    return outcome(folder)
+
+
 @pytest.mark.slow
-def test_workers_killed_mid_trial(cluster: Cluster, repository: Path, tmp_path: Path) -> None:
+def test_a_worker_is_suspended(cluster: Cluster, repository: Path, tmp_path: Path, quiet: list[Any]) -> None:
+    """`scontrol suspend` for longer than the lease: another worker runs its trial, beside the folder that it holds."""
+    jobs = submit(cluster, repository, tmp_path, "tune_proxy.sbatch", config_file(tmp_path, **STUDY))
+    tuning = tmp_path / "run" / "tuning"
+    until(lambda: len(list(tuning.glob("trial-*/metrics.jsonl"))) == 2 and len(metrics_lines(tuning)) > 12, PATIENCE)
+    leader = holder(tmp_path / "run" / ".pipeline.lock")
+    node = next(n for n in (1, 2) if leader not in cluster.processes(f"node{n}", "mup_megatron tune"))
+    (job,) = cluster.run("squeue", "-h", "-r", "-t", "R", "-w", f"node{node}", "-o", "%i").stdout.split()
+    assert not cluster.run("scontrol", "suspend", job).returncode
+    until(lambda: list(tuning.glob("trial-*-again-1/metrics.jsonl")), PATIENCE)
+    assert not cluster.run("scontrol", "resume", job).returncode
+    screen = await_jobs(cluster, tmp_path, jobs, 400)
+    assert "is held by a worker that is stopped; it starts again beside it" in screen
+    assert "this worker had been silent for too long, another one has it now" in screen
+    assert outcome(tmp_path) == quiet
+
+
+def holder(lock: Path) -> int:
+    """The process that holds a file (proc(5), /proc/locks)."""
+    inode = str(lock.stat().st_ino)
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return next(int(line[4]) for line in lines if line[1] == "FLOCK" and line[5].endswith(f":{inode}"))
+
+
+@pytest.mark.slow
+def test_workers_killed_mid_trial(cluster: Cluster, repository: Path, tmp_path: Path, quiet: list[Any]) -> None:
     """Both workers, one after the other, so that whoever leads is among them; the study is that of a quiet run."""
-    keys = {"tuning__train_steps": 48, "tuning__trials": 4}
-    quiet = config_file(tmp_path / "quiet", **keys)
-    assert mup("tune", quiet, "--nproc-per-node", "2").returncode == 0
-    jobs = submit(cluster, repository, tmp_path, "tune_proxy.sbatch", config_file(tmp_path, **keys))
+    jobs = submit(cluster, repository, tmp_path, "tune_proxy.sbatch", config_file(tmp_path, **STUDY))
     for node in (1, 2):
         until(lambda: len(metrics_lines(tmp_path / "run" / "tuning")) > 12 * node, PATIENCE)  # noqa: B023
         [worker] = cluster.processes(f"node{node}", "mup_megatron tune")
@@ -146,7 +179,7 @@ def test_workers_killed_mid_trial(cluster: Cluster, repository: Path, tmp_path: 
     screen = await_jobs(cluster, tmp_path, jobs, 400)
     assert screen.count("failure 1 since it last got on; requeued") == 2
     assert "refused" not in screen
-    assert outcome(tmp_path) == outcome(tmp_path / "quiet")
+    assert outcome(tmp_path) == quiet
 
 
 def metrics_lines(directory: Path) -> list[str]:

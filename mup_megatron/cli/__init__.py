@@ -14,7 +14,7 @@ from typing import NoReturn
 import typer
 
 from mup_megatron.cli.common import app
-from mup_megatron.errors import UserError
+from mup_megatron.errors import DiskFull, UserError
 
 # They register their commands, in the order of the help.
 from mup_megatron.cli import runs  # noqa: F401  # isort: skip
@@ -58,7 +58,7 @@ def _status(arguments: list[str]) -> int:
         result = app(arguments, standalone_mode=False)
         return int(result or 0)
     except UserError as error:
-        say_error(str(error), read_rank())
+        say_error(str(error), read_rank(), same=isinstance(error, DiskFull))
         return 2
     except typer.TyperException as error:  # unknown command or option
         say_error(error.format_message(), read_rank())

@@ -259,13 +259,13 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
 
     runtime.quiet_upstream()  # the next import brings megatron-core
     from mup_megatron import train as training
-    from mup_megatron.run_directory import full_disk
+    from mup_megatron.disk import full_disk
     from mup_megatron.tuning import Stopped
 
     directory = Path(settings.run.dir)
     status = 0
     try:
-        with full_disk(directory):
+        with full_disk(directory, "files of the run"):
             body(settings, rank)
     except Stopped:
         status = 143
@@ -282,6 +282,6 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
     if shows() if shows else rank.is_first:
         from mup_megatron.report.summary import summarize
 
-        with full_disk(directory):
+        with full_disk(directory, "pictures of the run"):
             summarize(directory, console())
     return status

@@ -8,7 +8,8 @@ Shapes: b micro-batch size, s sequence length, under context parallelism this ra
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 
 from mup_megatron.config import Config
-from mup_megatron.data.prepare import Prepared, data_directory
+from mup_megatron.data.cache import own_cache
+from mup_megatron.data.prepare import Prepared, data_directory, still_there
 from mup_megatron.data.tokenizer import load_tokenizer
+from mup_megatron.disk import full_disk
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 
@@ -42,22 +45,31 @@ class Batch:
     attention_mask: torch.Tensor | None
 
 
-def build_datasets(config: Config, prepared: Prepared) -> tuple[Any, Any]:
+def build_datasets(
+    config: Config, prepared: Prepared, say: Callable[[str], None] = lambda _line: None
+) -> tuple[Any, Any]:
     """Training and validation dataset, long enough for the run. Collective: every rank calls it.
 
+    Args:
+        config: the run.
+        prepared: its data.
+        say: takes a line where another process is to be waited for.
+
     Raises:
-        ConfigError: a split that is needed has no documents.
+        UserError: a split that is needed has no documents, or the data was replaced meanwhile.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     training = config.training
+    # megatron-core names the files of its index by everything but the tokens.
+    cache = Path(config.data.cache_dir or data_directory(config) / "cache") / prepared.digest[:16]
     dataset_config = GPTDatasetConfig(
         random_seed=config.run.seed,
         sequence_length=training.seq_length,
         blend=prepared.blend,
         split=config.data.split,
-        path_to_cache=_cache_directory(config),
+        path_to_cache=str(cache),
         tokenizer=load_tokenizer(config, Path(prepared.tokenizer) if prepared.tokenizer else None),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -76,21 +88,16 @@ def build_datasets(config: Config, prepared: Prepared) -> tuple[Any, Any]:
     for name, size, bounds in zip(("training", "validation"), sizes, splits, strict=False):
         if size:
             _check_split(config, prepared, name, bounds)
-    try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
-    except (ValueError, EOFError, IndexError, pickle.UnpicklingError) as error:  # of NumPy, which reads the index
-        cache = dataset_config.path_to_cache
-        raise UserError(f"{cache}: cannot read the index of the samples ({error}); remove that folder") from None
+    with ExitStack() as held:
+        held.enter_context(full_disk(cache, "the index of samples", lambda: 12 * sum(sizes)))  # at least
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            held.enter_context(own_cache(cache, say))  # the first rank builds; the others then read
+        try:
+            train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
+        except (ValueError, EOFError, IndexError, pickle.UnpicklingError) as error:  # of NumPy, which reads the index
+            raise UserError(f"{cache}: cannot read the index of the samples ({error}); remove that folder") from None
+    still_there(config, prepared)
     return train, valid
-
-
-def _cache_directory(config: Config) -> str:
-    path = Path(config.data.cache_dir or data_directory(config) / "cache")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise config.error("data.cache_dir", f"cannot write to {path}: {error.strerror}") from None
-    return str(path)
 
 
 def _check_split(config: Config, prepared: Prepared, name: str, bounds: tuple[float, float] | None) -> None:

@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ from mup_megatron.config import Config
 from mup_megatron.data.corpus import documents, source_files
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
+from mup_megatron.data.whole import File, partial_name, problem, put_in_place, remove_partials, write
+from mup_megatron.disk import full_disk
 from mup_megatron.errors import UserError, shown
-from mup_megatron.files import write_whole
+from mup_megatron.locks import hold
 
 _RECORD = "prepared.json"
-_FORMAT = 1
+_LOCK = ".prepare.lock"
+_FORMAT = 2
+_TOKENS = 1  # of the digest: changes when the same input gives other tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Prepared:
         documents: number of documents written; 0 for existing datasets.
         tokens: number of tokens, end-of-document tokens included.
         digest: of everything that decides which tokens come in which order.
+        files: of those written here, size and SHA-256 by name; none of existing datasets, known by size and time.
     """
 
     blend: tuple[list[str], list[float] | None]
@@ -45,6 +51,7 @@ class Prepared:
     documents: int
     tokens: int
     digest: str
+    files: dict[str, File] = field(default_factory=dict)
 
 
 def data_directory(config: Config) -> Path:
@@ -52,12 +59,20 @@ def data_directory(config: Config) -> Path:
     return Path(config.data.dir or Path(config.run.dir) / "data")
 
 
-def prepare(config: Config, say: Callable[[str], None] = lambda _line: None) -> Prepared:
+def prepare(
+    config: Config, say: Callable[[str], None] = lambda _line: None, *, verified: Path | None = None
+) -> Prepared:
     """Prepares the config's data, or finds that it is prepared.
+
+    Any number of processes may call it for one folder: one prepares, the others wait and say for whom. Files are
+    written under names of their own and renamed; the record with their checksums comes last. What does not match it
+    is made again.
 
     Args:
         config: the run.
         say: takes a line of progress.
+        verified: file of the run that remembers what was verified. Where it is given, files are read and compared with
+            their checksums, unless they were before and have not changed since; otherwise sizes are compared.
 
     Raises:
         UserError: a file is missing, empty, truncated or foreign, or the tokenizer does not fit the config.
@@ -65,36 +80,87 @@ def prepare(config: Config, say: Callable[[str], None] = lambda _line: None) -> 
     directory = data_directory(config)
     digest = _digest(config)
     found = _read_record(directory / _RECORD, digest)
-    if found:
+    if found and problem(directory, found.files, verified) is None:
         return found
     _make_directory(directory)
+    try:
+        with hold(directory / _LOCK, say, f"prepares {directory}"):
+            found = _read_record(directory / _RECORD, digest)
+            if found:
+                if (damage := problem(directory, found.files, verified)) is None:
+                    return found
+                say(f"warning: {directory}: {damage}; the data is prepared anew")
+            remove_partials(directory)
+            with full_disk(directory, "the tokens of the corpus", lambda: _tokens_bytes(config)):
+                return _make(config, directory, digest, say)
+    except OSError as error:
+        if error.filename != str(directory / _LOCK):
+            raise
+        raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
+
+
+def _make(config: Config, directory: Path, digest: str, say: Callable[[str], None]) -> Prepared:
+    """Prepares the data; this process holds the folder."""
     section = config.data.tokenizer
     trained = None
-    if section.library == "sentencepiece" and section.path is None and section.vocab_size is not None:
-        trained = directory / "tokenizer.model"
-        say(f"training a SentencePiece model of {section.vocab_size} pieces")
-        train_sentencepiece(_non_empty(config), section.vocab_size, trained)
-    tokenizer = load_tokenizer(config, trained)
-    vocab_size = _checked_vocab_size(config, tokenizer)
-    if config.data.data_path:
-        blend = _blend(config)
-        counts = [check_indexed_dataset(prefix, vocab_size) for prefix in blend[0]]
-        written, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
-    else:
-        prefix = str(directory / "corpus")
-        written, tokens = _write_indexed_dataset(config, tokenizer, vocab_size, prefix, say)
-        blend = ([prefix], None)
-    prepared = Prepared(
-        blend=blend,
-        tokenizer=str(trained) if trained else None,
-        vocab_size=vocab_size,
-        documents=written,
-        tokens=tokens,
-        digest=digest,
-    )
-    write_whole(directory / _RECORD, json.dumps({"format": _FORMAT, **asdict(prepared)}, indent=2))
+    partials: dict[str, Path] = {}
+
+    def partial(name: str) -> Path:
+        return partials.setdefault(name, directory / partial_name(name))
+
+    try:
+        if section.library == "sentencepiece" and section.path is None and section.vocab_size is not None:
+            trained = directory / "tokenizer.model"
+            say(f"training a SentencePiece model of {section.vocab_size} pieces")
+            train_sentencepiece(_non_empty(config), section.vocab_size, partial(trained.name))
+        tokenizer = load_tokenizer(config, partials.get("tokenizer.model"))
+        vocab_size = _checked_vocab_size(config, tokenizer)
+        if config.data.data_path:
+            blend = _blend(config)
+            counts = [check_indexed_dataset(prefix, vocab_size) for prefix in blend[0]]
+            written, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
+        else:
+            blend = ([str(directory / "corpus")], None)
+            written, tokens = _write_indexed_dataset(
+                config, tokenizer, vocab_size, partial("corpus.bin"), partial("corpus.idx"), say
+            )
+        # From here to the new record there is none: neither of two sets of files passes for the other.
+        (directory / _RECORD).unlink(missing_ok=True)
+        prepared = Prepared(
+            blend=blend,
+            tokenizer=str(trained) if trained else None,
+            vocab_size=vocab_size,
+            documents=written,
+            tokens=tokens,
+            digest=digest,
+            files=put_in_place(directory, partials),
+        )
+        write(directory / _RECORD, json.dumps({"format": _FORMAT, **asdict(prepared)}, indent=2))
+    finally:
+        for path in partials.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
     say(f"{tokens:,} tokens of {written:,} documents in {directory}")
     return prepared
+
+
+def _tokens_bytes(config: Config) -> int:
+    """What the tokens take, at a guess: three bytes of text are a token of two."""
+    return 0 if config.data.data_path else sum(path.stat().st_size for path in source_files(config)) * 2 // 3
+
+
+def still_there(config: Config, prepared: Prepared) -> None:
+    """Asked once the files are open: whether they are those that were prepared.
+
+    Raises:
+        UserError: another run has prepared the folder for other settings meanwhile.
+    """
+    directory = data_directory(config)
+    if _read_record(directory / _RECORD, prepared.digest) is None:
+        raise UserError(
+            f"data.dir: {directory} was prepared for other settings while this run started; expected a data.dir of its "
+            "own for each of them"
+        )
 
 
 def prepared_tokenizer(config: Config, digest: str | None) -> Any:
@@ -160,7 +226,7 @@ def _digest(config: Config) -> str:
             raise config.error("data", f"no such file: {path}") from None
         stamps.append((str(path), stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
     version = sys.version if config.data.corpus else ""
-    return hashlib.sha256(json.dumps([_FORMAT, data, stamps, version]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_TOKENS, data, stamps, version]).encode()).hexdigest()
 
 
 def _read_record(path: Path, digest: str) -> Prepared | None:
@@ -170,8 +236,12 @@ def _read_record(path: Path, digest: str) -> Prepared | None:
         return None
     if not isinstance(record, dict) or record.pop("format", None) != _FORMAT or record.get("digest") != digest:
         return None
-    prefixes, weights = record.pop("blend")
-    prepared = Prepared(blend=(prefixes, weights), **record)
+    try:
+        prefixes, weights = record.pop("blend")
+        files = {str(name): File(**file) for name, file in record.pop("files").items()}
+        prepared = Prepared(blend=(prefixes, weights), files=files, **record)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
     whole = all(os.path.exists(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
     return prepared if whole and (not prepared.tokenizer or os.path.exists(prepared.tokenizer)) else None
 
@@ -198,13 +268,13 @@ def _checked_vocab_size(config: Config, tokenizer: Any) -> int:
 
 
 def _write_indexed_dataset(
-    config: Config, tokenizer: Any, vocab_size: int, prefix: str, say: Callable[[str], None]
+    config: Config, tokenizer: Any, vocab_size: int, data: Path, index: Path, say: Callable[[str], None]
 ) -> tuple[int, int]:
-    """Writes prefix.bin and prefix.idx; returns documents and tokens."""
+    """Writes the two files; returns documents and tokens."""
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    builder = IndexedDatasetBuilder(f"{prefix}.bin.partial", dtype=DType.optimal_dtype(vocab_size))
+    builder = IndexedDatasetBuilder(str(data), dtype=DType.optimal_dtype(vocab_size))
     count = tokens = 0
     told = time.monotonic()
     with builder.data_file:  # upstream closes it in `finalize` alone
@@ -217,9 +287,7 @@ def _write_indexed_dataset(
                 say(f"tokenized {count:,} documents, {tokens:,} tokens")
         if not count:
             raise config.error("data", "the corpus is empty: no document has any text")
-    builder.finalize(f"{prefix}.idx.partial")
-    for suffix in (".bin", ".idx"):
-        os.replace(f"{prefix}{suffix}.partial", f"{prefix}{suffix}")
+        builder.finalize(str(index))
     return count, tokens
 
 

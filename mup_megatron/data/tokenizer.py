@@ -11,7 +11,6 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.files import write_whole
 
 _TRAINING_CHARACTERS = 4_000_000
 
@@ -22,7 +21,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
     Args:
         texts: documents; the first four million characters are used.
         vocab_size: pieces, special ones included.
-        path: of the .model file; written whole or not at all.
+        path: of the .model file.
 
     Raises:
         UserError: the text is too short for the vocabulary.
@@ -54,7 +53,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             f"data.tokenizer.vocab_size: cannot train {vocab_size} pieces on this corpus ({reason}); expected a longer "
             "corpus or a smaller vocabulary"
         ) from None
-    write_whole(path, model.getvalue())
+    path.write_bytes(model.getvalue())
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

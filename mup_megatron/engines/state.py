@@ -1,6 +1,6 @@
 """Weights and optimizer state in files that know no layout: megatron-core's dist_checkpointing, keyed by global names.
 
-Public names: `save_state`, `load_state`, `load_weights`, `saved_shapes`.
+Public names: `save_state`, `state_bytes`, `load_state`, `load_weights`, `saved_shapes`.
 
 Both engines hand out, parameter by parameter, the whole of what they hold of this rank's slice (`Engine.gather`), and
 take it back (`Engine.scatter`). What is written is the global tensor's slice under a key such as
@@ -11,6 +11,7 @@ trace, so that any layout, ZeRO stage, engine or peak rate can go on from it.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import pickletools
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mup_megatron import init
+from mup_megatron.config import Optimizer
 from mup_megatron.engines import WEIGHT, Engine
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
@@ -62,6 +64,15 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
         # megatron-core 0.19 keeps what is common, which is nothing here, as bytes that it unpickles when it loads;
         # where there is a common.pt, as 0.16 writes it, it takes that, and safely.
         torch.save({}, directory / _COMMON)
+
+
+def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:
+    """What `save_state` writes at least, by all ranks together: float32 weights and moments."""
+    moments = {rule: len(kinds) for rule, kinds in MOMENTS.items()}
+    if not optimizer.momentum:
+        moments.update(sgd=0, muon=0)
+    tensors = parametrization.tensors.values()
+    return sum(4 * math.prod(tensor.shape.spec.shape) * (1 + moments[tensor.group.rule]) for tensor in tensors)
 
 
 def load_state(

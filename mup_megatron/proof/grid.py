@@ -7,7 +7,6 @@ work on one grid.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -164,7 +163,7 @@ class _Slot:
         self._process = TrialProcess(worker, directory / f"worker-{name}.log")
         self._job: Job | None = None
         self._held = ExitStack()
-        self._began = self._heard = 0.0
+        self._began = 0.0
         self._attempts = 0
 
     @property
@@ -199,7 +198,6 @@ class _Slot:
         return False
 
     def _start(self, job: Job) -> None:
-        self._heard = time.monotonic()
         self._process.start()
         there = {
             "run.dir": str(self._directory / job.name),
@@ -220,17 +218,15 @@ class _Slot:
             elif event in ("complete", "diverged"):
                 return self._end(job, "diverged", reason=message.get("reason", "the evaluation loss is not finite"))
             elif event == "disk_full":
-                raise DiskFull(self._directory, os.strerror(errno.ENOSPC).lower())
+                raise DiskFull(message["reason"])
             elif event == "failed":
                 if message["again"]:
                     return self._died(job, message["reason"])
                 self._process.stop()
                 return self._end(job, "failed", reason=message["reason"])
-        if messages:
-            self._heard = time.monotonic()
-        elif not self._process.alive:
+        if not messages and not self._process.alive:
             self._died(job, self._process.how_it_died())
-        elif time.monotonic() - self._heard > (limit := self._process.patience(job.config.tuning.hang_timeout)):
+        elif self._process.silence > (limit := self._process.patience(job.config.tuning.hang_timeout)):
             self._died(job, f"no step in {limit} s (tuning.hang_timeout)")
         return None
 

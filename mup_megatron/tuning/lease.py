@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _BEATS = 6
+_AWAKE_SECONDS = 5.0  # the longest that the leader, awake, does not look
 
 
 class Lost(Exception):
@@ -43,6 +44,7 @@ class Leases:
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._held: set[Path] = set()
         self._seen: dict[str, tuple[int | None, float]] = {}
+        self._looked = time.monotonic()
         self._directory.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -79,10 +81,12 @@ class Leases:
         Their leases end here, so that a worker that lives after all lets go.
         """
         now, seen, gone = time.monotonic(), {}, []
+        # What this process slept through (SIGSTOP) is nobody's silence: maybe all did.
+        slept, self._looked = max(0.0, now - self._looked - _AWAKE_SECONDS), now
         for trial in running:
             beat = self._last_beat(trial)
             known, since = self._seen.get(trial, (beat, now))
-            seen[trial] = (beat, now if known != beat else since)
+            seen[trial] = (beat, now if known != beat else min(now, since + slept))
             if now - seen[trial][1] > self._seconds:
                 del seen[trial]
                 for path in self._directory.glob(f"{trial}@*"):

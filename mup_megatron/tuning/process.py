@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,8 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "GROUP_WORLD", "ROLE_", "CROSS_")
 _SAVE_SECONDS = 120.0
 _START_SECONDS = 600
+_AWAKE_SECONDS = 5.0  # between two looks; beyond it this process itself was stopped, not the other silent
+_ENDS = ("complete", "stopped", "diverged", "failed", "terminated", "disk_full", "busy")
 
 
 def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
@@ -67,15 +70,19 @@ class TrialProcess:
         self._in: IO[str] = io.StringIO()
         self._out: IO[str] = io.StringIO()
         self._buffer = ""
+        self._looked = 0.0
+        self._owes_answer = False
         self.ready = False
         """Whether it has imported what it needs."""
+        self.silence = 0.0
+        """Seconds, of those in which this process was awake, since it said or was told something."""
 
     def start(self) -> None:
         """Starts it where it is not there. It may die while it starts, as later (`alive`)."""
         if self._process is not None and self._process.poll() is None:
             return
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._buffer, self.ready = "", False
+        self._buffer, self.ready, self._owes_answer = "", False, False
         with self._log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mup_megatron.tuning.trial"],
@@ -106,6 +113,7 @@ class TrialProcess:
 
     def send(self, **message: Any) -> None:
         """One message; a process that is gone shows in `alive`."""
+        self._owes_answer, self.silence, self._looked = False, 0.0, time.monotonic()
         with suppress(BrokenPipeError):
             self._in.write(json.dumps(message) + "\n")
             self._in.flush()
@@ -113,22 +121,42 @@ class TrialProcess:
     def messages(self, seconds: float) -> list[dict[str, Any]]:
         """What it said, after waiting for at most so long."""
         handle = self._out.fileno()
+        looked = time.monotonic()
         if select.select([handle], [], [], seconds)[0]:
             self._buffer += os.read(handle, 1 << 16).decode("utf-8")
         *lines, self._buffer = self._buffer.split("\n")
         messages = [json.loads(line) for line in lines]
         self.ready = self.ready or any(message["event"] == "ready" for message in messages)
+        self._owes_answer = self._owes_answer or any(message["event"] == "report" for message in messages)
+        now = time.monotonic()
+        self.silence = 0.0 if messages else self.silence + min(now - min(self._looked, looked), _AWAKE_SECONDS)
+        self._looked = now
         return messages
 
-    def save_and_stop(self) -> None:
-        """Has it save its trial and end; ends it at once if that takes too long."""
-        if self.alive and self._process is not None:
+    def save_and_stop(self, report: Callable[[int, float], None] = lambda _step, _loss: None) -> None:
+        """Has it save its trial and end; ends it at once if that takes too long.
+
+        Args:
+            report: takes step and loss of every evaluation that it reports meanwhile: it saves at that very step once
+                it is answered, and goes on behind it.
+        """
+        if self._process is None:
+            return
+        if self.alive:
             self._process.send_signal(signal.SIGTERM)
+        if self._owes_answer:
             self.send(go_on=True)  # one that waits for an answer would not hear the signal
         until = time.monotonic() + _SAVE_SECONDS
-        while self.alive and time.monotonic() < until:
-            if any(message["event"] == "report" for message in self.messages(0.2)):
-                self.send(go_on=True)
+        ended = False
+        while not ended and time.monotonic() < until:
+            alive = self.alive
+            messages = self.messages(0.2)
+            for message in messages:
+                if message["event"] == "report":
+                    report(message["step"], message["loss"])
+                    self.send(go_on=True)
+            # One that has come to its end already waits for the next trial, and not for a signal.
+            ended = any(message["event"] in _ENDS for message in messages) or not (alive or messages)
         self.stop()
 
     def stop(self) -> None:

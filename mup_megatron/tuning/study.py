@@ -291,6 +291,15 @@ class Study:
                 return self._trial(self._storage.get_trial(waiting.id))
         return None
 
+    def report(self, trial: Trial, step: int, loss: float) -> None:
+        """Writes down a loss of this process's own trial; one that is no number has no place in the order: infinite.
+
+        Raises:
+            Lost: the trial was taken back.
+        """
+        with self._held(trial):
+            self._storage.set_trial_intermediate_value(trial.id, step, loss if math.isfinite(loss) else math.inf)
+
     def survives(self, trial: Trial, step: int, loss: float, alive: Callable[[], None] = lambda: None) -> bool:
         """Writes down a loss and tells whether the trial goes on: successive halving in the order of slots.
 
@@ -308,8 +317,8 @@ class Study:
             Overtaken: one of them was taken back from its worker; if all others wait for it here, nobody would run it.
             Lost: this trial was taken back.
         """
-        with self._held(trial):
-            self._storage.set_trial_intermediate_value(trial.id, step, loss)
+        self.report(trial, step, loss)
+        loss = loss if math.isfinite(loss) else math.inf
         tuning = self._config.tuning
         stops = rungs(self._config)
         bracket = _BRACKETS[trial.slot % len(_BRACKETS)] if tuning.pruner == "hyperband" else 0

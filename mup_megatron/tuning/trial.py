@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class _Watcher:
         return not self.stopped
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or this machine had no memory left, which may be another process's doing."""
     import torch
 
@@ -76,10 +77,13 @@ def is_out_of_memory(error: Exception) -> bool:
 def main() -> None:
     """Runs trials until the other end is gone."""
     wire = _Wire()
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from mup_megatron import runtime, train
     from mup_megatron.config import parse_config
+    from mup_megatron.disk import full_disk
     from mup_megatron.errors import DiskFull
-    from mup_megatron.run_directory import full_disk
+    from mup_megatron.run_directory import Busy
 
     runtime.prepare_process()
     from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
@@ -90,7 +94,7 @@ def main() -> None:
         watcher = _Watcher(wire)
         try:
             config = parse_config(job["config"], job["source"])
-            with full_disk(Path(config.run.dir)):
+            with full_disk(Path(config.run.dir), "files of the trial"):
                 loss = train.train(config, runtime.Rank(), watcher=watcher)
             wire.send(event="stopped" if watcher.stopped else "complete", loss=loss)
         except train.Diverged as error:
@@ -98,11 +102,15 @@ def main() -> None:
         except train.Terminated:
             wire.send(event="terminated")
             return
-        except DiskFull:
-            wire.send(event="disk_full")
+        except DiskFull as error:
+            wire.send(event="disk_full", reason=str(error))
             return
-        except Exception as error:
-            traceback.print_exc()
+        except Busy:
+            wire.send(event="busy")
+            return
+        except (Exception, CheckpointException) as error:  # the latter is torch's, and no Exception
+            with suppress(OSError):  # the log's disk may be full
+                traceback.print_exc()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             reason = f"{type(error).__name__}: {reason}"[:300]
             wire.send(event="failed", reason=reason, again=is_out_of_memory(error))

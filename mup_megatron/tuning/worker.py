@@ -8,18 +8,20 @@ down costs that trial alone. It goes on once from its last checkpoint, in a new 
 
 from __future__ import annotations
 
-import errno
+import itertools
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
+from mup_megatron.disk import full_disk
 from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.run_directory import Busy, own_run_directory
 from mup_megatron.runtime import Rank, sigterm
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
@@ -29,6 +31,8 @@ from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
 
 _SAY_SECONDS = 60.0
+_BUSY_SECONDS = 5.0  # a folder's owner that was killed is gone by then; one that is only stopped may be for hours
+_BUSY = "its folder is another process's"
 
 
 def work(
@@ -49,9 +53,10 @@ def work(
 
     Raises:
         Stopped: SIGTERM.
+        DiskFull: nothing more could be written; the trial at hand waits.
     """
     process = TrialProcess(rank, study.directory / f"worker-{rank.rank}.log")
-    with sigterm() as terminated:
+    with full_disk(study.directory, "the study"), sigterm() as terminated:
         try:
             while not done():
                 if terminated():
@@ -77,7 +82,7 @@ def _run(
 ) -> None:
     """One trial from claim to end."""
     began = time.monotonic()
-    directory = study.directory / trial.name
+    own = directory = study.directory / trial.name
 
     def end(state: Any, **how: Any) -> None:
         study.finish(trial, state, seconds=time.monotonic() - began, **how)
@@ -85,7 +90,7 @@ def _run(
             shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 
     def give_back() -> None:
-        with suppress(Lost):  # another worker has it already
+        with suppress(Lost, OSError):  # another worker has it already; no room to say so, and a new leader sees it
             end("waiting")
 
     def alive() -> None:
@@ -94,19 +99,27 @@ def _run(
         if terminated():
             raise Stopped
 
+    def report(step: int, loss: float) -> None:
+        with suppress(Lost):
+            study.report(trial, step, loss)
+
     try:
         # What a worker that is gone wrote down decides again as it would have then.
         for step, loss in trial.reports.items():
             if not study.survives(trial, step, loss, alive):
                 return end("stopped")
+        directory = _free_directory(own, alive, say)
         cache = study.directory / f"cache-{rank.rank}"
-        job = proxy_config(config, trial.values, seed=trial.seed, directory=directory, cache=cache)
         while True:
+            job = proxy_config(config, trial.values, seed=trial.seed, directory=directory, cache=cache)
             process.start()
             process.send(config=_plain(job), source=config.source)
             died = _follow(config, study, process, trial, end, alive, say)
             if died is None:
                 return None
+            if died == _BUSY:
+                directory = _free_directory(own, alive, say)
+                continue
             trial = study.died(trial)
             if trial.attempts >= ATTEMPTS:
                 return end("failed", reason=f"{died}, twice")
@@ -116,18 +129,38 @@ def _run(
         say(f"{trial.name}: this worker had been silent for too long, another one has it now")
         return None
     except Overtaken:
-        process.save_and_stop()
+        process.save_and_stop(report)
         give_back()
         return None
     except (Stopped, UserError):
         # SIGTERM, or the first rank is gone: the trial is saved, and waits for the next launch.
-        process.save_and_stop()
+        process.save_and_stop(report)
         give_back()
         raise
     except BaseException:
         process.stop()
         give_back()
         raise
+
+
+def _free_directory(directory: Path, alive: Callable[[], None], say: Callable[[str], None]) -> Path:
+    """Where a trial runs: its own folder; another one where a worker that was taken for lost still holds it.
+
+    That worker may wake up, and its trial's process with it, before it hears that the trial is another's. Until then it
+    writes into its own folder.
+    """
+    for number in itertools.count():
+        candidate = directory.with_name(f"{directory.name}-again-{number}") if number else directory
+        until = time.monotonic() + _BUSY_SECONDS
+        while True:
+            with suppress(Busy), own_run_directory(candidate, Rank()):
+                return candidate
+            if time.monotonic() > until:
+                break
+            alive()
+            time.sleep(0.2)
+        say(f"{directory.name}: {candidate} is held by a worker that is stopped; it starts again beside it")
+    raise AssertionError
 
 
 def _follow(
@@ -140,7 +173,7 @@ def _follow(
     say: Callable[[str], None],
 ) -> str | None:
     """Hears a trial out; returns why its process ended before it, None if the trial came to an end."""
-    heard = said = time.monotonic()
+    said = time.monotonic()
     steps = tuning_steps(config)
     while True:
         alive()
@@ -148,9 +181,7 @@ def _follow(
         for message in messages:
             event = message["event"]
             if event == "report":
-                # A loss that is no number has no place in the order; the trial itself says that it diverged.
-                loss = message["loss"] if math.isfinite(message["loss"]) else math.inf
-                process.send(go_on=study.survives(trial, message["step"], loss, alive))
+                process.send(go_on=study.survives(trial, message["step"], message["loss"], alive))
             elif event == "step" and time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
                 say(f"{trial.name}, on this process: step {message['step']}/{steps}, loss {message['loss']:.4f}")
@@ -164,21 +195,22 @@ def _follow(
                 end("stopped")
                 return None
             elif event == "disk_full":
-                raise DiskFull(config.run.dir, os.strerror(errno.ENOSPC).lower())
+                raise DiskFull(message["reason"])
+            elif event == "busy":
+                process.stop()
+                return _BUSY
             elif event == "failed":
                 process.stop()
                 if message["again"]:
                     return str(message["reason"])
                 end("failed", reason=message["reason"])
                 return None
-        if messages:
-            heard = time.monotonic()
-        elif not process.alive:
+        if not messages and not process.alive:
             alive()  # a launcher's SIGTERM reaches the trial too, and may reach it first
             died = process.how_it_died()
             process.stop()
             return died
-        elif time.monotonic() - heard > (limit := process.patience(config.tuning.hang_timeout)):
+        if process.silence > (limit := process.patience(config.tuning.hang_timeout)):
             process.stop()
             return f"no step in {limit} s (tuning.hang_timeout)"
 

@@ -1,0 +1,286 @@
+"""A disk that is full: one sentence (what, where, how much is missing), nothing lost, the same command goes on.
+
+The disks are file systems in memory, mounted for a test; where that is not allowed, those tests are skipped.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mup_megatron.checkpoint import Checkpoints
+from mup_megatron.config import Config, load_config
+from mup_megatron.data.batches import build_datasets
+from mup_megatron.data.prepare import prepare
+from mup_megatron.disk import full_disk
+from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.runtime import Rank
+from mup_megatron.train import Metrics
+from mup_megatron.tuning.study import Study
+from tests import bodies
+from tests.commands import losses, metrics, mup, run
+from tests.configs import MIXED, SEARCH, make, pipeline_file
+from tests.distributed import Ranks
+
+
+class Disk:
+    """A small file system. Its size is in kilobytes."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(path)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a small file system can be mounted by root alone")
+
+    def resize(self, size: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}k", str(self.path)], check=True)
+
+    def leave(self, free: int) -> None:
+        """So much room, and no more."""
+        stat = os.statvfs(self.path)
+        self.resize((stat.f_blocks - stat.f_bfree) * stat.f_frsize // 1024 + free)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    mounted: list[Disk] = []
+
+    def mount(size: int, path: Path | None = None) -> Disk:
+        mounted.append(Disk(path or tmp_path / f"disk-{len(mounted)}", size))
+        return mounted[-1]
+
+    yield mount
+    for one in mounted:
+        subprocess.run(["umount", "-l", str(one.path)], check=True)
+
+
+SENTENCE = (
+    r"(?P<where>\S+): no space left on device while writing (?P<what>.+) "
+    r"\((?P<needed>\S+ \w+) needed, (?P<free>\S+ \w+) free, (?P<missing>\S+ \w+) missing\)"
+    r"; what was written before is whole, the same command goes on when there is room$"
+)
+
+
+def parts(error: object) -> dict[str, str]:
+    found = re.search(SENTENCE, str(error).strip())
+    assert found, error
+    return found.groupdict()
+
+
+def numbers(folder: Path, **overrides: Any) -> Config:
+    """A config on 2,000 documents of 100 numbers."""
+    corpus = folder / "numbers.jsonl"
+    line = json.dumps({"text": " ".join(str(number % 190) for number in range(100))})
+    corpus.write_text("\n".join([line] * 2000) + "\n")
+    tokenizer = {"library": "null", "vocab_size": 200}
+    keys = {"data__dir": str(folder / "data"), "data__files": [str(corpus)], "data__tokenizer": tokenizer}
+    return make(MIXED, "gpt3", **{**keys, **overrides})
+
+
+def test_tokens(tmp_path: Path, disk: Callable[..., Disk]) -> None:
+    """404 kB of tokens on a disk of 200 kB."""
+    small = disk(200)
+    settings = numbers(tmp_path, data__dir=str(small.path / "data"))
+    with pytest.raises(DiskFull) as error:
+        prepare(settings)
+    said = parts(error.value)
+    assert (said["where"], said["what"]) == (str(small.path / "data"), "the tokens of the corpus")
+    assert [path.name for path in (small.path / "data").iterdir()] == [".prepare.lock"]
+    small.resize(4000)
+    assert prepare(settings).tokens == 2000 * 101
+
+
+def test_index_of_samples(tmp_path: Path, disk: Callable[..., Disk]) -> None:
+    small = disk(300)
+    settings = numbers(tmp_path, data__cache_dir=str(small.path / "cache"), training__train_steps=4000)
+    with pytest.raises(DiskFull) as error:
+        build_datasets(settings, prepare(settings))
+    assert parts(error.value)["what"] == "the index of samples"
+    small.resize(8000)
+    train, _ = build_datasets(settings, prepare(settings))
+    elsewhere = numbers(tmp_path, training__train_steps=4000)
+    expected, _ = build_datasets(elsewhere, prepare(elsewhere))
+    assert [train[n]["tokens"].tolist() for n in range(50)] == [expected[n]["tokens"].tolist() for n in range(50)]
+
+
+def test_metrics(disk: Callable[..., Disk]) -> None:
+    """What is whole is read again; a line that was cut short is not."""
+    small = disk(60)
+    settings = make(MIXED, "gpt3", run__dir=str(small.path), training__train_steps=100000)
+    step = 0
+    with pytest.raises(DiskFull) as error, Metrics(settings, 0, Rank()) as written:  # noqa: PT012
+        while True:
+            step += 1
+            written.write(step=step, loss=1.0, lr=0.5)
+    said = parts(error.value)
+    assert (said["where"], said["what"]) == (str(small.path / "metrics.jsonl"), "the run's metrics")
+    assert said["missing"].endswith(" MB")  # of the lines that are left, 46 bytes each
+    small.resize(4000)
+    with Metrics(settings, step - 1, Rank()) as written:
+        written.write(step=step, loss=1.0, lr=0.5)
+    assert [line["step"] for line in metrics(small.path)][-2:] == [step - 1, step]
+
+
+def test_journal(disk: Callable[..., Disk]) -> None:
+    small = disk(64)
+    keys = {"tuning__search": SEARCH, "tuning__trials": 8, "tuning__train_steps": 4000}
+    config = make(MIXED, "gpt3", run__dir=str(small.path), proxy={"hidden_size": 64}, **keys)
+    study = Study.create(config)
+    trial = study.claim()
+    assert trial is not None
+    step = 0
+    with pytest.raises(DiskFull) as error, full_disk(study.directory, "the study"):  # noqa: PT012
+        while True:
+            step += 1
+            study.report(trial, step, 1.0 / step)
+    assert parts(error.value)["what"] == "the study"
+    small.resize(4000)
+    again = Study.create(config).trials()
+    assert [one.state for one in again] == ["waiting"] * 8
+    assert again[0].reports == {number: 1.0 / number for number in range(1, step)}
+
+
+def train_file(folder: Path, directory: Path) -> Path:
+    config = make(
+        MIXED,
+        "gpt3",
+        run__dir=str(directory),
+        training__train_steps=4,
+        training__checkpoint_interval=2,
+        training__lr_decay_steps=4,
+    )
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    return path
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_checkpoint(tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, processes: int) -> None:
+    """The second of two does not fit: nothing of it is left, the first stays, and with room the run goes on from it."""
+    small = disk(64000)
+    words = ["train", str(train_file(tmp_path, small.path / "run")), "parallel.tensor_model_parallel_size=1"]
+    ((status, _, err), *_) = ranks.run(processes, bodies.command, arguments=[*words, "training.train_steps=2"])
+    assert status == 0, err
+    checkpoints = Checkpoints(small.path / "run" / "checkpoints", 2)
+    (first,) = checkpoints.newest_first()
+    size = sum(path.stat().st_size for path in first.iterdir()) // 1024
+    small.leave(size // 2)
+    ends = ranks.run(processes, bodies.command, arguments=words)
+    assert {status for status, _, _ in ends} == {2}
+    said = parts(ends[0][2])
+    assert said["what"] == "the checkpoint of step 4"
+    assert said["where"] == str(small.path / "run" / "checkpoints" / "step_00000004.partial")
+    assert "Traceback" not in "".join(err for _, _, err in ends)
+    assert [path.name for path in (small.path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+    assert checkpoints.problem(first) is None
+    small.resize(64000)
+    ((status, out, err), *_) = ranks.run(processes, bodies.command, arguments=words)
+    assert status == 0, err
+    assert f"resumed from {first} at step 2" in out
+    assert len(losses(small.path / "run")) == 4
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_limit_that_is_met_while_a_checkpoint_is_written(tmp_path: Path, processes: int) -> None:
+    """As a quota: nothing tells of it before. The writer's CheckpointException is no Exception."""
+    path = train_file(tmp_path, tmp_path / "run")
+    prepare(load_config(path))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
+    start = limit + "from mup_megatron.cli import main; main()"
+    words = ["train", path, "--nproc-per-node", str(processes), "parallel.tensor_model_parallel_size=1"]
+    result = run(sys.executable, "-c", start, *words)
+    assert result.returncode == 2, result.stderr
+    partial = tmp_path / "run" / "checkpoints" / "step_00000002.partial"
+    assert result.stderr.strip() == (
+        f"mup-megatron: error: {partial}: file too large while writing the checkpoint of step 2; what was written "
+        "before is whole, the same command goes on when there is room"
+    )
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def raised(error: BaseException) -> str:
+    try:
+        with full_disk(Path("/"), "words"):
+            raise error
+    except DiskFull as found:
+        return str(found)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def caused() -> Exception:
+    error = Exception("Failed to write dataset materials to the data cache directory.")
+    error.__cause__ = FULL
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        CheckpointException("write", {1: (FULL, None)}),
+        CheckpointException(
+            "write", {0: (RuntimeError("Local process 0 encountered an error"), None), 1: (FULL, None)}
+        ),
+        caused(),
+        RuntimeError("(sqlite3.OperationalError) database or disk is full"),
+    ],
+    ids=["plain", "quota", "checkpoint", "checkpoint, other rank", "cache", "sqlite"],
+)
+def test_what_is_a_full_disk(error: BaseException) -> None:
+    assert "while writing words" in raised(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EACCES, "Permission denied"),
+        CheckpointException("write", {0: (OSError(errno.EIO, "Input/output error"), None)}),
+        RuntimeError("shape mismatch"),
+        UserError("run.dir: cannot write: No space left on device"),
+        KeyboardInterrupt(),
+    ],
+    ids=["permission", "checkpoint", "other", "said already", "interrupt"],
+)
+def test_what_is_none(error: BaseException) -> None:
+    with pytest.raises(type(error)) as found:
+        raised(error)
+    assert found.value is error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["the index of samples", "the checkpoint of step 2"])
+def test_trials_wait_for_room(tmp_path: Path, disk: Callable[..., Disk], what: str) -> None:
+    """No trial has failed, whatever it was that did not fit."""
+    keys = {"tuning__trials": 2, "tuning__repeat_best": 0, "data__dir": str(tmp_path / "data")}
+    if what == "the index of samples":
+        (tmp_path / "run" / "tuning").mkdir(parents=True)
+        small = disk(4, tmp_path / "run" / "tuning" / "cache-0")
+        path = pipeline_file(tmp_path, **keys)
+    else:
+        small = disk(1500)
+        path = pipeline_file(tmp_path, run__dir=str(small.path / "run"), **keys)
+    prepare(load_config(path))
+    result = mup("tune", path)
+    assert result.returncode == 2, result.stderr
+    assert parts(result.stderr)["what"] == what
+    assert "Traceback" not in result.stderr
+    assert [trial.state for trial in Study(load_config(path)).trials()] == ["waiting", "waiting"]
+    small.resize(64000)
+    ended = mup("tune", path)
+    assert ended.returncode == 0, ended.stderr
+    assert {trial.state for trial in Study(load_config(path)).trials()} <= {"complete", "stopped"}

@@ -1,13 +1,15 @@
 """A full disk in one sentence: what was being written, where, and how much is missing.
 
-Public names: `full_disk`, `short`.
+Public names: `full_disk`, `reason`, `short`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +19,10 @@ from mup_megatron.errors import DiskFull, UserError
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What libraries say that keep the number to themselves: safetensors, SQLite, PostgreSQL.
 _WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "StorageFull")
-# torch.save does not say why it failed; where fewer bytes than this are free, the disk is full.
-_LITTLE = 1 << 20
+# What torch.save and numpy.save say of a write that failed, for whatever reason.
+_FAILED_WRITE = re.compile(r"inline_container|PytorchStreamWriter|\d+ requested and \d+ written")
 _BLOCK = 4096
+_PROBE = 1 << 30
 
 
 @contextmanager
@@ -31,8 +34,8 @@ def full_disk(
 ) -> Iterator[None]:
     """Turns whatever a full disk raises into one sentence.
 
-    That is an OSError, what a library made of one (its cause, its words), torch's CheckpointException, which is no
-    Exception and holds what went wrong on each rank, and torch.save's RuntimeError where next to nothing is free.
+    That is an OSError, what a library made of one (its cause, its words), and what torch.save and numpy.save say of a
+    write that failed, where it would fail again.
 
     Args:
         where: file or folder that is written.
@@ -45,43 +48,66 @@ def full_disk(
     """
     try:
         yield
-    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        number = _number(error)
-        if number is None and isinstance(error, RuntimeError) and _free(where) < _LITTLE:
-            number = errno.ENOSPC
-        if number is None:
+    except Exception as error:
+        if (found := reason(error, where, writing, needed, undo)) is None:
             raise
-        undo()
-        raise DiskFull(_sentence(where, writing, number, needed())) from None
+        raise found from None
+
+
+def reason(
+    error: BaseException,
+    where: Path,
+    writing: str,
+    needed: Callable[[], int] = lambda: _BLOCK,
+    undo: Callable[[], None] = lambda: None,
+) -> DiskFull | None:
+    """What to raise for what was raised; None where no full disk is behind it. As `full_disk`."""
+    number, failed = _number(error)
+    if number is None and not failed:
+        return None
+    undo()
+    if number is None and (number := _probe(where, needed())) is None:
+        return None
+    return DiskFull(_sentence(where, writing, number, needed()))
 
 
 def short(where: Path, writing: str, needed: int) -> DiskFull | None:
     """What to raise where something will not fit; None where it does, or where the file system does not say."""
-    usage = shutil.disk_usage(_existing(where))
+    usage = shutil.disk_usage(_folder(where))
     if not usage.total or usage.free >= needed:
         return None
     return DiskFull(_sentence(where, writing, errno.ENOSPC, needed))
 
 
-def _number(error: BaseException) -> int | None:
-    """The operating system's number of a full disk, wherever it is in what was raised."""
+def _number(error: BaseException) -> tuple[int | None, bool]:
+    """The operating system's number of a full disk, wherever it is in what was raised; whether any write failed."""
     seen: list[BaseException] = []
-    left = [error]
+    left, failed = [error], False
     while left:
         one = left.pop()
-        if one in seen:
-            continue
-        seen.append(one)
+        if isinstance(one, UserError):  # said already
+            return None, False
         if isinstance(one, OSError) and one.errno in _NUMBERS:
-            return one.errno
-        if not isinstance(one, UserError) and any(words in str(one) for words in _WORDS):
-            return errno.ENOSPC
+            return one.errno, True
+        text = str(one)
+        if any(words in text for words in _WORDS):
+            return errno.ENOSPC, True
+        failed = failed or _FAILED_WRITE.search(text) is not None
+        seen.append(one)
         failures = getattr(one, "failures", None)
         if isinstance(failures, dict):  # of CheckpointException: (exception, stack) by rank
             left += [failure[0] for failure in failures.values()]
-        left += [other for other in (one.__cause__, one.__context__) if other is not None]
+        left += [other for other in (one.__cause__, one.__context__) if other is not None and other not in seen]
+    return None, failed
+
+
+def _probe(where: Path, needed: int) -> int | None:
+    """The number that a file of so many bytes meets there; None if there is room for it."""
+    try:
+        with tempfile.TemporaryFile(dir=_folder(where)) as file:
+            os.posix_fallocate(file.fileno(), 0, min(max(needed, _BLOCK), _PROBE))
+    except OSError as error:
+        return error.errno if error.errno in _NUMBERS else None
     return None
 
 
@@ -101,10 +127,9 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _existing(where: Path) -> Path:
-    where = where.absolute()
-    return next(path for path in (where, *where.parents) if path.exists())
+def _folder(where: Path) -> Path:
+    return next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
 
 
 def _free(where: Path) -> int:
-    return shutil.disk_usage(_existing(where)).free
+    return shutil.disk_usage(_folder(where)).free

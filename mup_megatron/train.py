@@ -9,22 +9,25 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
 import yaml
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron import runtime
 from mup_megatron.checkpoint import Checkpoints, check_resume, hash_files, make_record
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
-from mup_megatron.disk import full_disk, short
+from mup_megatron.disk import full_disk, reason, short
 from mup_megatron.engines import Engine, build_engine, refuse
 from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.explain import explain
@@ -265,16 +268,23 @@ class _Loop:
                 if missing[0] is not None:
                     undo()
                     raise missing[0]
-                return self._write_checkpoint(step, partial)
+                return self._write_checkpoint(step, partial, what, undo)
             except RuntimeError:
                 if rank.is_first or partial.exists() or partial.with_suffix("").exists():
                     raise
                 # A quota, or somebody else's files: the first rank saw it while it wrote, and is gone.
                 raise DiskFull(f"{partial}: removed by the first rank, which says why") from None
 
-    def _write_checkpoint(self, step: int, partial: Path) -> Path:
+    def _write_checkpoint(self, step: int, partial: Path, what: str, undo: Callable[[], None]) -> Path:
         checkpoints, rank = self._checkpoints, self._rank
-        self._write(partial)
+        try:
+            self._write(partial)
+        except CheckpointException as error:  # torch's, and no Exception; every rank raises it, the first knows why
+            found = [reason(error, partial, what, lambda: self._size, undo) if rank.is_first else None]
+            torch.distributed.broadcast_object_list(found)
+            if found[0] is None:
+                raise
+            raise found[0] from None
         torch.distributed.barrier()
         sums: list[dict[str, str]] = [{}] * rank.world_size
         torch.distributed.all_gather_object(sums, hash_files(partial, (rank.rank, rank.world_size)))
@@ -338,12 +348,21 @@ class Metrics:
             self._wandb.log({name: value for name, value in values.items() if name != "step"}, step=int(values["step"]))
 
     def __enter__(self) -> Metrics:
+        self._hook, threading.excepthook = threading.excepthook, self._in_thread
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread ends at a full disk with a traceback; its next write, or its end, raises the same."""
+        if not (type(arguments.thread).__module__.startswith("tensorboard.") and arguments.exc_type is OSError):
+            self._hook(arguments)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        threading.excepthook = self._hook
         if self._file is not None:
-            self._file.close()
-            self._writer.close()
+            # What was raised before says more than what cannot be closed for the same reason.
+            unsaid = suppress(*[OSError] * (kind is not None))
+            with full_disk(self._path, "the run's metrics"), unsaid, closing(self._writer):
+                self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -157,6 +157,7 @@ def train_file(folder: Path, directory: Path) -> Path:
         MIXED,
         "gpt3",
         run__dir=str(directory),
+        data__dir=str(folder / "data"),
         training__train_steps=4,
         training__checkpoint_interval=2,
         training__lr_decay_steps=4,

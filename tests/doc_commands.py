@@ -31,6 +31,7 @@ _STANDS_FOR = {
     "SCRIPT": "pretrain_gpt.py",
     "RULE": "readout_multiplier",
     "KEY": "hparams.lr",
+    "KEY=1,2,4": "hidden_size=1,2,4",
     "K": "0",
     "key.path=value": "hparams.lr=1e-3",
 }
@@ -105,7 +106,7 @@ def _variants(line: str) -> list[str]:
     optional = re.search(r"\[([^\[\]]*)\]", line)
     if optional:
         before, after = line[: optional.start()], line[optional.end() :]
-        return [*_variants(before + after), *_variants(before + optional[1] + after)]
+        return [variant for given in ("", *optional[1].split(" | ")) for variant in _variants(before + given + after)]
     alternatives = re.search(r"[\w-]+(\s*\|\s*[\w-]+)+", line)
     if alternatives:
         before, after = line[: alternatives.start()], line[alternatives.end() :]

@@ -850,6 +850,66 @@ TORCH = (
     ),
 )
 
+_MUP = "mup_megatron/mup"
+SCRIPTS = (
+    _mutant(
+        "script: another spec is replaced in silence",
+        "the shims take the place of what a script put into its layer spec",
+        "mup_megatron/layers/given.py",
+        """raise _differs(f"{where}: {path or 'module'}", found, expected)""",
+        "pass",
+        "test_given_spec.py::test_what_the_shims_would_undo_is_refused",
+    ),
+    _mutant(
+        "script: norms come back",
+        "norms that a script left out are built",
+        "mup_megatron/layers/spec.py",
+        "IdentityOp if place in model.without_norms else norm()",
+        "norm()",
+        "test_given_spec.py::test_without_norms_is_built_and_parametrised",
+    ),
+    _mutant(
+        "shim: multi-token prediction with the decoder's depth",
+        "its branches are scaled by the decoder's depth factor",
+        "mup_megatron/model.py",
+        "residual_multiplier=config.hparams.residual_multiplier",
+        "residual_multiplier=forward.residual",
+        "test_architecture_rules.py::test_branches_of_multi_token_prediction_keep_their_depth",
+    ),
+    _mutant(
+        "torch: a gate of deepspeed.moe as a readout",
+        "its init and rate are those of a layer with a multiplier",
+        f"{_MUP}/foreign.py",
+        "of_gate.output_like = of_gate[1].grows and not of_gate[0].grows",
+        "of_gate.output_like = False",
+        "test_deepspeed_initialize.py::test_a_gate_of_deepspeeds_experts",
+    ),
+    _mutant(
+        "torch: a gate that is a MuReadout",
+        "its multiplier is lost in silence",
+        f"{_MUP}/foreign.py",
+        "if isinstance(gate, MuReadout):",
+        "if False:",
+        "test_deepspeed_initialize.py::test_a_gate_that_is_a_readout",
+    ),
+    _mutant(
+        "torch: init that knows no width is not said",
+        "activations grow with width without a word",
+        f"{_MUP}/drawn.py",
+        "if suspects:",
+        "if False:",
+        "test_mup_foreign.py::test_what_looks_drawn_without_width",
+    ),
+    _mutant(
+        "torch: init that knows no width is kept",
+        "matrices inside keep their deviation where they are to be rescaled",
+        f"{_MUP}/drawn.py",
+        "if infshape.ninf() == 2 or infshape.output_like:",
+        "if infshape.output_like:",
+        "test_mup_foreign.py::test_rescaled_from_a_constant_by_hand",
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *RULES,
     *SHAPES,
@@ -863,4 +923,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *NORM,
     *BASE,
     *TORCH,
+    *SCRIPTS,
 )

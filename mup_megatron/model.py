@@ -300,7 +300,10 @@ def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpe
     key = (model.model_dump_json(), vocabulary, config.max_position_embeddings)
     if key not in _SPECS:
         kinds = layer_kinds(model)
-        parameters = named_parameters(unsharded_model(config, model, vocabulary, representatives(kinds)))
+        try:
+            parameters = named_parameters(unsharded_model(config, model, vocabulary, representatives(kinds)))
+        except (AssertionError, ValueError, ZeroDivisionError) as error:  # what megatron-core asserts of a config
+            raise config.error("model", f"megatron-core cannot build it: {error or type(error).__name__}") from error
         built = {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
         _SPECS[key] = replicate(built, kinds, model.num_moe_experts or 1)
     return _SPECS[key]

@@ -58,7 +58,29 @@ def summary(stats: dict[str, list[Any]], seconds: float) -> str:
         "| --- | --- | --- |",
     ]
     lines += [f"| {name} | {len(times)} | {sum(times):.0f} |" for name, times in sorted(files.items())]
+    lines += _mutants(stats)
     skipped = sorted({str(report.longrepr[2]) for report in stats.get("skipped", []) if report.longrepr})
     if skipped:
         lines += ["", "Skipped: " + "; ".join(reason.removeprefix("Skipped: ") for reason in skipped) + "."]
     return "\n".join(lines) + "\n"
+
+
+def _mutants(stats: dict[str, list[Any]]) -> list[str]:
+    """What damage was drawn (tests/damage.py, tests/test_fuzz.py): how often, from which seed."""
+    rows = []
+    for report in stats.get("passed", []) + stats.get("failed", []):
+        said = dict(report.user_properties)
+        if "mutants" in said:
+            rows.append((report.nodeid.removeprefix("tests/"), said["mutants"], said["seed"]))
+    if not rows:
+        return []
+    total = sum(count for _, count, _ in rows)
+    table = [f"| {name} | {count} | {seed} |" for name, count, seed in sorted(rows)]
+    return [
+        "",
+        f"Damaged files and configs: {total:,}.",
+        "",
+        "| test | mutants | seed |",
+        "| --- | --- | --- |",
+        *table,
+    ]

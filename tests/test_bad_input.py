@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import cli
+from mup_megatron import cli, runtime
 from mup_megatron.cli.common import console
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError, shown
 from mup_megatron.files import parse_yaml, write_output, write_whole
+from mup_megatron.layout import resolve_layout
+from mup_megatron.model import parametrize
 from mup_megatron.patches import trees
 from mup_megatron.report.page import write_page
 from mup_megatron.report.summary import summarize
 from mup_megatron.slurm import submit
 from mup_megatron.tuning.record import make_record, write_record
 from mup_megatron.tuning.space import values_of
-from tests.configs import MIXED, make
+from tests.configs import MIXED, MLA, make
 from tests.test_damaged_files import data_config
 
 
@@ -54,6 +56,8 @@ VALUES = {
     "model.hidden_size=4611686018427387904": "model.hidden_size: expected a number <= 16777216",
     "hparams.init_method_std=1e300": "hparams.init_method_std: expected a number <= 1e+30",
     "hparams.lr=.nan": "hparams.lr: expected a finite number",
+    "training={global_batch_size: 8, micro_batch_size: 4, seq_length: 32, train_steps: 20, "
+    "recompute_granularity: full, recompute_method: uniform}": "training.recompute_num_layers: missing",
     "model.num_layers=1000000": "model.num_layers: expected a number <= 10000, found 1000000",
     "model.mtp_num_layers=1000": "model.mtp_num_layers: expected a number <= 64",
     'run.dir="a\\0b"': "run.dir: expected text without control characters, found 'a\\x00b'",
@@ -68,6 +72,13 @@ VALUES = {
     "run.dir=" + "x" * 5000 + "\x1b": "",
     "training.lr_milestones=[" + "3," * 1000 + "]": "training.lr_milestones",
 }
+
+
+def test_what_megatron_core_cannot_build() -> None:
+    runtime.prepare_process()
+    config = make(MLA, "llama", model__rope_type="yarn", model__rotary_base=1)
+    with pytest.raises(UserError, match="model: megatron-core cannot build it: float division by zero"):
+        parametrize(config, 375)
 
 
 @pytest.mark.parametrize("override", VALUES, ids=[re.sub(r"\W+", " ", override)[:40] for override in VALUES])
@@ -123,9 +134,6 @@ def test_a_value_in_a_sentence_is_short() -> None:
 
 def test_outputs(config_file: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Into a missing folder, onto a folder, over the config, through a link: nothing there is lost."""
-    from mup_megatron.layout import resolve_layout
-    from mup_megatron.model import parametrize
-
     config = load_config(config_file)
     budget = {"spent": {}}
     study = {"candidates": [], "interior": {}, "noise": None}

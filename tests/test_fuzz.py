@@ -42,14 +42,27 @@ def _patched() -> None:
     runtime.prepare_process()
 
 
+@pytest.fixture(autouse=True)
+def _counted(request: pytest.FixtureRequest) -> None:
+    """For the summary; hypothesis draws from the test itself (`derandomize`)."""
+    request.node.user_properties += [("mutants", request.function.mutants), ("seed", "the test's own text")]
+
+
 def examples(count: int) -> Callable[[Any], Any]:
-    return settings(
+    drawn = settings(
         max_examples=count * TIMES,
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
     )
+
+    def of(test: Any) -> Any:
+        test = drawn(test)
+        test.mutants = count * TIMES
+        return test
+
+    return of
 
 
 # --- mutations of a tree of plain data ---

@@ -99,6 +99,7 @@ def _check_heads(config: Config) -> None:
             raise config.error(f"{section}.kv_channels", f"head size {model.head_size} is odd; RoPE needs an even one")
 
 
+_MOST_EXPERTS = 200_000
 _LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _YARN_KEYS = (
     "rotary_scaling_factor",
@@ -168,6 +169,12 @@ def _check_experts(config: Config) -> None:
         if named:
             raise config.error(named[0], "belongs to a mixture of experts; expected model.num_moe_experts set")
         return
+    if config.model.num_layers * experts > _MOST_EXPERTS:
+        raise config.error(
+            "model.num_moe_experts",
+            f"{experts} experts in {model.num_layers} layers are more than {_MOST_EXPERTS:,}, which nobody has listed "
+            "tensor by tensor; expected fewer",
+        )
     if topk > experts:
         raise config.error(
             "model.moe_router_topk", f"{topk} experts per token of {experts}; expected at most {experts}"
@@ -344,6 +351,10 @@ def _check_batch(config: Config) -> None:
         )
     if training.recompute_granularity == "full" and training.recompute_method is None:
         raise config.error("training.recompute_method", "missing; full recomputation needs uniform or block")
+    if training.recompute_granularity == "full" and training.recompute_num_layers is None:
+        raise config.error(
+            "training.recompute_num_layers", "missing; full recomputation needs the layers of a unit, such as 1"
+        )
 
 
 def _check_schedule(config: Config) -> None:

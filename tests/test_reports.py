@@ -1,0 +1,18 @@
+"""The summary of a test run names what damage was drawn."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tests import reports
+
+
+def test_mutants_in_the_summary() -> None:
+    passed = [
+        SimpleNamespace(nodeid="tests/a.py::test_x", duration=1.0, user_properties=[("mutants", 1500), ("seed", 3)]),
+        SimpleNamespace(nodeid="tests/a.py::test_y", duration=1.0, user_properties=[]),
+        SimpleNamespace(nodeid="tests/b.py::test_z", duration=1.0, user_properties=[("mutants", 20), ("seed", "own")]),
+    ]
+    text = reports.summary({"passed": passed}, 60)
+    assert "Damaged files and configs: 1,520." in text
+    assert "| a.py::test_x | 1500 | 3 |\n| b.py::test_z | 20 | own |" in text

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mup_megatron.engines import deepspeed as deepspeed_engine
+from mup_megatron.model import named_buffers
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
 from mup_megatron.proof import coordinates
 from mup_megatron.proof.controls import retuned
@@ -228,6 +229,21 @@ def _moments_lost() -> Planted:
     return _after_loading(change)
 
 
+@contextlib.contextmanager
+def _expert_bias_lost() -> Iterator[None]:
+    """A resumed run's routers start from a bias of zero."""
+    original = coordinates.load_weights
+
+    def load(chunks: Any, *more: Any) -> None:
+        original(chunks, *more)
+        for name, buffer in named_buffers(chunks):
+            if name.endswith("expert_bias"):
+                buffer.zero_()
+
+    with replaced(coordinates, "load_weights", load):
+        yield
+
+
 def _in_no_group() -> Planted:
     """A tensor that no group of the optimizer has."""
     original = deepspeed_engine.parameter_groups
@@ -348,10 +364,11 @@ FAULTS: dict[str, Fault] = {
         seen=("decoder.layers.0.mlp.router.logits", "output"),
         model="moe",
     ),
-    "router_s_bias": Fault(
-        plant=_rate("router.bias.", by=lambda tensor: 0.0),
-        seen=("decoder.layers.0.mlp.router.bias", "update"),
+    "router_s_bias_lost": Fault(
+        plant=_expert_bias_lost,
+        seen=("decoder.layers.0.mlp.router", "output"),
         model="moe_biased",
+        regime="resume",
     ),
     "shared_expert_s_gate": Fault(
         plant=_rate("gate_weight.", by=_m_in),
@@ -393,7 +410,7 @@ FAULTS: dict[str, Fault] = {
     "embedding_multiplier_twice": Fault(plant=_multiplier_twice, seen=("embedding", "output"), regime="multipliers"),
     "multiplier_lost_in_recomputation": Fault(
         plant=_multiplier_lost_in_recomputation,
-        seen=("decoder.layers.0", "output"),
+        seen=("embedding", "gradient"),
         model="halved_branches",
         regime="recompute",
     ),

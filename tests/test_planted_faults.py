@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mup_megatron.config import Config
-from mup_megatron.proof.regimes import REGIMES
 from tests import proof_bodies
 from tests.configs import make
 from tests.distributed import Ranks
@@ -17,6 +16,12 @@ SIZES = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2}
 PLAIN = {"num_layers": 2, "kv_channels": 16}
 KEYS = {"hparams__lr": 2e-3, "hparams__weight_decay": 0.0}
 EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.01}
+BIASED = {
+    "num_moe_experts": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.5,
+}
 SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
 LATENT = {"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 16, "kv_lora_rank": 8}
 HEADS = {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
@@ -36,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": model(
         "llama", {**EXPERTS, **SHARED}, {"moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32}
     ),
-    "moe_biased": model("gpt3", EXPERTS, {"moe_ffn_hidden_size": 32}),
+    "moe_biased": model("llama", {**EXPERTS, **BIASED}, {"moe_ffn_hidden_size": 32}),
     "mtp": model("llama", {"mtp_num_layers": 1}),
     "mla": model("llama", {**LATENT, **HEADS, "kv_channels": None}, {"q_lora_rank": 16, "kv_lora_rank": 8}),
     "halved_branches": model("gpt3"),
@@ -57,8 +62,8 @@ def found(ranks: Ranks, name: str, planted: bool) -> dict[str, Any]:
     if fault.model == "mixed":
         options["growth"] = {"hidden_size": [1, 2, 4], "num_attention_heads": [1, 2, 4], "ffn_hidden_size": [1, 1, 1]}
         options["factors"] = ()
-    if REGIMES[fault.regime].axis == "depth":
-        options["factors"] = (1, 2, 4)
+    if fault.regime == "head_size":  # where what was learned has to outgrow what was drawn
+        options |= {"factors": (1, 4, 16), "seeds": 3}
     return ranks.run(
         1,
         proof_bodies.in_regime,

@@ -111,7 +111,8 @@ def measure(
             if step == steps:
                 break
             for name, parameter in trained.items():
-                weight = engine.gather(parameter)[WEIGHT].detach().float().clone()
+                held = engine.gather(parameter)[WEIGHT]  # None where no group of the optimizer has it (ZeRO 1 and 2)
+                weight = weights[name] if held is None else held.detach().float().clone()
                 for part, values in parts(name, weight - weights[name], cut[name]):
                     updates.add((part, step), values)
                 weights[name] = weight

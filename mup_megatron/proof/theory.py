@@ -219,7 +219,11 @@ class Theory:
                 return Expected(0.0, None, None)
             return Expected(initial + decayed, bound, bound)
         if not _is_muon(self._config, shape):
-            return Expected(rate, bound, bound)
+            # One epsilon serves all blocks, the smallest: one that grows less than others leaves it with width.
+            slowest = self._config.optimizer.eps > _SMALL_EPS and any(
+                self._fan_out(name, block) < self._fan_out(name, other) for other in shape.fan_outs
+            )
+            return Expected(rate, bound, None if slowest else bound)
         # An orthogonal matrix has coordinates of 1/sqrt(longer side), one of rank 1 of 1/sqrt(n_in n_out); its rate
         # goes as sqrt(n_out/n_in). The gradient of a few tokens is between the two.
         fan_in, fan_out = self._fan_in(name), self._fan_out(name, block)

@@ -118,7 +118,7 @@ def _repeated(name: str, plain: Mapping[str, Any], result: Mapping[str, Any], *,
         here, there = (dict(_numbers(each["coordinates"])) for each in (cell, known[cell["factor"], cell["seed"]]))
         for key in here.keys() | there.keys():
             one, other = here.get(key), there.get(key)
-            if key[1].endswith(_NOISE) or one == other or (start and (key[0], key[2]) != ("output", 0)):
+            if key[1].endswith(_NOISE) or one == other or (start and not _starts(*key)):
                 continue
             off = 1.0 if one is None or other is None else abs(one - other) / max(abs(one), abs(other))
             if off > most:
@@ -133,6 +133,11 @@ def _repeated(name: str, plain: Mapping[str, Any], result: Mapping[str, Any], *,
     }
     row |= {"out_of_bounds": sorted(apart, key=lambda each: -apart[each]["difference"]), "undecided": []}
     return row if worst is None else {**row, "worst": worst[1], "quantity": worst[0], "step": worst[2], "apart": apart}
+
+
+def _starts(quantity: str, name: str, step: int) -> bool:
+    """Whether a number is an output before the first step, behind the embedding's multiplier."""
+    return (quantity, step) == ("output", 0) and not name.startswith("embedding.")
 
 
 def _numbers(coordinates: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, int], float | None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,17 @@ def megatrons(words: list[str]) -> None:
 
     script, arguments = _split(words)
     assert script.name == "pretrain_gpt.py"
-    parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(allow_abbrev=False)
     if importlib.util.find_spec("megatron.training") is None:
         _, unknown = add_options(parser).parse_known_args(arguments)
         assert not [word for word in unknown if word.startswith("--mup")], unknown
         return
-    from megatron.training.arguments import add_megatron_arguments
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what makes Megatron's parser reads source in a way that Python deprecates
+        from megatron.training.arguments import add_megatron_arguments
 
-    add_options(add_megatron_arguments(parser)).parse_args(arguments)
+        add_options(add_megatron_arguments(parser))
+    parser.parse_args(arguments)
 
 
 def launched(script: str, words: list[str]) -> None:
@@ -121,6 +125,7 @@ def refusal(words: list[str]) -> str | None:
         said = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         return f"{' '.join(words)}: {said or type(error).__name__}"
     except SystemExit as error:
+        # The words are said again, so that what argparse did not know is among them.
         return f"{' '.join(words)}: exit status {error.code}"
     return None
 

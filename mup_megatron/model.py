@@ -3,7 +3,7 @@
 Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part:
 a list of model chunks, one unless the pipeline is interleaved), `dry_run` (a rank's part on the meta device),
 `unsharded_model`, `named_parameters`, `named_modules`, `named_buffers`; for a model that somebody else builds,
-`INIT_METHODS`, `attach`, `check_recorded` and `initialise`.
+`INIT_METHODS`, `attach`, `check_recorded`, `initialise` and `core_config`.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
 the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows. Of each
@@ -13,6 +13,7 @@ kind of layer one is built, and one expert (representatives.py).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -275,7 +276,7 @@ def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Seque
     parallel_state.set_pipeline_model_parallel_world_size(1)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _without_backends():
             return _gpt_model(
                 config,
                 model,
@@ -290,6 +291,21 @@ def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Seque
         parallel_state.set_pipeline_model_parallel_rank(None)
         parallel_state.set_pipeline_model_parallel_world_size(None)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+
+
+_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+@contextlib.contextmanager
+def _without_backends() -> Iterator[None]:
+    """Upstream's constructor pins Transformer Engine's attention backend for the process, which the real model does."""
+    before = {name: os.environ.pop(name) for name in _BACKENDS if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in _BACKENDS:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
@@ -330,7 +346,7 @@ def _gpt_model(
     unsharded: bool = False,
     one_expert: bool = False,
 ) -> GPTModel:
-    transformer_config = _transformer_config(config, model, forward, layout, device)
+    transformer_config = core_config(config, model, forward, layout, device)
     if device.type == "meta":
         # Which kernels compute changes no shape, and on the meta device nothing is computed.
         model = model.model_copy(update=Model.PLAIN_KERNELS)
@@ -400,9 +416,18 @@ def attach(built: GPTModel, forward: ForwardMultipliers) -> None:
         scale_input(built.output_layer, forward.readout)
 
 
-def _transformer_config(
+def core_config(
     config: Config, model: Model, forward: ForwardMultipliers, layout: Layout, device: torch.device
 ) -> TransformerConfig:
+    """megatron-core's own config of a model.
+
+    Args:
+        config: the run, every `auto` resolved.
+        model: sizes, which need not be the config's own.
+        forward: multipliers; the config holds the softmax scale.
+        layout: how ranks split the model.
+        device: where it computes, which decides what is fused.
+    """
     training = config.training
     bf16 = training.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32

@@ -14,7 +14,7 @@ import pytest
 
 from mup_megatron import cli, megatron_training
 from mup_megatron.errors import UserError
-from mup_megatron.megatron_training.options import add_options, check, read_options
+from mup_megatron.megatron_training.options import add_options, read_options
 from mup_megatron.tuning.family import digest
 
 needs_training = pytest.mark.skipif(
@@ -103,22 +103,6 @@ def test_what_cannot_be_read(words: str, files: dict[str, str], said: str, tmp_p
 
 
 @needs_training
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized: not under µP here"),
-        ("--transformer-impl local --fp16", "--fp16: not under µP here"),
-        ("--transformer-impl local --optimizer muon", "--optimizer muon: not under µP here (no rule"),
-        ("--transformer-impl local --decoupled-lr 1e-3", "expected none"),
-    ],
-)
-def test_what_is_refused(words: str, said: str) -> None:
-    with pytest.raises(UserError) as problem:
-        check(parsed(*words.split()))
-    assert said in str(problem.value)
-
-
-@needs_training
 def test_options_are_added_once() -> None:
     add = megatron_training.adds_arguments(lambda parser: parser)
     assert megatron_training.adds_arguments(add) is add
@@ -137,6 +121,7 @@ def test_options_are_added_once() -> None:
         (["{}/s.py"], "import megatron.core", "s.py: imports megatron.training nowhere"),
         (["{}/s.py"], "x = (", "s.py: not Python"),
         (["{}/s.py"], "from megatron.training import pretrain", "--mup-base: missing"),
+        (["{}/s.py", "--mup-base", "b", "--yaml-cfg=a"], "import megatron.training", "--yaml-cfg: not under µP here"),
         (["{}/s.py"], "from helper import go", "--mup-base: missing"),  # helper.py imports it
     ],
 )

@@ -95,16 +95,21 @@ def reads_arguments(validate_args: Function) -> Function:
 
     @functools.wraps(validate_args)
     def validate(args: Namespace, defaults: Any = {}) -> Any:  # noqa: B006  (upstream's signature)
-        from mup_megatron.megatron_training.options import check, read_options
+        from mup_megatron.megatron_training.option_check import check_options, check_table
+        from mup_megatron.megatron_training.options import known, read_options
 
         global _current
         settings = read_options(args, defaults)
+        if settings is not None:
+            import megatron.core
+
+            check_table(known(), megatron.core.__version__)
+            check_options(args, defaults, known())
         result = validate_args(args, defaults)
         _current = None
         if settings is not None:
             from mup_megatron.megatron_training.run import MegatronRun
 
-            check(args)
             _current = MegatronRun(args, settings)
         return result
 
@@ -139,6 +144,10 @@ def builds_optimizer(get_megatron_optimizer: Function) -> Function:
     @functools.wraps(get_megatron_optimizer)
     def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         if _current is not None:
+            from mup_megatron.megatron_training.option_check import check_optimizer
+            from mup_megatron.megatron_training.options import known
+
+            check_optimizer(config, model_chunks, kwargs.get("config_overrides"), known())
             kwargs["config_overrides"] = _current.overrides(model_chunks)
         return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
 

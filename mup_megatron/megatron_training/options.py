@@ -1,6 +1,6 @@
-"""The options of µP in Megatron's own parser, what they name, and what is refused beside them.
+"""The options of µP in Megatron's own parser, and what they name (what is refused beside them: option_check.py).
 
-Public names: `Settings`, `DERIVED_SIZES`, `add_options`, `prepare`, `read_options`, `check`.
+Public names: `Settings`, `DERIVED_SIZES`, `add_options`, `known`, `prepare`, `read_options`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from mup_megatron.config.load import parse_yaml
 from mup_megatron.config.schema import Growth, Hparams, Parametrization
 from mup_megatron.errors import UserError
+from mup_megatron.megatron_training.option_check import Known
 
 FLAGS = ("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-allow-change")
 _SECTIONS = ("base", "parametrization", "hparams")
@@ -32,37 +33,6 @@ _MULTIPLIERS = tuple(name for name in Hparams.model_fields if name not in _MEGAT
 DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size")
 """Sizes that upstream fills from others where they are not typed: only what was typed is a size of its own."""
 
-# What would change the model or the groups beyond what the shims know: attribute, the values that are known.
-_KNOWN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("transformer_impl", ("local", "transformer_engine"), "no shims are known for its layers"),
-    ("spec", (None,), "the shims bring layer specs of their own"),
-    ("optimizer", ("adam", "sgd"), "no rule is known for it"),
-    ("experimental_attention_variant", (None,), "no shim is known for it"),
-    ("heterogeneous_layers_config_path", (None,), "no shim is known for its layers"),
-    ("hybrid_layer_pattern", (None,), "no shim is known for its layers"),
-    ("fp8", (None,), "the rules for it are not tested"),
-    ("fp4", (None,), "the rules for it are not tested"),
-    ("fp16", (False,), "the rules for loss scaling are not tested; use --bf16 or neither"),
-    ("moe_grouped_gemm", (False,), "experts are recorded one by one"),
-    ("moe_use_upcycling", (False,), "it copies weights of another parametrization"),
-    ("qk_l2_norm", (False,), "no shim is known for it"),
-    ("softmax_type", ("vanilla",), "no shim records its offset"),
-    ("apply_query_key_layer_scaling", (False,), "it changes the scale of attention by layer"),
-    ("apply_layernorm_1p", (False,), "it changes what a norm's gain is"),
-    ("use_rope_scaling", (False,), "it is not carried over to the base model"),
-    ("init_method_xavier_uniform", (False,), "initial values are normal, with the rules' standard deviation"),
-    ("init_model_with_meta_device", (False,), "initial values are drawn where the model is built"),
-    ("use_torch_fsdp2", (False,), "groups are those of megatron-core's own optimizers"),
-    ("use_megatron_fsdp", (False,), "groups are those of megatron-core's own optimizers"),
-    ("use_tp_pp_dp_mapping", (False,), "ranks are ordered as megatron-core orders them by default"),
-    ("pipeline_model_parallel_layout", (None,), "stages are divided evenly, or by first and last"),
-    ("account_for_embedding_in_pipeline_split", (False,), "stages are divided evenly, or by first and last"),
-    ("account_for_loss_in_pipeline_split", (False,), "stages are divided evenly, or by first and last"),
-    ("decoupled_lr", (None,), "rates are the rules'; tune hparams.output_multiplier instead"),
-    ("lr_warmup_init", (0.0,), "megatron-core's warm-up does not scale it by group"),
-    ("non_persistent_save_interval", (None,), "such checkpoints get no record"),
-    ("yaml_cfg", (None,), "its model is not read here; use command-line options"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +58,15 @@ class Settings:
     sizes: dict[str, int]
 
 
+_known = Known([])
+
+
 def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Adds the options of µP to Megatron's parser; where they are there already, leaves it alone."""
     if any("--mup-base" in action.option_strings for action in parser._actions):
         return parser
+    global _known
+    _known = Known(parser._actions)
     group = parser.add_argument_group("mup-megatron", "maximal update parametrization by the size of every tensor")
     group.add_argument("--mup-base", metavar="FILE", help="Base sizes (YAML), or base shapes (.bsh): turns µP on.")
     group.add_argument("--mup-config", metavar="FILE", help="YAML with base:, parametrization: and hparams:.")
@@ -101,6 +76,11 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
         "--mup-allow-change", metavar="KEY", action="append", help="A key that may differ from the checkpoint's."
     )
     return parser
+
+
+def known() -> Known:
+    """Megatron's options in the parser that `add_options` saw last."""
+    return _known
 
 
 def prepare() -> None:
@@ -167,35 +147,6 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
 def _given(args: Namespace, defaults: Mapping[str, Any], name: str) -> Any:
     """An option's value, or the script's default for it."""
     return getattr(args, name, None) or defaults.get(name)
-
-
-def check(args: Namespace) -> None:
-    """Refuses what the shims or the rules do not know, by the option's name.
-
-    Args:
-        args: after Megatron's own checks.
-
-    Raises:
-        UserError: names the option and what works.
-    """
-    for name, known, why in _KNOWN:
-        value = getattr(args, name, known[0])
-        if value not in known:
-            option = f"--{name.replace('_', '-')}"
-            expected = " or ".join("none" if one is None else str(one) for one in known)
-            said = f"{option} {value}" if not isinstance(value, bool) else option
-            raise UserError(f"{said}: not under µP here ({why}); expected {expected if value is not True else 'not'}")
-    import torch
-
-    if torch.cuda.is_available():
-        return
-    if args.distributed_backend == "nccl":
-        raise UserError("--distributed-backend nccl: there is no CUDA device; expected --distributed-backend gloo")
-    if args.transformer_impl == "transformer_engine":
-        raise UserError(
-            "--transformer-impl transformer_engine computes on CUDA alone, and none is here; expected "
-            "--transformer-impl local"
-        )
 
 
 def _text(path: str) -> str:

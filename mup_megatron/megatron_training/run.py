@@ -26,9 +26,19 @@ from mup_megatron.explain import print_table
 from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.megatron_training.options import Settings
-from mup_megatron.megatron_training.translate import config_of
-from mup_megatron.model import INIT_METHODS, attach, check_recorded, initialise, named_parameters, parametrize
+from mup_megatron.megatron_training.option_check import check_config
+from mup_megatron.megatron_training.options import Settings, known
+from mup_megatron.megatron_training.translate import check_translation, config_of
+from mup_megatron.model import (
+    EMBEDDING,
+    INIT_METHODS,
+    attach,
+    check_recorded,
+    core_config,
+    initialise,
+    named_parameters,
+    parametrize,
+)
 from mup_megatron.optim import megatron_overrides
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.runtime import resolve_auto
@@ -75,6 +85,11 @@ class MegatronRun:
             )
         return self._made
 
+    @property
+    def _vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return self.parametrization.tensors[EMBEDDING].shape.spec.shape[0]
+
     def build(self, init: Callable[..., None], model: GPTModel, *args: Any, **kwargs: Any) -> None:
         """GPTModel's constructor with the shims in its layer specs; the chunk is then recorded, scaled and filled.
 
@@ -90,6 +105,8 @@ class MegatronRun:
         bound = inspect.signature(init).bind(model, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        if self._made is None:
+            check_config(given["config"], known())
         left_out = norms_left_out(
             given["config"],
             given["transformer_layer_spec"],
@@ -132,6 +149,8 @@ class MegatronRun:
             parametrization = parametrize(config, given["vocab_size"])
         finally:
             self.building = False
+        ours = core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
+        check_translation(given["config"], ours)
         return config, parametrization, layout
 
     def _put_shims(self, given: dict[str, Any], chunk: int) -> None:
@@ -223,10 +242,21 @@ class MegatronRun:
                     f"{path}: names tensors without {KEY_PREFIX!r}, as earlier versions of mup-megatron run did; "
                     "expected a checkpoint of this version"
                 )
+            rows, allowed = found.get("vocabulary"), self._settings.allowed
+            if rows is not None and rows != self._vocabulary:
+                ranks = self._args.tensor_model_parallel_size
+                expected = f"a tensor-parallel size that divides {rows}"
+                if rows % ranks == 0:
+                    expected = f"--make-vocab-size-divisible-by {rows // ranks}, which gives {rows} rows here"
+                raise UserError(
+                    f"{path}: its embedding has {rows} rows for the vocabulary, this run's {self._vocabulary} "
+                    "(Megatron pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size); "
+                    f"expected {expected}"
+                )
+            if rows is not None:
+                allowed = (*allowed, f"model.{_MULTIPLE}")
             advice = "change the options back, choose another --save and --load, or name a deliberate change with"
-            checkpoint.check_resume(
-                found, self._record(0), path, self._settings.allowed, advice=f"{advice} --mup-allow-change KEY"
-            )
+            checkpoint.check_resume(found, self._record(0), path, allowed, advice=f"{advice} --mup-allow-change KEY")
 
     def _record(self, step: int) -> dict[str, Any]:
         args = self._args
@@ -234,7 +264,8 @@ class MegatronRun:
         record = checkpoint.make_record(
             self.config, self.parametrization, self.layout, hashlib.sha256(data.encode()).hexdigest(), step
         )
-        return json.loads(json.dumps({**record, "key_prefix": KEY_PREFIX}))
+        record |= {"vocabulary": self._vocabulary, "key_prefix": KEY_PREFIX}
+        return json.loads(json.dumps(record))
 
 
 def _name_in_checkpoints(model: GPTModel) -> None:
@@ -253,16 +284,25 @@ def _name_in_checkpoints(model: GPTModel) -> None:
     model.sharded_state_dict = sharded_state_dict
 
 
+_MULTIPLE = "make_vocab_size_divisible_by"
+
+
 def _check_family(path: Path, config: Config) -> None:
-    """Whether a transfer record belongs to this family; a tokenizer that tuning trained itself has no path there.
+    """Whether a transfer record belongs to this family; a tokenizer that tuning trained itself has no path there,
+    and other multiples may pad a vocabulary to as many rows.
 
     Raises:
         UserError: it belongs to another; says which keys differ.
     """
     record = read_record(path, None)
-    if record is not None and record["family"].get("data.tokenizer.path") is None:
+    family = {} if record is None else record["family"]
+    if record is not None and family.get("data.tokenizer.path") is None:
         tokenizer = config.data.tokenizer.model_copy(update={"path": None})
         config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    multiple, entries = family.get(f"model.{_MULTIPLE}"), config.vocab_size or 0
+    padded = config.model.model_copy(update={_MULTIPLE: multiple}) if isinstance(multiple, int) else config.model
+    if padded.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
+        config = config.model_copy(update={"model": padded})
     read_record(path, config)
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import ast
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mup_megatron.errors import UserError
+from mup_megatron.megatron_training.option_table import OPTIONS
 
 _USAGE = (
     "expected mup-megatron run [--config mup.yaml] SCRIPT ARGS..., for example pretrain_gpt.py --mup-base base.yaml"
@@ -40,6 +40,8 @@ def run_script(arguments: Sequence[str]) -> None:
             "--mup-base: missing; expected a YAML file of the sizes where hyperparameters are defined, such as "
             "hidden_size: 256, or --config with base: in it"
         )
+    if any(word.partition("=")[0] == "--yaml-cfg" for word in args):  # with it upstream checks no options
+        raise UserError(f"--yaml-cfg: not under µP here ({OPTIONS['yaml-cfg'].why}); expected none")
     _announce_rank()
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))  # as `python SCRIPT` does: a checkout's own megatron comes first
@@ -138,6 +140,5 @@ def _announce_rank() -> None:
     for name, value in (("RANK", rank.rank), ("WORLD_SIZE", rank.world_size), ("LOCAL_RANK", rank.local_rank)):
         os.environ.setdefault(name, str(value))
     if not rank.launched and "MASTER_PORT" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        # The store of a lone process takes a free port when it binds it; one chosen now may be another's by then.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -1,10 +1,11 @@
 """A config of this project from what a Megatron script says: its arguments, and what it hands to GPTModel.
 
-Public name: `config_of`.
+Public names: `config_of`, `check_translation`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.schema import PRESETS
 from mup_megatron.errors import UserError
-from mup_megatron.megatron_training.options import Settings
+from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.model import ACTIVATIONS
 
 SOURCE = "Megatron's options"
@@ -50,7 +51,7 @@ def config_of(
     """
     data = {
         "run": {"name": "megatron.training", "dir": args.save or ".", "seed": args.seed},
-        "model": {**_model(args, given, settings), "without_norms": list(without_norms)},
+        "model": {**_model(args, given, settings, vocab_size), "without_norms": list(without_norms)},
         "base": settings.base,
         "parametrization": settings.parametrization,
         "hparams": {
@@ -76,7 +77,7 @@ def config_of(
     return parse_config(data, SOURCE)
 
 
-def _model(args: Namespace, given: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_size: int) -> dict[str, Any]:
     """`model:` from the TransformerConfig that the script built; what is a default there is left out."""
     config = given["config"]
     activation = [name for name, function in ACTIVATIONS.items() if _same(function, config.activation_func)]
@@ -94,7 +95,7 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings) -> dic
         else None,
         "kv_channels": _size("kv_channels", config.hidden_size // config.num_attention_heads, config, settings),
         "max_position_embeddings": _unless(given["max_sequence_length"], args.seq_length),
-        "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+        "make_vocab_size_divisible_by": _vocabulary_multiple(args, vocab_size, given["vocab_size"]),
         "share_embeddings_and_output_weights": given["share_embeddings_and_output_weights"],
         "normalization": config.normalization,
         "layernorm_epsilon": float(config.layernorm_epsilon),
@@ -121,8 +122,10 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings) -> dic
         fields["moe_ffn_hidden_size"] = _size("moe_ffn_hidden_size", config.ffn_hidden_size, config, settings)
     if config.multi_latent_attention:
         optional += ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"]
-        optional += ["v_head_dim", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings"]
-        optional += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
+        optional += ["v_head_dim", "rope_type"]
+        if config.rope_type == "yarn":
+            optional += ["rotary_scaling_factor", "original_max_position_embeddings"]
+            optional += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
         fields["num_query_groups"] = fields["kv_channels"] = None
     for name in optional:
         value = getattr(config, name, None)
@@ -130,6 +133,51 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings) -> dic
             fields[name] = value
     architecture = max(PRESETS, key=lambda name: sum(fields[key] == value for key, value in PRESETS[name].items()))
     return {"architecture": architecture, **fields}
+
+
+def _vocabulary_multiple(args: Namespace, vocab_size: int, rows: int) -> int:
+    """What the vocabulary is padded to a multiple of, here without a factor of the layout.
+
+    Args:
+        args: Megatron's, which pads to `--make-vocab-size-divisible-by` times the tensor-parallel size.
+        vocab_size: entries of the tokenizer.
+        rows: of the embedding that Megatron builds; `--padded-vocab-size` says any number.
+
+    Raises:
+        UserError: there are fewer rows than entries.
+    """
+    if rows < vocab_size:
+        raise UserError(f"--padded-vocab-size {rows}: the tokenizer has {vocab_size} entries; expected no fewer rows")
+    multiple = args.make_vocab_size_divisible_by
+    for candidate in (multiple, multiple * args.tensor_model_parallel_size):
+        if -(-vocab_size // candidate) * candidate == rows:
+            return int(candidate)
+    return rows
+
+
+def check_translation(theirs: Any, ours: Any) -> None:
+    """Whether the model that the script builds is the one that its options were read as.
+
+    Args:
+        theirs: the TransformerConfig that upstream, or the script, made.
+        ours: the one that this project makes of the translated config.
+
+    Raises:
+        UserError: names a field that differs.
+    """
+    latent = {"kv_channels", "num_query_groups"} if theirs.multi_latent_attention else set()
+    for field in dataclasses.fields(ours):
+        name = field.name
+        rule = known().rule(name)
+        # Biases everywhere are biases of QKV too, whatever is said; MLA has no such sizes.
+        if rule is None or (rule.kind, rule.why) != ("translated", "model") or name in {"add_qkv_bias", *latent}:
+            continue
+        value, read = getattr(theirs, name, None), getattr(ours, name)
+        if value != read and not (callable(value) and _same(read, value)):
+            raise UserError(
+                f"TransformerConfig.{name}: {value} in the model that the script builds, {read} by its options; "
+                "expected one of them, or an option that says so"
+            )
 
 
 def _unless(value: int, default: int) -> int | None:
@@ -163,19 +211,25 @@ def _ffn_hidden_size(args: Namespace, config: Any, settings: Settings) -> int | 
 def _training(args: Namespace) -> dict[str, Any]:
     batch = args.global_batch_size
     steps = args.train_iters or math.ceil((args.train_samples or batch) / batch)
+    decay = args.lr_decay_iters or _updates(args.lr_decay_samples, batch)
     return {
         "global_batch_size": batch,
         "micro_batch_size": args.micro_batch_size,
         "seq_length": args.seq_length,
         "train_steps": steps,
         "lr_schedule": args.lr_decay_style,
-        "lr_warmup_steps": min(_warmup_steps(args, batch, steps), (args.lr_decay_iters or steps) - 1),
-        "lr_decay_steps": args.lr_decay_iters,
-        "lr_wsd_decay_steps": args.lr_wsd_decay_iters,
+        "lr_warmup_steps": min(_warmup_steps(args, batch, steps), (decay or steps) - 1),
+        "lr_decay_steps": decay,
+        "lr_wsd_decay_steps": args.lr_wsd_decay_iters or _updates(args.lr_wsd_decay_samples, batch),
+        "lr_wsd_decay_style": args.lr_wsd_decay_style,
         "min_lr_ratio": float(args.min_lr / args.lr),
         "clip_grad": float(args.clip_grad),
         "precision": "bf16" if args.bf16 else "fp32",
     }
+
+
+def _updates(samples: int | None, batch: int) -> int | None:
+    return None if samples is None else max(1, samples // batch)
 
 
 def _warmup_steps(args: Namespace, batch: int, steps: int) -> int:

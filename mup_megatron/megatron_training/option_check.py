@@ -1,0 +1,207 @@
+"""What differs from its default is harmless, translated or refused; what is not known is refused by name.
+
+Public names: `Known` (the parser's options of the installed version), `check_table`, `check_options`, `check_config`,
+`check_optimizer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from argparse import Action, Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from mup_megatron.errors import UserError
+from mup_megatron.megatron_training.field_table import FIELDS
+from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
+
+_TE = "transformer_engine"
+
+
+class Known:
+    """Megatron's options in the parser at hand.
+
+    Args:
+        actions: the parser's, before a script adds options of its own.
+    """
+
+    def __init__(self, actions: Iterable[Action]) -> None:
+        self.actions = {action.dest: action for action in actions if action.option_strings and action.dest != "help"}
+
+    def rule(self, name: str) -> Rule | None:
+        """Of an option by its destination, or of a config's field; None where neither table has it."""
+        action = self.actions.get(name)
+        for option in action.option_strings if action else ():
+            if (found := OPTIONS.get(option.removeprefix("--"))) is not None:
+                return found
+        return FIELDS.get(name)
+
+    def typed(self, name: str) -> str:
+        """An option by its destination as a user types it; another name as it is."""
+        return self.actions[name].option_strings[0] if name in self.actions else name
+
+
+def check_table(known: Known, version: str) -> None:
+    """Whether the installed version has what the tables refuse or translate: a rule for a name that is gone is none.
+
+    Args:
+        known: the parser's options.
+        version: of megatron-core.
+
+    Raises:
+        UserError: names the option or field.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    options = {option for action in known.actions.values() for option in action.option_strings}
+    missing = [f"option --{name}" for name, rule in _needed(OPTIONS, version) if f"--{name}" not in options]
+    missing += [f"field {name}" for name, _ in _needed(FIELDS, version) if name not in fields]
+    if missing:
+        raise UserError(
+            f"megatron-core {version}: has no {missing[0]}, for which mup_megatron/megatron_training has a rule "
+            "(option_table.py, field_table.py); expected a release from 0.16.1 to 0.19, or a "
+            "table that knows what took its place"
+        )
+
+
+def _needed(rules: Mapping[str, Rule], version: str) -> list[tuple[str, Rule]]:
+    return [(name, rule) for name, rule in rules.items() if rule.kind != "harmless" and exists(rule, version)]
+
+
+def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -> None:
+    """Refuses options by what they say, before Megatron's own checks, which end in tracebacks for want of a GPU.
+
+    Args:
+        args: as Megatron's parser returns them.
+        defaults: the script's own, for what was not typed.
+        known: the parser's options.
+
+    Raises:
+        UserError: names the option and what works.
+    """
+    for name, action in known.actions.items():
+        value = getattr(args, name, action.default)
+        if value in (None, False) and name in defaults:
+            value = defaults[name]
+        _check(known.typed(name), value, [action.default], known.rule(name))
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if args.transformer_impl == "local":
+        _check_local(args, cuda=cuda)
+    if cuda:
+        return
+    if args.distributed_backend == "nccl":
+        raise UserError("--distributed-backend nccl: there is no CUDA device; expected --distributed-backend gloo")
+    if args.transformer_impl == _TE:
+        raise UserError(
+            "--transformer-impl transformer_engine computes on CUDA alone, and none is here; expected "
+            "--transformer-impl local"
+        )
+
+
+def _check_local(args: Namespace, *, cuda: bool) -> None:
+    """What local attention cannot do: under context parallelism its mask is the causal one."""
+    window = getattr(args, "window_size", None)
+    masks = {
+        f"--window-size {_said(window)}": window is not None,
+        "--reset-attention-mask": args.reset_attention_mask,
+        "--dataloader-inter-document-masking": getattr(args, "dataloader_inter_document_masking", False),
+    }
+    for option, given in masks.items():
+        if given and args.context_parallel_size > 1:
+            raise UserError(
+                f"{option}: under context parallelism local attention masks the future and nothing else; expected "
+                f"none, or --transformer-impl {_TE}"
+            )
+    if window is not None and not cuda:
+        raise UserError(
+            f"--window-size {_said(window)}: megatron-core makes the mask of a window on CUDA, and none is here; "
+            "expected none"
+        )
+
+
+def check_config(config: Any, known: Known) -> None:
+    """Refuses what a config that upstream built says, wherever the script has it from.
+
+    Args:
+        config: a TransformerConfig, OptimizerConfig or DistributedDataParallelConfig.
+        known: the parser's options.
+
+    Raises:
+        UserError: names the field and what works.
+    """
+    for field in dataclasses.fields(config):
+        defaults = [field.default]
+        if field.default_factory is not dataclasses.MISSING:
+            defaults = [field.default_factory()]
+        if field.name in known.actions:
+            defaults.append(known.actions[field.name].default)
+        _check(f"{type(config).__name__}.{field.name}", getattr(config, field.name), defaults, known.rule(field.name))
+    import torch
+
+    for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+        method = getattr(config, name, None)
+        if method is not None and getattr(method, "func", None) is not torch.nn.init.normal_:
+            raise UserError(
+                f"{type(config).__name__}.{name}: the script's own; initial values are normal, with the rules' "
+                "standard deviation; expected none"
+            )
+
+
+def check_optimizer(
+    config: Any, model_chunks: Sequence[Any], overrides: Mapping[Any, Any] | None, known: Known
+) -> None:
+    """Refuses what the optimizer's configs say, and overrides of the script's own, which the rules' replace.
+
+    Args:
+        config: OptimizerConfig.
+        model_chunks: as the script hands them over.
+        overrides: `config_overrides`; upstream's own leave vectors out of weight decay, and so do the rules.
+        known: the parser's options.
+
+    Raises:
+        UserError: names the field or override, and what works.
+    """
+    for one in (config, *(chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config"))):
+        check_config(one, known)
+    for key, override in (overrides or {}).items():
+        if dict(override) != {"wd_mult": 0.0}:
+            raise UserError(
+                f"config_overrides: {key} {dict(override)}: the script's own groups; rates and decay are the rules', "
+                "by tensor; expected none"
+            )
+
+
+def _check(name: str, value: Any, defaults: Sequence[Any], rule: Rule | None) -> None:
+    if any(_equal(value, default) for default in defaults) or (rule is not None and rule.kind != "refused"):
+        return
+    said = _said(value)
+    if rule is not None and said in rule.taken:
+        return
+    default = next((one for one in defaults if one is not dataclasses.MISSING), None)
+    expected = " or ".join((_said(default), *(rule.taken if rule else ())))
+    shown = name if isinstance(value, bool) and name.startswith("--") else f"{name} {said}"
+    why = rule.why if rule else "mup-megatron does not know what it does to the rules"
+    raise UserError(f"{shown}: not under µP here ({why}); expected {expected}")
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return bool(value == default) or _said(value) == _said(default)
+
+
+def _said(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    if value is None or value is False:
+        return "none"
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, functools.partial):
+        value = value.func
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,111 @@
+"""`mup-megatron run` in a gloo rank that is there already: a run costs seconds, not the start of a process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from mup_megatron import runtime
+
+SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
+
+SMALL = {
+    "num-layers": 2,
+    "hidden-size": 64,
+    "ffn-hidden-size": 128,
+    "num-attention-heads": 4,
+    "kv-channels": 16,
+    "seq-length": 16,
+    "max-position-embeddings": 16,
+    "micro-batch-size": 2,
+    "global-batch-size": 2,
+    "train-iters": 2,
+    "lr": 1e-2,
+    "lr-decay-style": "constant",
+    "init-method-std": 0.05,
+    "seed": 7,
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": 100,
+    "transformer-impl": "local",
+    "distributed-backend": "gloo",
+    "eval-iters": 0,
+    "eval-interval": 1000,
+    "hidden-dropout": 0,
+    "attention-dropout": 0,
+    "num-workers": 0,
+    "log-interval": 1,
+}
+FLAGS = (
+    "mock-data",
+    *(f"no-{name}-fusion" for name in ("bias-gelu", "bias-dropout", "masked-softmax", "gradient-accumulation", "rope")),
+    "no-bias-swiglu-fusion",
+    "no-persist-layer-norm",
+)
+
+
+def words(
+    folder: Path, *extra: str, base: str = "hidden_size: 32\nnum_attention_heads: 2\n", **changed: Any
+) -> list[str]:
+    """A small model's command line on a CPU; keyword arguments replace or (None) remove options."""
+    (folder / "base.yaml").write_text(base)
+    valued = {**SMALL, "mup-base": folder / "base.yaml", "data-cache-path": folder / "cache"}
+    valued |= {name.replace("_", "-"): value for name, value in changed.items()}
+    said = [word for name, value in valued.items() if value is not None for word in (f"--{name}", str(value))]
+    return [*(f"--{flag}" for flag in FLAGS), *said, *extra]
+
+
+def warm(rank: runtime.Rank) -> None:
+    """Imports what takes longest, so that one rank does not wait in a collective for another that has not."""
+    import megatron.training.training  # noqa: F401
+
+
+def native(rank: runtime.Rank, *, words: list[str]) -> dict[str, Any]:
+    """Runs a user's script to its end.
+
+    Returns:
+        Exit status, what was said on stderr, the losses that were logged, rows of the vocabulary, and what
+        Transformer Engine was told of attention backends.
+    """
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training import global_vars, training
+
+    from mup_megatron import megatron_training, model
+    from mup_megatron.errors import UserError
+    from mup_megatron.megatron_training.script import run_script
+
+    model._SPECS.clear()  # as in a process of its own, shapes are read from models first
+    argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
+    out, err = io.StringIO(), io.StringIO()
+    found: dict[str, Any] = {"status": 0, "vocabulary": None}
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings(action="ignore"):
+        try:
+            run_script([str(SCRIPT), *words])
+            current = megatron_training.current()
+            assert current is not None
+            found["vocabulary"] = current.parametrization.tensors[model.EMBEDDING].shape.spec.shape[0]
+        except SystemExit as leaving:
+            found["status"] = leaving.code
+        except UserError as error:
+            found["status"] = 2
+            err.write(f"mup-megatron: error: {error}")
+        finally:
+            found["backends"] = {
+                backend: os.environ.get(f"NVTE_{backend.upper()}_ATTN") for backend in ("flash", "fused", "unfused")
+            }
+            megatron_training.end()
+            global_vars.destroy_global_vars()
+            destroy_num_microbatches_calculator()
+            destroy_rerun_state_machine()
+            training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
+            for name in set(os.environ) - set(environment):
+                del os.environ[name]
+            sys.argv[:], sys.path[:] = argv, path
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", out.getvalue())]
+    return {**found, "said": err.getvalue(), "losses": losses}

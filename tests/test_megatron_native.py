@@ -1,0 +1,137 @@
+"""Options of megatron.training that were accepted and then wrong: each is in order now, or refused in a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron.megatron_training.script import _announce_rank
+from tests import native
+from tests.distributed import Ranks
+
+needs_training = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+
+
+def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
+    """The last rank's, where losses are logged."""
+    return ranks.run(count, native.native, words=native.words(folder, *extra, **changed))[-1]
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = run(ranks, tmp_path_factory.mktemp("plain"))
+    assert found["status"] == 0, found["said"]
+    assert len(found["losses"]) == 2
+    return found
+
+
+@needs_training
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+def test_attention_backends(backend: str, ranks: Ranks, tmp_path: Path, plain: dict[str, Any]) -> None:
+    """Shape models leave Transformer Engine's variables to the real one; local attention has one backend."""
+    found = run(ranks, tmp_path, "--attention-backend", backend)
+    assert (found["status"], found["losses"]) == (0, plain["losses"]), found["said"]
+    assert found["backends"] == {name: str(int(name == backend)) for name in ("flash", "fused", "unfused")}
+
+
+@needs_training
+def test_rope_under_latent_attention(ranks: Ranks, tmp_path: Path) -> None:
+    """Plain rotary positions under MLA: YaRN's options, which upstream gives other defaults, do not matter."""
+    words = ("--multi-latent-attention", "--position-embedding-type", "rope")
+    rope = run(ranks, tmp_path, *words, "--rope-type", "rope", kv_channels=None, **LATENT)
+    yarn = run(ranks, tmp_path, *words, "--rope-type", "yarn", kv_channels=None, rotary_scaling_factor=8, **LATENT)
+    assert (rope["status"], yarn["status"]) == (0, 0), rope["said"] + yarn["said"]
+    assert len(rope["losses"]) == 2
+    assert rope["losses"] != yarn["losses"]
+
+
+@needs_training
+@pytest.mark.parametrize(("rows", "status"), [(104, 0), (100, 0), (90, 2)])
+def test_padded_vocabulary(rows: int, status: int, ranks: Ranks, tmp_path: Path) -> None:
+    found = run(ranks, tmp_path, "--padded-vocab-size", str(rows))
+    assert found["status"] == status, found["said"]
+    if status:
+        assert "--padded-vocab-size 90: the tokenizer has 100 entries; expected no fewer rows" in found["said"]
+    else:
+        assert found["vocabulary"] == rows
+
+
+@pytest.fixture(scope="module")
+def two(ranks: Ranks) -> Ranks:
+    ranks.run(2, native.warm)
+    return ranks
+
+
+@needs_training
+def test_resume_with_another_padding(two: Ranks, tmp_path: Path) -> None:
+    """Megatron pads 100 entries to 128 rows, and to 256 at TP 2; the guard says so, and what gives 128 there."""
+    saved = str(tmp_path / "saved")
+    first = run(two, tmp_path, "--save", saved, "--save-interval", "1", "--ckpt-format", "torch_dist")
+    assert first["status"] == 0, first["said"]
+    loads = {"count": 2, "tensor_model_parallel_size": 2, "train_iters": 3, "lr_decay_iters": 2}
+    other = run(two, tmp_path, "--load", saved, **loads)
+    assert other["status"] == 2
+    assert "its embedding has 128 rows for the vocabulary, this run's 256" in other["said"]
+    assert "expected --make-vocab-size-divisible-by 64, which gives 128 rows here" in other["said"]
+    same = run(two, tmp_path, "--load", saved, make_vocab_size_divisible_by=64, **loads)
+    assert same["status"] == 0, same["said"]
+    whole = run(two, tmp_path, train_iters=3, lr_decay_iters=2)
+    assert same["losses"] == pytest.approx(whole["losses"][2:], abs=1e-5)
+
+
+@needs_training
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--apply-layernorm-1p", "--apply-layernorm-1p: not under µP here"),
+        ("--qk-layernorm --apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm: not under µP here"),
+        (
+            "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
+            "--no-weight-decay-cond-type apply_wd_to_qk_layernorm: not under µP here",
+        ),
+        ("--attention-output-gate", "--attention-output-gate: not under µP here"),
+        ("--qk-clip", "--qk-clip: not under µP here"),
+        ("--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm: not under µP here"),
+        ("--attention-backend local", "--attention-backend local: not under µP here"),
+        ("--window-size 4,0", "--window-size 4,0: megatron-core makes the mask of a window on CUDA"),
+    ],
+)
+def test_refused_before_upstream_fails(words: str, said: str, ranks: Ranks, tmp_path: Path) -> None:
+    """A sentence and exit status 2, before a check of upstream's ends in a traceback."""
+    found = run(ranks, tmp_path, *words.split())
+    assert found["status"] == 2
+    assert said in found["said"]
+    assert found["losses"] == []
+
+
+@needs_training
+def test_window_under_context_parallelism(two: Ranks, tmp_path: Path) -> None:
+    found = run(two, tmp_path, "--window-size", "4,0", count=2, context_parallel_size=2)
+    assert found["status"] == 2
+    assert "--window-size 4,0: under context parallelism local attention has no windows" in found["said"]
+
+
+def test_a_lone_process_binds_a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port is free until somebody takes it, so none is chosen before the store binds one."""
+    from torch.distributed import TCPStore
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    _announce_rank()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, os.environ[name])  # so that they are taken back
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.socket() as taken:  # what another process does between the choice and the binding
+        if port:
+            taken.bind((address, port))
+            taken.listen()
+        assert TCPStore(address, port, 1, is_master=True).port > 0

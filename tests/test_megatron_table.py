@@ -1,0 +1,369 @@
+"""The table of megatron.training's options: whole, true to the installed version, and every refusal of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from mup_megatron.errors import UserError
+from mup_megatron.megatron_training import option_table
+from mup_megatron.megatron_training.field_table import FIELDS
+from mup_megatron.megatron_training.option_check import (
+    Known,
+    check_config,
+    check_optimizer,
+    check_options,
+    check_table,
+)
+from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
+from mup_megatron.megatron_training.options import known
+from tests.test_megatron_options import needs_training, parsed, parser
+
+DATA = Path(__file__).parent / "data"
+INSTALLED = importlib.metadata.version("megatron-core")
+
+
+def listed(version: str) -> list[str]:
+    """Options of a release's parser, read from its source once."""
+    lines = (DATA / f"megatron_options_{version}.txt").read_text().splitlines()
+    assert lines[0].startswith("#")
+    return lines[1:]
+
+
+@pytest.mark.parametrize(("version", "count"), [("0.16.1", 649), ("0.17.1", 704), ("0.18.2", 750)])
+def test_every_option_of_a_release_has_a_rule(version: str, count: int) -> None:
+    names = listed(version)
+    assert len(set(names)) == count
+    assert [name for name in names if name not in OPTIONS] == []
+    assert [name for name in names if not exists(OPTIONS[name], version)] == []
+
+
+@needs_training
+def test_every_option_of_the_installed_parser_has_a_rule() -> None:
+    parser()
+    assert len(known().actions) > 800
+    assert [known().typed(name) for name in known().actions if known().rule(name) is None] == []
+
+
+@needs_training
+def test_no_rule_is_for_an_option_that_no_release_has() -> None:
+    parser()
+    released = {name for version in ("0.16.1", "0.17.1", "0.18.2") for name in listed(version)}
+    released |= {option.removeprefix("--") for action in known().actions.values() for option in action.option_strings}
+    assert set(OPTIONS) <= released
+
+
+def of_names(names: list[str]) -> Known:
+    own = ArgumentParser()
+    for name in names:
+        own.add_argument(f"--{name}")
+    return Known(own._actions)
+
+
+def options_of_installed() -> Known:
+    if Version(INSTALLED) < Version("0.17"):
+        return of_names(listed("0.16.1"))
+    parser()
+    return known()
+
+
+def test_the_table_is_of_the_installed_version() -> None:
+    check_table(options_of_installed(), INSTALLED)
+
+
+@pytest.mark.parametrize("table", ["options", "fields"])
+def test_a_rule_for_a_name_that_is_gone(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal of an option that was renamed would never fire, so start-up fails; versions are heeded."""
+    rules, said = {"options": (OPTIONS, "option --old-name"), "fields": (FIELDS, "field old-name")}[table]
+    monkeypatch.setitem(rules, "old-name", Rule(kind="refused", why="", versions="<0.16"))
+    check_table(options_of_installed(), INSTALLED)
+    monkeypatch.setitem(rules, "old-name", Rule(kind="refused", why=""))
+    with pytest.raises(UserError, match=f"has no {said}, for which"):
+        check_table(options_of_installed(), INSTALLED)
+
+
+def test_an_option_that_upstream_renamed() -> None:
+    names = [name for name in listed("0.16.1") if name != "apply-layernorm-1p"]
+    with pytest.raises(UserError, match=r"megatron-core 0\.16\.1: has no option --apply-layernorm-1p, for which"):
+        check_table(of_names([*names, "zero-centered-gamma"]), "0.16.1")
+
+
+def test_every_field_has_a_rule() -> None:
+    """Of the installed version's configs: an option's, one of its own, or none and then refused; those are listed."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    options = options_of_installed()
+    spelled = {name.replace("-", "_") for name in OPTIONS}
+    unknown = {name for name in fields if options.rule(name) is None and name not in spelled}
+    assert unknown <= UNKNOWN, unknown - UNKNOWN
+
+
+# Fields that no option sets and that no rule is known for: refused where a script sets them.
+UNKNOWN = {
+    "activation_func_fp8_input_store",
+    "adaptive_muon_beta2",
+    "adaptive_muon_eps",
+    "adaptive_muon_moment2_method",
+    "expert_gtp_weight_remat_size",
+    "gtp_weight_remat_size",
+    "megatron_fsdp_cuda_graph_mode",
+    "megatron_fsdp_use_decoupled_grad",
+    "soap_precondition_frequency",
+    "soap_shampoo_beta",
+    "soap_use_kl_shampoo",
+    "tp_only_amax_red",
+    "use_custom_fsdp",
+    "use_layer_wise_distributed_optimizer",
+}
+
+LOCAL = ("--transformer-impl", "local", "--distributed-backend", "gloo")
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UserError) as problem:
+        check_options(parsed(*LOCAL, *words), {}, known())
+    assert "\n" not in str(problem.value)
+    return str(problem.value)
+
+
+# Every option that is refused in 0.19, as it is typed, with the words that say why.
+REFUSED = """
+--transformer-impl inference_optimized | no shims are known
+--spec a b | layer specs of their own
+--heterogeneous-layers-config-path a.json | no shim is known for its layers
+--heterogeneous-layers-config-encoded-json {} | no shim is known for its layers
+--hybrid-layer-pattern M*M* | no shim is known for its layers
+--hybrid-override-pattern M*M* | no shim is known for its layers
+--is-hybrid-model | no shim is known for its layers
+--mtp-hybrid-override-pattern MM | no shim is known for its layers
+--experimental-attention-variant dsa | no shim is known for its layers
+--linear-attention-freq 2 | no shim is known for its layers
+--moe-latent-size 8 | no shim is known for its layers
+--mla-down-proj-fusion | other modules
+--use-kitchen-attention | other modules
+--use-te-activation-func | other modules
+--use-transformer-engine-op-fuser | other modules
+--fused-residual-rmsnorm | other modules
+--use-grouped-gemm-for-dense-mlp | other modules
+--use-grouped-gemm-for-shared-expert | other modules
+--moe-single-grouped-weight | other modules
+--moe-single-grouped-bias | other modules
+--moe-grouped-gemm | recorded one by one
+--attention-output-gate | gate's rows
+--attention-backend local | --spec local alone
+--qk-l2-norm | no shim is known
+--qk-clip | after each step
+--softmax-type learnable | offset
+--softmax-type off-by-one | offset
+--apply-query-key-layer-scaling | scale of attention
+--apply-layernorm-1p | norm's gain
+--apply-residual-connection-post-layernorm | residual branches
+--fp32-residual-connection | residual branches
+--quick-geglu | activation
+--glu-linear-offset 1.0 | activation
+--activation-func-clamp-value 7.0 | activation
+--use-rope-scaling | not carried over
+--mtp-use-repeated-layer | multi-token
+--mtp-detach-heads | multi-token
+--mtp-standalone | multi-token
+--moe-apply-probs-on-input | experts are tested
+--moe-router-quantile-balancing-ema 0.9 | experts are tested
+--moe-mlp-glu-interleave-size 32 | experts are tested
+--moe-shared-expert-glu-interleave-size 32 | experts are tested
+--moe-router-force-load-balancing | would not choose
+--moe-router-force-biased 0.5 | would not choose
+--moe-enable-routing-replay | would not choose
+--moe-shared-expert-overlap | called in another way
+--overlap-moe-expert-parallel-comm | called in another way
+--delay-wgrad-compute | called in another way
+--overlap-dispatch-backward-with-experts-wgrad | called in another way
+--ep-overlap-early-attn-memory-release | called in another way
+--defer-embedding-wgrad-compute | called in another way
+--moe-paged-stash | called in another way
+--moe-expert-rank-capacity-factor 1.5 | called in another way
+--cuda-graph-impl local | captured graphs
+--enable-cuda-graph | captured graphs
+--external-cuda-graph | captured graphs
+--optimizer-cuda-graph | captured graphs
+--log-max-attention-logit | own attention keeps
+--fp8-format hybrid | rules for it are not tested
+--fp8-param-gather | rules for it are not tested
+--fp4-format e2m1 | rules for it are not tested
+--fp4-param-gather | rules for it are not tested
+--te-precision-config-file a.yaml | rules for it are not tested
+--fp16 | loss scaling
+--init-method-xavier-uniform | initial values are normal
+--init-model-with-meta-device | initial values are drawn
+--data-parallel-random-init | same on every replica
+--moe-use-upcycling | copies weights
+--freeze-all-layers | nothing would be trained
+--optimizer muon | no rule is known
+--optimizer dist_muon | no rule is known
+--optimizer lion | no rule is known
+--optimizer soap | no rule is known
+--optimizer adaptive_muon | no rule is known
+--decoupled-lr 1e-3 | rates are the rules'
+--decoupled-min-lr 1e-4 | rates are the rules'
+--lr-warmup-init 1e-5 | warm-up does not scale it
+--apply-wd-to-qk-layernorm | matrices alone
+--no-weight-decay-cond-type apply_wd_to_qk_layernorm | matrices alone
+--weight-decay-incr-style linear | one number
+--start-weight-decay 0.1 | one number
+--end-weight-decay 0.1 | one number
+--use-precision-aware-optimizer | groups keep their rates
+--optimizer-cpu-offload | groups keep their rates
+--overlap-param-gather-with-optimizer-step | groups keep their rates
+--use-torch-fsdp2 | megatron-core's own optimizers
+--use-megatron-fsdp | megatron-core's own optimizers
+--use-tp-pp-dp-mapping | ranks are ordered
+--tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
+--expert-tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
+--hybrid-context-parallel | split evenly over ranks
+--pipeline-model-parallel-layout Et|L | divided evenly
+--account-for-embedding-in-pipeline-split | divided evenly
+--account-for-loss-in-pipeline-split | divided evenly
+--perform-rl-step | the loss is another
+--sft | the loss is another
+--logits-load-dir a | the loss is another
+--non-persistent-save-interval 5 | no record
+--ckpt-convert-format torch | no record
+--use-checkpoint-args | count as typed
+--use-mup | cannot be combined
+--yaml-cfg a.yaml | not read here
+"""
+CASES = [tuple(part.strip() for part in line.rsplit(" | ", 1)) for line in REFUSED.strip().splitlines()]
+
+
+@needs_training
+@pytest.mark.parametrize(("words", "why"), CASES)
+def test_refused(words: str, why: str) -> None:
+    said = refusal(*words.split())
+    assert said.startswith(words.split()[0])
+    assert f": not under µP here ({OPTIONS[words.split()[0].removeprefix('--')].why}); expected " in said
+    assert why in said
+
+
+@needs_training
+def test_every_refused_option_is_tried() -> None:
+    parser()
+    there = {known().typed(name) for name in known().actions if known().rule(name).kind == "refused"}  # type: ignore[union-attr]
+    assert there == {words.split()[0] for words, _ in CASES}
+
+
+@needs_training
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--window-size 4,0", "--window-size 4,0: megatron-core makes the mask of a window on CUDA"),
+        ("--window-size 4,0 --context-parallel-size 2", "--window-size 4,0: under context parallelism"),
+        ("--reset-attention-mask --context-parallel-size 2", "--reset-attention-mask: under context parallelism"),
+        (
+            "--dataloader-inter-document-masking --context-parallel-size 2",
+            "--dataloader-inter-document-masking: under context parallelism",
+        ),
+        ("--distributed-backend nccl", "--distributed-backend nccl: there is no CUDA device"),
+        ("--transformer-impl transformer_engine", "transformer_engine computes on CUDA alone"),
+    ],
+)
+def test_refused_here(words: str, said: str) -> None:
+    assert refusal(*words.split()).startswith(said) or said in refusal(*words.split())
+
+
+@needs_training
+def test_what_upstream_may_add() -> None:
+    """An option or a field that no table has is refused by name, where it is not its default."""
+    args = parsed(*LOCAL)
+    args.novel = 3
+    own = ArgumentParser()
+    own.add_argument("--novel-option", dest="novel", type=int, default=1)
+    both = Known([*own._actions, *known().actions.values()])
+    with pytest.raises(UserError, match=r"^--novel-option 3: not under µP here \(mup-megatron does not know what it "):
+        check_options(args, {}, both)
+    args.novel = 1
+    check_options(args, {}, both)
+
+
+@needs_training
+@pytest.mark.parametrize("words", ["", "--attention-backend flash", "--optimizer sgd --recompute-activations --bf16"])
+def test_taken(words: str) -> None:
+    check_options(parsed(*LOCAL, *words.split()), {}, known())
+
+
+@needs_training
+def test_defaults_of_the_script_count() -> None:
+    with pytest.raises(UserError, match=r"^--use-checkpoint-args: not under µP here"):
+        check_options(parsed(*LOCAL), {"use_checkpoint_args": True}, known())
+
+
+def transformer_config(**fields: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **fields)
+
+
+@needs_training
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        (
+            "softmax_scale",
+            0.5,
+            "TransformerConfig.softmax_scale 0.5: not under µP here (the softmax scale is the rules'",
+        ),
+        ("layernorm_zero_centered_gamma", True, "TransformerConfig.layernorm_zero_centered_gamma True: not under µP"),
+        ("qk_l2_norm", True, "TransformerConfig.qk_l2_norm True: not under µP here (no shim"),
+        ("attention_output_gate", True, "TransformerConfig.attention_output_gate True: not under µP here (no shim"),
+        ("tp_only_amax_red", True, "TransformerConfig.tp_only_amax_red True: not under µP here (mup-megatron does not"),
+        ("init_method", print, "TransformerConfig.init_method: the script's own; initial values are normal"),
+    ],
+)
+def test_what_a_script_sets_itself(field: str, value: Any, said: str) -> None:
+    """What no option said and the TransformerConfig says all the same."""
+    parser()
+    check_config(transformer_config(), known())
+    with pytest.raises(UserError) as problem:
+        check_config(transformer_config(**{field: value}), known())
+    assert str(problem.value).startswith(said)
+
+
+@needs_training
+def test_optimizer_configs() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+
+    class Chunk:
+        ddp_config = DistributedDataParallelConfig()
+
+    parser()
+    plain = OptimizerConfig(lr=1e-3)
+    check_optimizer(plain, [Chunk()], get_standard_config_overrides(plain), known())
+    with pytest.raises(UserError, match=r"^OptimizerConfig.optimizer muon: not under µP here \(no rule"):
+        check_optimizer(OptimizerConfig(optimizer="muon", lr=1e-3), [Chunk()], None, known())
+    with pytest.raises(
+        UserError, match=r"^OptimizerConfig.grad_norm_skip_threshold 2.0: not under µP here \(plain norms"
+    ):
+        check_optimizer(OptimizerConfig(lr=1e-3, grad_norm_skip_threshold=2.0), [Chunk()], None, known())
+    with pytest.raises(UserError, match=r"^config_overrides: .*'max_lr': 1.0.*the script's own groups"):
+        check_optimizer(plain, [Chunk()], {ParamKey(name="*.bias"): {"max_lr": 1.0}}, known())
+    Chunk.ddp_config = DistributedDataParallelConfig(use_megatron_fsdp=True)
+    with pytest.raises(UserError, match=r"^DistributedDataParallelConfig.use_megatron_fsdp True: not under µP here"):
+        check_optimizer(plain, [Chunk()], None, known())
+
+
+def test_the_documentation_has_the_table(repository: Path) -> None:
+    """`python -m mup_megatron.megatron_training.option_table` writes it anew."""
+    text = (repository / "docs" / "megatron.md").read_text()
+    _, _, after = text.partition("<!-- options -->\n")
+    table, _, _ = after.partition("<!-- /options -->\n")
+    assert table == option_table.as_markdown()

@@ -94,6 +94,7 @@ def test_an_option_that_upstream_renamed() -> None:
         check_table(of_names([*names, "zero-centered-gamma"]), "0.16.1")
 
 
+@needs_training
 def test_every_field_has_a_rule() -> None:
     """Of the installed version's configs: an option's, one of its own, or none and then refused; those are listed."""
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -102,10 +103,8 @@ def test_every_field_has_a_rule() -> None:
 
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
-    options = options_of_installed()
-    spelled = {name.replace("-", "_") for name in OPTIONS}
-    unknown = {name for name in fields if options.rule(name) is None and name not in spelled}
-    assert unknown <= UNKNOWN, unknown - UNKNOWN
+    parser()
+    assert {name for name in fields if known().rule(name) is None} == UNKNOWN
 
 
 # Fields that no option sets and that no rule is known for: refused where a script sets them.
@@ -334,6 +333,18 @@ def test_what_a_script_sets_itself(field: str, value: Any, said: str) -> None:
     with pytest.raises(UserError) as problem:
         check_config(transformer_config(**{field: value}), known())
     assert str(problem.value).startswith(said)
+
+
+@needs_training
+def test_a_window_that_a_script_sets_under_context_parallelism() -> None:
+    parser()
+    config = transformer_config(transformer_impl="local", context_parallel_size=2, window_size=(4, 0))
+    with pytest.raises(
+        UserError, match=r"^TransformerConfig.window_size 4,0: under context parallelism local attention"
+    ):
+        check_config(config, known())
+    config.context_parallel_size = 1
+    check_config(config, known())
 
 
 @needs_training

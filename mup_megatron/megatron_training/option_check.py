@@ -18,6 +18,10 @@ from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
 
 _TE = "transformer_engine"
+_CAUSAL_ALONE = (
+    "under context parallelism local attention masks the future and nothing else; expected none, or "
+    f"--transformer-impl {_TE}"
+)
 
 
 class Known:
@@ -116,10 +120,7 @@ def _check_local(args: Namespace, *, cuda: bool) -> None:
     }
     for option, given in masks.items():
         if given and args.context_parallel_size > 1:
-            raise UserError(
-                f"{option}: under context parallelism local attention masks the future and nothing else; expected "
-                f"none, or --transformer-impl {_TE}"
-            )
+            raise UserError(f"{option}: {_CAUSAL_ALONE}")
     if window is not None and not cuda:
         raise UserError(
             f"--window-size {_said(window)}: megatron-core makes the mask of a window on CUDA, and none is here; "
@@ -144,6 +145,9 @@ def check_config(config: Any, known: Known) -> None:
         if field.name in known.actions:
             defaults.append(known.actions[field.name].default)
         _check(f"{type(config).__name__}.{field.name}", getattr(config, field.name), defaults, known.rule(field.name))
+    window, parts = getattr(config, "window_size", None), getattr(config, "context_parallel_size", 1)
+    if window is not None and parts > 1 and getattr(config, "transformer_impl", None) == "local":
+        raise UserError(f"{type(config).__name__}.window_size {_said(window)}: {_CAUSAL_ALONE}")
     import torch
 
     for name in ("init_method", "output_layer_init_method", "embedding_init_method"):

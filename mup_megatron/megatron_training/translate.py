@@ -28,6 +28,10 @@ _TOKENIZERS = {
     "HuggingFaceTokenizer": "huggingface",
     "TikTokenizer": "tiktoken",
 }
+_YARN = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    "mscale_all_dim",
+)
 
 
 def config_of(
@@ -122,10 +126,7 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         fields["moe_ffn_hidden_size"] = _size("moe_ffn_hidden_size", config.ffn_hidden_size, config, settings)
     if config.multi_latent_attention:
         optional += ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"]
-        optional += ["v_head_dim", "rope_type"]
-        if config.rope_type == "yarn":
-            optional += ["rotary_scaling_factor", "original_max_position_embeddings"]
-            optional += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"]
+        optional += ["v_head_dim", "rope_type", *(_YARN if config.rope_type == "yarn" else ())]
         fields["num_query_groups"] = fields["kv_channels"] = None
     for name in optional:
         value = getattr(config, name, None)
@@ -165,12 +166,14 @@ def check_translation(theirs: Any, ours: Any) -> None:
     Raises:
         UserError: names a field that differs.
     """
-    latent = {"kv_channels", "num_query_groups"} if theirs.multi_latent_attention else set()
+    # Biases everywhere are biases of QKV too, whatever is said; MLA has no such sizes, its plain RoPE no such factors.
+    unread = {"add_qkv_bias"}
+    if theirs.multi_latent_attention:
+        unread |= {"kv_channels", "num_query_groups", *(() if theirs.rope_type == "yarn" else _YARN)}
     for field in dataclasses.fields(ours):
         name = field.name
         rule = known().rule(name)
-        # Biases everywhere are biases of QKV too, whatever is said; MLA has no such sizes.
-        if rule is None or (rule.kind, rule.why) != ("translated", "model") or name in {"add_qkv_bias", *latent}:
+        if rule is None or (rule.kind, rule.why) != ("translated", "model") or name in unread:
             continue
         value, read = getattr(theirs, name, None), getattr(ours, name)
         if value != read and not (callable(value) and _same(read, value)):

@@ -178,6 +178,7 @@ def arguments_of(built: Any) -> dict[str, Any]:
     return {
         "config": built.transformer,
         "max_sequence_length": built.seq_length,
+        "vocab_size": VOCABULARY,
         **{name: getattr(built, name) for name in names},
     }
 

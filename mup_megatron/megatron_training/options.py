@@ -34,7 +34,6 @@ DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size")
 """Sizes that upstream fills from others where they are not typed: only what was typed is a size of its own."""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the options name, read and checked; plain data of the sections of a config.

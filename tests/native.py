@@ -76,7 +76,7 @@ def native(rank: runtime.Rank, *, words: list[str]) -> dict[str, Any]:
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars, training
 
-    from mup_megatron import megatron_training, model
+    from mup_megatron import megatron_training, model, parametrization
     from mup_megatron.errors import UserError
     from mup_megatron.megatron_training.script import run_script
 
@@ -89,7 +89,7 @@ def native(rank: runtime.Rank, *, words: list[str]) -> dict[str, Any]:
             run_script([str(SCRIPT), *words])
             current = megatron_training.current()
             assert current is not None
-            found["vocabulary"] = current.parametrization.tensors[model.EMBEDDING].shape.spec.shape[0]
+            found["vocabulary"] = current.parametrization.tensors[parametrization.WORD_EMBEDDINGS].shape.spec.shape[0]
         except SystemExit as leaving:
             found["status"] = leaving.code
         except UserError as error:

@@ -83,6 +83,20 @@ def test_a_record_of_another_family(tmp_path: Path) -> None:
         _check_family(tmp_path / "transfer.json", make(MIXED, model__kv_channels=16))
 
 
+def test_a_record_of_a_vocabulary_padded_otherwise(tmp_path: Path) -> None:
+    """375 entries are 384 rows by multiples of 128 and of 64, and 512 by multiples of 256."""
+    runtime.prepare_process()
+    config = make(MIXED)
+    study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
+    record = make_record(
+        config, parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={}
+    )
+    write_record(tmp_path / "transfer.json", record)
+    _check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=64))
+    with pytest.raises(UserError, match=r"model\.make_vocab_size_divisible_by: 128 in the record, 256 in the config"):
+        _check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=256))
+
+
 @needs_training
 @pytest.mark.parametrize(
     ("record", "said"),

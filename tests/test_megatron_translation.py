@@ -17,9 +17,10 @@ from mup_megatron import runtime
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout
-from mup_megatron.megatron_training.options import add_options, read_options
-from mup_megatron.megatron_training.translate import config_of
-from mup_megatron.model import parametrize
+from mup_megatron.megatron_training.option_check import check_config
+from mup_megatron.megatron_training.options import add_options, known, read_options
+from mup_megatron.megatron_training.translate import check_translation, config_of
+from mup_megatron.model import core_config, parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.shapes import save_base_shapes
 from tests.configs import make
@@ -206,6 +207,43 @@ def test_translation_is_explain(name: str, tmp_path: Path) -> None:
         assert native[tensor] == row, tensor
     for tensor, rate in rates.items():
         assert native[tensor]["lr_multiplier"] == float(rate), tensor
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_model_that_is_built_is_the_one_that_was_read(name: str, tmp_path: Path) -> None:
+    """Field by field, upstream's TransformerConfig and the one that this project makes of the translation."""
+    runtime.prepare_process()
+    words, _, base, _ = ARCHITECTURES[name]
+    config, _, built, _ = translated(words, base, tmp_path)
+    config = runtime.resolve_auto(config)
+    forward = parametrize(config, VOCABULARY).forward
+    ours = core_config(config, config.model, forward, resolve_layout(config, 1), torch.device("cpu"))
+    check_config(built.transformer, known())
+    check_translation(built.transformer, ours)
+    built.transformer.layernorm_epsilon = 1e-3
+    with pytest.raises(
+        UserError, match=r"^TransformerConfig.layernorm_epsilon: 0.001 in the model that the script builds, 1e-05 by"
+    ):
+        check_translation(built.transformer, ours)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "multiple"),
+    [
+        ("", 384, 128),
+        ("--make-vocab-size-divisible-by 64", 384, 64),
+        ("", 512, 512),
+        ("--padded-vocab-size 380", 380, 380),
+    ],
+)
+def test_rows_of_the_vocabulary(words: str, rows: int, multiple: int, tmp_path: Path) -> None:
+    """375 entries: what they are padded to a multiple of gives the rows that upstream built, whatever the layout."""
+    _, args, built, settings = translated(
+        f"--hidden-size 128 --num-attention-heads 4 {words}", {"hidden_size": 64, "num_attention_heads": 2}, tmp_path
+    )
+    config = config_of(args, {**arguments_of(built), "vocab_size": rows}, settings, 375)
+    assert config.model.make_vocab_size_divisible_by == multiple
+    assert config.model.padded_vocab_size(375) == rows
 
 
 def test_head_size_that_follows_moves_the_softmax(tmp_path: Path) -> None:

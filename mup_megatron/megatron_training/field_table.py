@@ -11,6 +11,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("softmax_scale", "the softmax scale is the rules'; tune hparams.attention_multiplier instead"),
     ("fp8_param fp4_param fp8_dot_product_attention fp8_multi_head_attention", "the rules for it are not tested"),
     ("use_kitchen quant_recipe", "the rules for it are not tested"),
+    ("gtp_weight_remat_size expert_gtp_weight_remat_size", "weights are split over tensor-parallel ranks alone"),
     ("heterogeneous_block_specs", "no shim is known for its layers"),
     ("grad_norm_skip_threshold", "plain norms move with width, so no threshold holds for two sizes"),
 )
@@ -48,6 +49,11 @@ _HARMLESS: tuple[tuple[str, str], ...] = (
     ("inference_sampling_seed use_inference_optimized_layers hetereogenous_dist_checkpoint", "of generation"),
     ("moe_token_dropping moe_router_topk_limited_devices", "how many tokens an expert takes"),
 )
-_VERSIONS = {"grad_norm_skip_threshold": ">=0.18"}
+_VERSIONS = {
+    "grad_norm_skip_threshold": ">=0.18",
+    "gtp_weight_remat_size": ">=0.19",
+    "expert_gtp_weight_remat_size": ">=0.19",
+    "fp4_param": ">=0.17",
+}
 
 FIELDS = rules_of(_REFUSED, _TRANSLATED, _HARMLESS, _VERSIONS)

@@ -22,6 +22,8 @@ _CAUSAL_ALONE = (
     "under context parallelism local attention masks the future and nothing else; expected none, or "
     f"--transformer-impl {_TE}"
 )
+# Filled from the tensor-parallel sizes where they are not typed; `gtp_weight_remat_size` tells where they are more.
+_FILLED = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 
 
 class Known:
@@ -139,6 +141,8 @@ def check_config(config: Any, known: Known) -> None:
         UserError: names the field and what works.
     """
     for field in dataclasses.fields(config):
+        if field.name in _FILLED:
+            continue
         defaults = [field.default]
         if field.default_factory is not dataclasses.MISSING:
             defaults = [field.default_factory()]

@@ -30,7 +30,6 @@ from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.translate import check_translation, config_of
 from mup_megatron.model import (
-    EMBEDDING,
     INIT_METHODS,
     attach,
     check_recorded,
@@ -40,7 +39,7 @@ from mup_megatron.model import (
     parametrize,
 )
 from mup_megatron.optim import megatron_overrides
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.runtime import resolve_auto
 from mup_megatron.tuning.record import read_record, write_record
 
@@ -88,7 +87,7 @@ class MegatronRun:
     @property
     def _vocabulary(self) -> int:
         """Rows of the embedding."""
-        return self.parametrization.tensors[EMBEDDING].shape.spec.shape[0]
+        return self.parametrization.tensors[WORD_EMBEDDINGS].shape.spec.shape[0]
 
     def build(self, init: Callable[..., None], model: GPTModel, *args: Any, **kwargs: Any) -> None:
         """GPTModel's constructor with the shims in its layer specs; the chunk is then recorded, scaled and filled.

@@ -75,16 +75,15 @@ def two(ranks: Ranks) -> Ranks:
 def test_resume_with_another_padding(two: Ranks, tmp_path: Path) -> None:
     """Megatron pads 100 entries to 128 rows, and to 256 at TP 2; the guard says so, and what gives 128 there."""
     saved = str(tmp_path / "saved")
-    first = run(two, tmp_path, "--save", saved, "--save-interval", "1", "--ckpt-format", "torch_dist")
-    assert first["status"] == 0, first["said"]
-    loads = {"count": 2, "tensor_model_parallel_size": 2, "train_iters": 3, "lr_decay_iters": 2}
-    other = run(two, tmp_path, "--load", saved, **loads)
+    whole = run(two, tmp_path, "--save", saved, "--save-interval", "1", train_iters=3)
+    assert whole["status"] == 0, whole["said"]
+    loads = {"count": 2, "tensor_model_parallel_size": 2, "train_iters": 3}
+    other = run(two, tmp_path, "--load", saved, "--ckpt-step", "2", **loads)
     assert other["status"] == 2
     assert "its embedding has 128 rows for the vocabulary, this run's 256" in other["said"]
     assert "expected --make-vocab-size-divisible-by 64, which gives 128 rows here" in other["said"]
-    same = run(two, tmp_path, "--load", saved, make_vocab_size_divisible_by=64, **loads)
+    same = run(two, tmp_path, "--load", saved, "--ckpt-step", "2", make_vocab_size_divisible_by=64, **loads)
     assert same["status"] == 0, same["said"]
-    whole = run(two, tmp_path, train_iters=3, lr_decay_iters=2)
     assert same["losses"] == pytest.approx(whole["losses"][2:], abs=1e-5)
 
 
@@ -111,13 +110,6 @@ def test_refused_before_upstream_fails(words: str, said: str, ranks: Ranks, tmp_
     assert found["status"] == 2
     assert said in found["said"]
     assert found["losses"] == []
-
-
-@needs_training
-def test_window_under_context_parallelism(two: Ranks, tmp_path: Path) -> None:
-    found = run(two, tmp_path, "--window-size", "4,0", count=2, context_parallel_size=2)
-    assert found["status"] == 2
-    assert "--window-size 4,0: under context parallelism local attention has no windows" in found["said"]
 
 
 def test_a_lone_process_binds_a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_refused(words: str, why: str) -> None:
 @needs_training
 def test_every_refused_option_is_tried() -> None:
     parser()
-    there = {known().typed(name) for name in known().actions if known().rule(name).kind == "refused"}  # type: ignore[union-attr]
+    there = {known().typed(name) for name in known().actions if known().rule(name).kind == "refused"}
     assert there == {words.split()[0] for words, _ in CASES}
 
 

@@ -1,10 +1,10 @@
 """What a checkpoint records beyond weights, how it is written whole or not at all, and the guard on resume.
 
-Public names: `Checkpoints`, `make_record`, `check_resume`, `hash_files`.
+Public names: `Checkpoints`, `make_record`, `check_resume`, `check_folder`, `hash_files`.
 
 A checkpoint is a folder `step_00000100/`: weights and optimizer (engines/state.py), random states, `mup.json` (format,
-step, config, layout, base shapes, multipliers, data and its position, tokenizer, versions) and `SHA256SUMS`, which
-`sha256sum -c` reads. It is written under another name and renamed when every rank is done.
+step, config, layout, base shapes, multipliers, data and its position, tokenizer, versions, files) and `SHA256SUMS` of
+all of them, which `sha256sum -c` reads. It is written under another name and renamed when every rank is done.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from mup_megatron.parametrization import Parametrization
 FORMAT = 2
 RECORD = "mup.json"
 SUMS = "SHA256SUMS"
+METRICS = "metrics.jsonl"
+"""File, in a run's folder, of its steps and evaluations."""
 _MOST_DIFFERENCES = 20
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "mup-megatron")
 
@@ -61,13 +63,10 @@ def make_record(
     config: Config, parametrization: Parametrization, layout: Layout, data_digest: str, step: int
 ) -> dict[str, Any]:
     """What is written beside the weights, as plain data."""
-    settings = config.model_dump()
-    # The schedule's length decides every rate; the number of steps as such does not.
-    settings["training"]["lr_decay_steps"] = config.training.lr_decay_steps or config.training.train_steps
     return {
         "format": FORMAT,
         "step": step,
-        "config": settings,
+        "config": _settings(config.model_dump()),
         "layout": {name: value for name, value in dataclasses.asdict(layout).items() if name != "stages"},
         "data_digest": data_digest,
         "tokenizer": config.data.tokenizer.model_dump(),
@@ -84,12 +83,18 @@ def make_record(
     }
 
 
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A config as a checkpoint keeps it: the schedule's length decides every rate, the number of steps does not."""
+    training = config["training"]
+    return {**config, "training": {**training, "lr_decay_steps": training["lr_decay_steps"] or training["train_steps"]}}
+
+
 _ADVICE = "change the config back, choose another run.dir, or name a deliberate change with --allow-change KEY"
 
 
 def check_resume(
     found: dict[str, Any], current: dict[str, Any], where: Path, allowed: Iterable[str] = (), advice: str = _ADVICE
-) -> None:
+) -> list[dict[str, Any]]:
     """The guard: a checkpoint of another model, parametrization or hyperparameter does not go on as if it were this.
 
     Args:
@@ -99,22 +104,79 @@ def check_resume(
         allowed: keys whose change is deliberate (`--allow-change`).
         advice: what to do about it, for the message.
 
+    Returns:
+        The deliberate changes: {"step", "key", "before", "now"}.
+
     Raises:
         UserError: a table of the keys that differ, with both values.
     """
-    allowed = (*_FREE, *allowed)
     before, now = _flatten(_compared(found)), _flatten(_compared(current))
-    differences = [
-        (key, shown(before.get(key)), shown(now.get(key)))
-        for key in sorted(set(before) | set(now))
-        if before.get(key) != now.get(key) and not any(key == free or key.startswith(free + ".") for free in allowed)
+    changed = [
+        key for key in sorted(set(before) | set(now)) if before.get(key) != now.get(key) and not _within(key, _FREE)
     ]
+    allowed = tuple(allowed)
+    differences = [(key, shown(before.get(key)), shown(now.get(key))) for key in changed if not _within(key, allowed)]
     if differences:
         raise UserError(
             f"{where}: the checkpoint does not belong to this config; {advice}",
             _table([("key", "checkpoint", "config"), *differences[:_MOST_DIFFERENCES]])
             + [f"... and {len(differences) - _MOST_DIFFERENCES} more"] * (len(differences) > _MOST_DIFFERENCES),
         )
+
+    return [{"step": found["step"], "key": key, "before": before.get(key), "now": now.get(key)} for key in changed]
+
+
+def _within(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)
+
+
+def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
+    """Before a command writes anything: what a run's folder holds of its target is this config's, or stays as it is.
+
+    A target without a checkpoint that did not end is no such thing: it starts again from step 0.
+
+    Args:
+        config: the run, `auto` resolved, with the values that it is to train with.
+        allowed: keys whose change is deliberate (`--allow-change`).
+
+    Returns:
+        Whether a target is there.
+
+    Raises:
+        UserError: it was trained with other settings, or further than this config goes.
+    """
+    directory, training = Path(config.run.dir), config.training
+    checkpoints = Checkpoints(directory / "checkpoints", training.checkpoints_kept)
+    for path in checkpoints.newest_first():
+        try:
+            found, where = checkpoints.read(path), path
+            break
+        except UserError:  # it is damaged; what loads it says so
+            continue
+    else:
+        ended = _ended(directory)
+        if ended is None:
+            return False
+        found, where = ended, directory / METRICS
+    current = {**found, "config": _settings(config.model_dump())}
+    check_resume(found, current, where, allowed)
+    if found["step"] > training.train_steps:
+        raise config.error(
+            "training.train_steps", f"{training.train_steps}, but {where} holds {found['step']} steps of this run"
+        )
+    return True
+
+
+def _ended(directory: Path) -> dict[str, Any] | None:
+    """Of a target that took all its steps and kept no checkpoint: what a checkpoint would record of its settings."""
+    try:
+        settings = json.loads((directory / "explain.json").read_text(encoding="utf-8"))["config"]
+        steps = [json.loads(line)["step"] for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
+        if max(steps, default=0) < settings["training"]["train_steps"]:
+            return None
+        return {"config": _settings(settings), "step": max(steps), "data_digest": None, "base_shapes": None}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -183,6 +245,9 @@ class Checkpoints:
     def problem(self, path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
         """What is wrong with a checkpoint's files, by their checksums; None if nothing is.
 
+        Every file that is there has a checksum, and every one that the record lists is there, so that none is loaded
+        unverified.
+
         Args:
             path: the checkpoint.
             share: (i, n): only every n-th file, from the i-th on, so that n ranks check a checkpoint together.
@@ -194,6 +259,15 @@ class Checkpoints:
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
         if len(sums) != len(lines) or RECORD not in sums:
             return f"{SUMS} is cut short"
+        try:
+            unlisted = {entry.name for entry in path.iterdir()} - {SUMS} - set(sums)
+            recorded = json.loads((path / RECORD).read_text(encoding="utf-8")).get("files", [])
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return f"{RECORD} cannot be read"
+        if unlisted:
+            return f"{min(unlisted)} is not in {SUMS}"
+        if lost := [str(name) for name in recorded if name not in sums]:
+            return f"{min(lost)}, which {RECORD} lists, is not in {SUMS}"
         for name in sorted(sums)[share[0] :: share[1]]:
             if "/" in name or not (path / name).is_file():
                 return f"{name} is missing"
@@ -227,7 +301,7 @@ class Checkpoints:
             sums: of every other file in the folder, from `hash_files`.
         """
         partial, final = self.partial(step), self.directory / f"step_{step:08d}"
-        _write(partial / RECORD, json.dumps(record, indent=1))
+        _write(partial / RECORD, json.dumps({**record, "files": sorted(sums)}, indent=1))
         sums = {**sums, RECORD: _sha256(partial / RECORD)}
         _write(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
         shutil.rmtree(final, ignore_errors=True)

@@ -1,19 +1,20 @@
 """What the parametrization does to every tensor, under the config's layout: for people a table, for programs JSON.
 
-Public names: `explain`, `holds`, `print_table`, `family`. No process group is started and no weight is allocated.
+Public names: `explain`, `holds`, `print_table`, `family`, `shown_init`. No process group is started, no weight
+allocated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mup_megatron.config import Config, growing_sizes
 from mup_megatron.init import local_shape
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
-from mup_megatron.shapes import InfDim, expert_number, layer_number
+from mup_megatron.shapes import InfDim, Init, expert_number, layer_number
 
 
 def explain(
@@ -21,8 +22,9 @@ def explain(
 ) -> dict[str, Any]:
     """Every parameter that `rank` holds, as plain data (ARCHITECTURE: explain --json).
 
-    `growth` holds every size that grows, also what follows from others without being named (`GrowingSize`). Where a
-    tensor holds several blocks, `fan_out`, `m_out` and `init_std` are told per block and null at the top.
+    `growth` holds every size that grows, also what follows from others without being named (`GrowingSize`). `init` is
+    normal, ones or zeros. Where a tensor holds several blocks, `fan_out`, `m_out` and `init_std` are told per block and
+    null at the top.
 
     Args:
         config: the run.
@@ -121,6 +123,7 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict
         "m_out": None if blocks else float(shape.fan_out.ratio),
         "blocks": blocks,
         "forward_multiplier": tensor.forward_multiplier,
+        "init": _init(tensor),
         "init_std": None if blocks else tensor.init_std[None],
         "lr": tensor.lr,
         "lr_multiplier": tensor.lr_multiplier,
@@ -207,7 +210,7 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
             _blocks({block: _ratio(dim) for block, dim in shape.fan_outs.items()}),
             _blocks({block: f"{std:.4g}" for block, std in tensor.init_std.items()})
             if any(tensor.init_std.values())
-            else shape.spec.init.value,
+            else _init(tensor),
             _times(tensor.forward_multiplier),
         )
         row = (
@@ -219,6 +222,21 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
         )
         families[row] = families.get(row, 0) + 1
     return [(f"{row[0]} ({count}×)" if count > 1 else row[0], *row[1:]) for row, count in families.items()]
+
+
+def _init(tensor: TensorHyperparameters) -> str:
+    """What a tensor starts as."""
+    return "ones" if tensor.shape.spec.init is Init.ONES else "normal" if any(tensor.init_std.values()) else "zeros"
+
+
+def shown_init(parameter: Mapping[str, Any]) -> str:
+    """A parameter's initial values in words: the standard deviation, of every block its own, else ones or zeros."""
+    std = parameter["init_std"]
+    if parameter.get("blocks"):
+        std = {block["name"]: block["init_std"] for block in parameter["blocks"]}
+    if isinstance(std, Mapping):
+        return _blocks({block: f"{value:.4g}" for block, value in std.items()})
+    return f"{std:.4g}" if std else parameter.get("init", "0")
 
 
 def family(name: str) -> str:

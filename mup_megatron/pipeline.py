@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from mup_megatron import runtime, train
+from mup_megatron.checkpoint import check_folder
 from mup_megatron.config import Config, parse_config
 from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
 from mup_megatron.engines import refuse
@@ -30,7 +31,15 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
 from mup_megatron.run_directory import CONTROLS, PLAN, Busy, own_run_directory
 from mup_megatron.tuning import Stopped, budget, record
-from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
+from mup_megatron.tuning.space import (
+    Value,
+    check_overrides,
+    key_of,
+    proxy_config,
+    value_of,
+    values_of,
+    with_values,
+)
 
 _BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
@@ -65,11 +74,11 @@ def run_pipeline(
     with own_run_directory(directory, rank, ".pipeline.lock"), Progress(rank.is_first) as progress:
         meeting = runtime.Meeting(rank)
         if rank.is_first:
-            meeting.tell("tune", json.dumps(_decide(config, rank, progress)))
+            meeting.tell("tune", json.dumps(_decide(config, rank, progress, allowed_changes)))
         if json.loads(meeting.await_told("tune")):
             _tune(config, layout, rank, meeting, progress)
         if rank.is_first:
-            meeting.tell("values", json.dumps(_values(config, progress)))
+            meeting.tell("values", json.dumps(_values(config, progress, allowed_changes)))
         config = with_values(config, json.loads(meeting.await_told("values")))
         if only:
             meeting.part(rank)
@@ -117,19 +126,44 @@ def apply_record(config: Config) -> tuple[Config, dict[str, Any]]:
     found = record.read_record(path, config)
     if found is None:
         raise config.error("tuning.record", f"no such file: {path}; expected a transfer record (mup-megatron tune)")
-    return with_values(config, found["values"]), found
+    return with_values(config, _transferred(config, found)), found
 
 
-def _values(config: Config, progress: Progress) -> dict[str, Value]:
+def _values(config: Config, progress: Progress, allowed: tuple[str, ...]) -> dict[str, Value]:
     """The values to train with: the record's, else the config's own."""
     found = record.read_record(record.record_path(config), config)
     if found is None:
         return {}
-    untuned = {name: value for name, value in found["values"].items() if name not in found["tuned"]}
-    for name, value in untuned.items():
-        if (given := values_of(config).get(name)) not in (None, value):
-            progress.say(f"hparams.{name}: {value} as it was while tuning, not {given}")
-    return found["values"]
+    values, given = _transferred(config, found, allowed), values_of(config)
+    for name, value in found["values"].items():
+        if values[name] != value:
+            progress.say(f"{key_of(name)}: {values[name]} as given, not {value} of the record (--allow-change)")
+        elif name not in found["tuned"] and given.get(name) not in (None, value):
+            progress.say(f"{key_of(name)}: {value} as it was while tuning, not {given[name]}")
+    return values
+
+
+def _transferred(config: Config, found: dict[str, Any], allowed: tuple[str, ...] = ()) -> dict[str, Value]:
+    """The record's values, but for those that were given on the command line and may differ.
+
+    Raises:
+        ConfigError: one that was given on the command line and may not; it would be dropped.
+    """
+    values = dict(found["values"])
+    for name, value in found["values"].items():
+        key, given = key_of(name), value_of(config, name)
+        if given == value or not config.is_overridden(key):
+            continue
+        if key not in allowed:
+            tuned = "tuned" if name in found["tuned"] else "tuned with"
+            raise config.error(
+                key,
+                f"{given} is given, and {record.record_path(config)} says {value} ({tuned}), which a transfer takes; "
+                "expected no such override, or `train`, which trains with the values of hparams:, or pipeline "
+                f"--allow-change {key}",
+            )
+        values[name] = given
+    return values
 
 
 def _smallest_layout(config: Config) -> Layout:
@@ -138,8 +172,11 @@ def _smallest_layout(config: Config) -> Layout:
     return resolve_layout(config, smallest_world(config))
 
 
-def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
-    """Whether to tune; the first rank says the plan, and prepares the data for all."""
+def _decide(config: Config, rank: runtime.Rank, progress: Progress, allowed: tuple[str, ...] = ()) -> bool:
+    """Whether to tune; the first rank says the plan, and prepares the data for all.
+
+    What the folder holds already is looked at before anything is written, and stays if it is another run's.
+    """
     path = record.record_path(config)
     found = record.read_record(path, config)
     tune = found is None and config.tuning.run != "never"
@@ -154,12 +191,13 @@ def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
         )
     if config.tuning.run == "never" and found is None and config.tuning.record is not None:
         raise config.error("tuning.record", f"no such file: {path}")
-    plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=tune)
+    _check_folder(config, found, tune, allowed)
     directory = Path(config.run.dir)
-    write_whole(directory / PLAN, json.dumps({**plan.as_json(), "extrapolated": record.extrapolated(config)}, indent=1))
+    plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=tune)
     if tune:
         _check_proxy(config)
         _check_writable(path, config)
+        _check_study(config)
         for line in budget.lines(config, plan):
             progress.say(line)
         budget.check_share(config, plan)
@@ -168,8 +206,37 @@ def _decide(config: Config, rank: runtime.Rank, progress: Progress) -> bool:
         progress.say(f"{path}: tuned values of this family, found {found['created']}; nothing to tune")
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
+    if tune or config.tuning.run != "only":
+        extrapolated = record.extrapolated(config, found)
+        write_whole(directory / PLAN, json.dumps({**plan.as_json(), "extrapolated": extrapolated}, indent=1))
     prepare(config, progress.say)
     return tune
+
+
+def _check_folder(config: Config, found: dict[str, Any] | None, tune: bool, allowed: tuple[str, ...]) -> None:
+    """What the folder holds of a target is of this config. Raises UserError."""
+    if found is not None:
+        check_folder(with_values(config, _transferred(config, found, allowed)), allowed)
+    elif not tune:
+        check_folder(config, allowed)
+    else:
+        check_overrides(config, allowed)
+        # More trials for a target that is there already; it stays what it is.
+        begun = check_folder(config, (*allowed, *map(key_of, values_of(config))))
+        if begun and config.tuning.run != "only":
+            raise config.error(
+                "run.dir",
+                f"{config.run.dir} holds a target that trained with the values of hparams:, and tuning would find "
+                "others; expected another run.dir, or `train` to go on with it",
+            )
+
+
+def _check_study(config: Config) -> None:
+    """The study that is there, if any, is of this config. Raises UserError."""
+    from mup_megatron.tuning.study import Study
+
+    if any((Path(config.run.dir) / "tuning").glob("trial-*")):
+        Study(config).check()
 
 
 def _check_proxy(config: Config) -> None:

@@ -23,7 +23,7 @@ import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron import runtime
-from mup_megatron.checkpoint import Checkpoints, check_resume, hash_files, make_record
+from mup_megatron.checkpoint import METRICS, Checkpoints, check_folder, check_resume, hash_files, make_record
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
@@ -93,6 +93,8 @@ def train(
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
         if rank.is_first:
+            if watcher is None:  # a trial's own study guards it
+                check_folder(config, allowed_changes)
             prepare(
                 config, progress.say, verified=directory / VERIFIED
             )  # the others wait for rank 0 where the process groups start
@@ -105,9 +107,11 @@ def train(
         latest = _newest_sound(checkpoints, rank, progress)
         found = checkpoints.read(latest) if latest else None
         if latest is not None and found is not None:
-            check_resume(found, record, latest, allowed_changes)
+            changes = check_resume(found, record, latest, allowed_changes)
+            record["changes"] = [*found.get("changes", []), *changes]
         if rank.is_first:
-            _describe(directory, config, explain(config, parametrization, layout))
+            explanation = explain(config, parametrization, layout)
+            _describe(directory, config, {**explanation, "changes": record.get("changes", [])})
             progress.say(
                 f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
                 f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "
@@ -321,7 +325,7 @@ class Metrics:
         """Losses, by step, of the evaluations that earlier processes made; on rank 0 alone."""
         if not rank.is_first:
             return
-        self._path = path = directory / "metrics.jsonl"
+        self._path = path = directory / METRICS
         kept = [line for line in _lines(path) if line["step"] <= start]
         self.evaluations = {line["step"]: line["eval_loss"] for line in kept if "eval_loss" in line}
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))

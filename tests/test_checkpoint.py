@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,35 @@ def test_damage_is_recognised(tmp_path: Path, name: str, damage: Any) -> None:
     assert checkpoints.problem(path)
     shares = [checkpoints.problem(path, (i, 2)) for i in range(2)]
     assert any(shares)
+
+
+def test_every_file_is_listed(tmp_path: Path) -> None:
+    """Each line of the checksums taken out in turn, with its file and without; then a file that nothing lists."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", kept=2)
+    folder = checkpoints.begin(5)
+    for name in ("weights", "common.pt", ".metadata"):
+        (folder / name).write_text(name)
+    path = checkpoints.commit(5, {**record(), "step": 5}, hash_files(folder))
+    assert checkpoints.read(path)["files"] == [".metadata", "common.pt", "weights"]
+    assert checkpoints.problem(path) is None
+    lines = (path / SUMS).read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    for line in lines:
+        name = line.split()[1]
+        without = shutil.copytree(path, tmp_path / "without")
+        (without / SUMS).write_text("".join(other for other in lines if other != line))
+        expected = f"{SUMS} is cut short" if name == RECORD else f"{name} is not in {SUMS}"
+        for share in ((0, 1), (0, 4), (3, 4)):
+            assert checkpoints.problem(without, share) == expected
+        (without / name).unlink()
+        expected = f"{SUMS} is cut short" if name == RECORD else f"{name}, which {RECORD} lists, is not in {SUMS}"
+        assert checkpoints.problem(without) == expected
+        shutil.rmtree(without)
+    (path / "__1_0.distcp").write_text("planted")
+    assert checkpoints.problem(path) == f"__1_0.distcp is not in {SUMS}"
+    (path / "__1_0.distcp").unlink()
+    (path / "folder").mkdir()
+    assert checkpoints.problem(path) == f"folder is not in {SUMS}"
 
 
 def test_checksums_are_sha256sum_s(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,21 @@ def test_prepared_once(tmp_path: Path, numbers: Path) -> None:
     said.clear()
     assert prepare(null(tmp_path, numbers), said.append) == first
     assert not said
-    numbers.write_text(numbers.read_text() + '{"text": "1 2 3"}\n')
-    second = prepare(null(tmp_path, numbers))
-    assert second.documents == first.documents + 1
-    assert second.digest != first.digest
-    assert (tmp_path / "data" / "corpus.bin").stat().st_mtime_ns > stamp
+    assert (tmp_path / "data" / "corpus.bin").stat().st_mtime_ns == stamp
+
+
+def test_data_of_another_run_are_not_replaced(tmp_path: Path, numbers: Path) -> None:
+    """Other settings, or a source file that has changed: one sentence, and the data stay."""
+    first = prepare(null(tmp_path, numbers))
+    written = {path.name: path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    other = null(tmp_path, numbers, data__json_key="other")
+    numbers.write_text(numbers.read_text() + '{"text": "1 2 3", "other": "4"}\n')
+    for changed in (null(tmp_path, numbers), other):
+        with pytest.raises(UserError, match=r"data\.dir: .*data holds data that were prepared with other settings"):
+            prepare(changed)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "data").iterdir()} == written
+    shutil.rmtree(tmp_path / "data")
+    assert prepare(null(tmp_path, numbers)).documents == first.documents + 1
 
 
 def test_a_damaged_record_is_made_again(tmp_path: Path, numbers: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from mup_megatron import cli
 from mup_megatron.report.page import write_page
-from mup_megatron.report.run import Curve, Run, read_run
+from mup_megatron.report.run import Curve, Run
 from mup_megatron.report.summary import _verdict
 from mup_megatron.run_directory import CONTROLS
 from tests.commands import metrics
@@ -119,9 +119,9 @@ def test_what_the_page_holds(whole: Path) -> None:
 
 def test_names_from_a_config_stay_text(whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole / "run", tmp_path / "run")
-    config = (run / "config.yaml").read_text()
-    name = read_run(run).config["run"]["name"]
-    (run / "config.yaml").write_text(config.replace(f"name: {name}", "name: <script>alert(1)</script>", 1))
+    explained = json.loads((run / "explain.json").read_text())
+    explained["config"]["run"]["name"] = "<script>alert(1)</script>"
+    (run / "explain.json").write_text(json.dumps(explained))
     text = write_page(run).read_text()
     assert "<script>alert(1)" not in text
     assert "&lt;script&gt;alert(1)" in text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import runtime
+from mup_megatron import cli, runtime
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
@@ -136,7 +136,7 @@ def test_a_verdict_and_its_control(tmp_path: Path) -> None:
     """Minima that stay pass, and those that move by an octave per doubling fail, by drift and by cost."""
     config = config_of(tmp_path)
     still = result_of(config, asked(config), bowl({"mup": 0.1, "standard": -1}))
-    assert still["passed"]
+    assert (still["verdict"], still["passed"]) == ("passed", True)
     rows = still["lines"]["mup"]["rows"]
     assert rows[0]["drift"]["octaves"] == pytest.approx(0.3)
     assert rows[0]["cost"] == 0
@@ -166,8 +166,21 @@ def test_a_verdict_and_its_control(tmp_path: Path) -> None:
 def test_edges_and_divergence(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     edge = result_of(config, asked(config, values="1e-3,2e-3,4e-3"), bowl({"mup": 0, "standard": 0}))
-    assert not edge["passed"]
-    assert edge["lines"]["mup"]["reasons"][0].startswith("64: the highest lr that was tried is the best")
+    assert (edge["verdict"], edge["passed"], edge["lines"]["mup"]["reasons"]) == ("undecided", False, [])
+    assert [line[:47] for line in edge["lines"]["mup"]["open"]] == [
+        "64: the highest lr that was tried is the best; ",
+        "512: the highest lr that was tried is the best;",
+    ]
+    said = stability.lines(edge)
+    assert said[-1] == (
+        "undecided: mup's best lr lies beyond the values that were tried, so whether it stays is not known"
+    )
+    assert not any("does not stay" in line for line in said)
+    # The small model's best is 8e-3; the large one's is 1.6e-2 or beyond, an octave higher at least.
+    beyond = result_of(config, asked(config, values="4e-3,8e-3,1.6e-2"), bowl({"mup": 1, "standard": 0}))
+    assert beyond["verdict"] == "failed"
+    assert "the best lr moves by +1.00 octaves or more to 512" in beyond["lines"]["mup"]["reasons"]
+    assert stability.lines(beyond)[-1] == "failed: mup's best lr does not stay"
     assert title(edge, "mup")[1].endswith(", may lie beyond what was tried")
 
     def diverges(run: Any) -> float:
@@ -178,6 +191,23 @@ def test_edges_and_divergence(tmp_path: Path) -> None:
     assert partly["lines"]["mup"]["rows"][-1]["losses"][-1] == [None] * 3
     with pytest.raises(UserError, match="mup, width 512: no value of lr has a finite loss"):
         result_of(config, asked(config), lambda run: math.inf if run.factor == 8 else 3.0)
+
+
+@pytest.mark.parametrize(("moves", "values", "status"), [(0, "", 0), (-1, "", 1), (0, "1e-3,2e-3,4e-3", 3)])
+def test_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: float, values: str, status: int
+) -> None:
+    """Passed, failed, undecided: of losses that are given, so that nothing trains."""
+    config = config_of(tmp_path)
+    found = result_of(config, asked(config, values=values), bowl({"mup": moves, "standard": 0}))
+    monkeypatch.setattr(stability, "stability", lambda *_arguments, **_options: found)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
+    words = ["stability", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    (tmp_path / "out").mkdir()
+    assert cli.run(words) == status
+    written = json.loads((tmp_path / "out" / "lr-width.json").read_text())
+    assert written["verdict"] == {0: "passed", 1: "failed", 3: "undecided"}[status]
+    assert (tmp_path / "out" / "lr-width.png").stat().st_size > 10_000
 
 
 def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,7 +377,11 @@ def test_the_choice_by_hand(tmp_path: Path) -> None:
     assert choice.noise == pytest.approx(math.sqrt(0.0101))
     # 0.04 apart, two standard errors are 2 · 0.1005 · sqrt(1/2 + 1/2) = 0.2010.
     assert [(c.slot, c.within_noise) for c in choice.candidates] == [(1, False), (0, True)]
-    assert choice.interior == {"lr": True}
+    # Searched from 1e-3 to 1e-1. Below 0.03 log(3) was tried down to 0.01, log(10) was not; above all of it was.
+    assert choice.interior == {"lr": False}
+    assert choice.ranges == {"lr": {"low": 1e-3, "high": 1e-1, "log": True}}
+    low = [trial(9, None, state="failed", lr=0.004)]  # log(7.5) and log(4)
+    assert choose(study_config(tmp_path), [*trials, *low]).interior == {"lr": True}
     assert choice.as_json()["trials"][6]["loss"] is None
 
 

@@ -128,7 +128,8 @@ def _factors(words: str, option: str = "--widths") -> list[int]:
 
 
 @app.command(
-    epilog="Example: mup-megatron stability configs/demo.yaml --over lr --across width --sizes 1,2,4 --seeds 3"
+    epilog="Exit status: 0 passed, 1 failed, 3 undecided (the best value lies beyond those tried), 2 bad input. "
+    "Example: mup-megatron stability configs/demo.yaml --over lr --across width --sizes 1,2,4 --seeds 3"
 )
 def stability(
     config: ConfigPath,
@@ -192,7 +193,9 @@ def stability(
         if as_json and rank.is_first:
             print(json.dumps(found, indent=1))
 
-    return _grid(body, workers, as_json) or (0 if all(result["passed"] for result in found) else 1)
+    status = _grid(body, workers, as_json)
+    verdicts = [result["verdict"] for result in found]
+    return status or (1 if "failed" in verdicts else 3 if "undecided" in verdicts else 0)
 
 
 def _grid(body: Callable[[Any, int, Callable[[str], None]], None], workers: int | None, as_json: bool) -> int:

@@ -175,17 +175,19 @@ def transfer(
     from mup_megatron.model import parametrize
     from mup_megatron.pipeline import apply_record
     from mup_megatron.report.summary import print_transfer
-    from mup_megatron.tuning.record import becomes
+    from mup_megatron.tuning.record import becomes, extrapolated, remarks
 
     transferred, record = apply_record(settings)
     on_target = becomes(transferred, parametrize(transferred, known_vocab_size(settings)), layout)
     if output:
         never = transferred.model_copy(update={"tuning": transferred.tuning.model_copy(update={"run": "never"})})
         write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")
+    said = remarks(record, extrapolated(transferred, record))
     if as_json:
-        print(json.dumps({"values": record["values"], "tuned": record["tuned"], "becomes": on_target}, indent=1))
+        shown = {"values": record["values"], "tuned": record["tuned"], "becomes": on_target, "remarks": said}
+        print(json.dumps(shown, indent=1))
         return
-    print_transfer(record, on_target, console())
+    print_transfer(record, on_target, said, console())
 
 
 @app.command(epilog="Example: mup-megatron plan configs/gpt3/6.7b.yaml --world-size 64")

@@ -53,7 +53,9 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
         raise UserError(f"{source}: expected sections such as run:, model: and training:, found {type(data).__name__}")
     for key, value in (overrides or {}).items():
         override(data, key, value, source)
-    return parse_config(data, source)
+    config = parse_config(data, source)
+    config._overrides = frozenset(overrides or ())
+    return config
 
 
 def parse_config(data: dict[str, Any], source: str | None = None) -> Config:

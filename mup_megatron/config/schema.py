@@ -414,6 +414,7 @@ class Config(Section):
     tuning: Tuning = Tuning()
     slurm: Slurm = Slurm()
     _source: str | None = PrivateAttr(default=None)
+    _overrides: frozenset[str] = PrivateAttr(default=frozenset())
 
     @property
     def num_layers_base(self) -> int:
@@ -444,6 +445,10 @@ class Config(Section):
     def source(self) -> str | None:
         """The file that this was read from, for messages and relative paths."""
         return self._source
+
+    def is_overridden(self, key: str) -> bool:
+        """Whether a dotted key was given beside the file (`key.path=value`), by itself or with its section."""
+        return any(key == given or key.startswith(given + ".") for given in self._overrides)
 
     def error(self, key: str, problem: str) -> ConfigError:
         """The error to raise for `key` of this config."""

@@ -82,6 +82,7 @@ def prepare(
     found = _read_record(directory / _RECORD, digest)
     if found and problem(directory, found.files, verified) is None:
         return found
+    _refuse_other_data(directory / _RECORD)
     _make_directory(directory)
     try:
         with hold(directory / _LOCK, say, f"prepares {directory}"):
@@ -244,6 +245,19 @@ def _read_record(path: Path, digest: str) -> Prepared | None:
         return None
     whole = all(os.path.exists(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
     return prepared if whole and (not prepared.tokenizer or os.path.exists(prepared.tokenizer)) else None
+
+
+def _refuse_other_data(path: Path) -> None:
+    """What a run was trained on is not replaced. Raises UserError where whole data of other settings are there."""
+    try:
+        other = _read_record(path, json.loads(path.read_text(encoding="utf-8"))["digest"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if other is not None and (other.tokenizer or any(Path(prefix).parent == path.parent for prefix in other.blend[0])):
+        raise UserError(
+            f"data.dir: {path.parent} holds data that were prepared with other settings of data: or from source files "
+            "that have changed; expected another data.dir or run.dir, or that folder removed if no run needs it"
+        )
 
 
 def _non_empty(config: Config) -> list[str]:

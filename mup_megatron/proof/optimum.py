@@ -1,6 +1,7 @@
 """Where the loss over a hyperparameter is least, how far that moves from size to size, and what moving costs.
 
-Public names: `Curve`, `Minimum`, `minimum`, `drift`, `transfer_cost`, `wider_is_worse`, `pooled_noise`. Plain numbers.
+Public names: `Curve`, `Minimum`, `minimum`, `drift`, `moves_at_least`, `transfer_cost`, `wider_is_worse`,
+`pooled_noise`. Plain numbers.
 """
 
 from __future__ import annotations
@@ -106,6 +107,27 @@ def drift(small: Minimum, large: Minimum) -> tuple[float, float] | None:
     if small.value is None or large.value is None:
         return None
     return math.log2(large.value / small.value), math.hypot(small.error or 0.0, large.error or 0.0)
+
+
+def moves_at_least(small: Minimum, large: Minimum) -> float | None:
+    """How far the minimum moves at least, where one or both lie beyond what was tried.
+
+    Returns:
+        Octaves, less two standard errors of the one that is known; None where the minima may be the same.
+    """
+
+    def between(least: Minimum) -> tuple[float, float]:
+        if not isinstance(least.tried, float) or (least.value is None and least.edge is None):
+            return -math.inf, math.inf
+        if least.value is not None:
+            place, error = math.log2(least.value), 2 * (least.error or 0.0)
+            return place - error, place + error
+        place = math.log2(least.tried)
+        return (-math.inf, place) if least.edge == "low" else (place, math.inf)
+
+    (small_low, small_high), (large_low, large_high) = between(small), between(large)
+    up, down = large_low - small_high, large_high - small_low
+    return up if up > 0 else down if down < 0 else None
 
 
 def transfer_cost(small: Curve, large: Curve) -> float:

@@ -26,6 +26,7 @@ from mup_megatron.proof.optimum import (
     Curve,
     drift,
     minimum,
+    moves_at_least,
     pooled_noise,
     transfer_cost,
     wider_is_worse,
@@ -288,7 +289,8 @@ def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Map
         "judged": judged,
         "over": asked.over,
         "across": asked.across,
-        "passed": not found[judged]["reasons"],
+        "verdict": (verdict := _verdict(found[judged])),
+        "passed": verdict == "passed",
         "bounds": BOUNDS,
         "values": asked.values,
         "sizes": [{"factor": factor, "size": size} for factor, size in sizes.items()],
@@ -324,21 +326,43 @@ def _line(held: Mapping[int, Curve], sizes: Mapping[int, int], asked: Question) 
         sizes[large]: wider_is_worse(held[small], held[large], noise) for small, large in itertools.pairwise(order)
     }
     judged = rows[order.index(asked.least)]
-    return {"noise": noise, "rows": rows, "larger_is_worse": worse, "reasons": _reasons(judged, rows[-1], asked)}
+    return {
+        "noise": noise,
+        "rows": rows,
+        "larger_is_worse": worse,
+        "reasons": _reasons(judged, rows[-1], asked, moves_at_least(least[asked.least], least[largest])),
+        "open": _open(judged, rows[-1], asked),
+    }
 
 
-def _reasons(small: Mapping[str, Any], large: Mapping[str, Any], asked: Question) -> list[str]:
+def _verdict(line: Mapping[str, Any]) -> str:
+    """Failed where the optimum moves, undecided where it may lie beyond what was tried, else passed."""
+    return "failed" if line["reasons"] else "undecided" if line["open"] else "passed"
+
+
+def _open(small: Mapping[str, Any], large: Mapping[str, Any], asked: Question) -> list[str]:
+    """At which of the two sizes the optimum lies beyond what was tried."""
+    ends = {"low": "lowest", "high": "highest"}
+    return [
+        f"{row['size']}: the {ends[row['minimum']['edge']]} {asked.over} that was tried is the best; expected --values "
+        "beyond"
+        for row in (small, large)
+        if row["minimum"]["edge"]
+    ]
+
+
+def _reasons(
+    small: Mapping[str, Any], large: Mapping[str, Any], asked: Question, least_move: float | None
+) -> list[str]:
     """Why the optimum does not transfer from one size to the largest; empty where it does."""
     found = []
     if small["cost"] > BOUNDS["cost"]:
         found.append(
             f"the best {asked.over} of {small['size']} costs {large['size']} {_percent(small['cost'])} of loss"
         )
-    for row in (small, large):
-        if row["minimum"]["edge"]:
-            end = "lowest" if row["minimum"]["edge"] == "low" else "highest"
-            found.append(f"{row['size']}: the {end} {asked.over} that was tried is the best; expected --values beyond")
     moved = small["drift"]
+    if moved is None and least_move is not None and abs(least_move) > BOUNDS["octaves"]:
+        found.append(f"the best {asked.over} moves by {least_move:+.2f} octaves or more to {large['size']}")
     if moved is not None and abs(moved["octaves"]) > max(BOUNDS["octaves"], 2 * moved["error"]):
         found.append(f"the best {asked.over} moves by {moved['octaves']:+.2f} octaves to {large['size']}")
     return found
@@ -373,13 +397,18 @@ def lines(result: Mapping[str, Any]) -> list[str]:
                 said.append(f"  {across} {size} is worse than the size before at {over} {shown}")
     said += [f"failed: {line}" for line in result["failed"]]
     judged = result["lines"][result["judged"]]
-    said += [f"{result['judged']}: {reason}" for reason in judged["reasons"]]
-    said.append(
-        f"passed: {result['judged']}'s best {over} stays"
-        if result["passed"]
-        else f"failed: {result['judged']}'s best {over} does not stay"
-    )
-    return said
+    said += [f"{result['judged']}: {reason}" for reason in (*judged["reasons"], *judged.get("open", ()))]
+    # Results of earlier versions name no verdict.
+    verdict = result.get("verdict") or ("passed" if result["passed"] else "failed")
+    best = f"{result['judged']}'s best {over}"
+    return [
+        *said,
+        {
+            "passed": f"passed: {best} stays",
+            "failed": f"failed: {best} does not stay",
+            "undecided": f"undecided: {best} lies beyond the values that were tried, so whether it stays is not known",
+        }[verdict],
+    ]
 
 
 def write(result: Mapping[str, Any], directory: Path) -> Path:

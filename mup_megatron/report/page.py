@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import yaml
 
 from mup_megatron.errors import UserError, masked
-from mup_megatron.explain import family
+from mup_megatron.explain import family, shown_init
 from mup_megatron.files import write_whole
-from mup_megatron.report.pictures import COLORS, STATES
+from mup_megatron.report.pictures import COLORS, STATES, extent_of
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run import Run, read_run
 from mup_megatron.report.summary import summary
@@ -71,10 +72,10 @@ def page(run: Run, plotly: str) -> str:
     name = html.escape(str((run.config.get("run") or {}).get("name", directory.name)))
     sections = [f"<h1>{name}</h1>"]
     figures: dict[str, dict[str, Any]] = {}
-    if run.record is not None:
+    if run.record is not None or run.curves:
         data = summary(run)
         sections.append("<h2>What was done</h2>")
-        sections.append(_table(("hyperparameter", "value", "tried from", "to", "interior"), data["values"]))
+        sections.append(_table(data["columns"], data["values"]))
         sections.append(_table((), data["results"], "text"))
         sections.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in data["remarks"]) + "</ul>")
     if run.curves:
@@ -83,7 +84,7 @@ def page(run: Run, plotly: str) -> str:
     if run.record is not None:
         sections.append("<h2>The proxy's loss over each hyperparameter</h2>")
         for parameter in run.record["study"]["values"]:
-            figures[f"search-{parameter}"] = _search(run.record["study"], parameter)
+            figures[f"search-{parameter}"] = _search(run.record["study"], parameter, run.others.get(parameter))
             sections.append(f'<div id="search-{html.escape(parameter)}"></div>')
         sections.append("<h2>Trials</h2>" + _trials(run.record["study"]))
     sections += [_proof(proof) for proof in proofs(directory)]
@@ -168,7 +169,7 @@ def _curves(run: Run) -> dict[str, Any]:
     return {"data": data, "layout": _layout("step", "loss (nats per token)", height=400)}
 
 
-def _search(study: dict[str, Any], name: str) -> dict[str, Any]:
+def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, Any]:
     data = []
     trials = [trial for trial in study["trials"] if trial["values"] and trial["loss"] is not None]
     for state, (label, _, color) in STATES.items():
@@ -187,15 +188,23 @@ def _search(study: dict[str, Any], name: str) -> dict[str, Any]:
                 "hovertemplate": "%{text}",
             }
         )
-    values = [trial["values"][name] for trial in trials]
-    numbers = [value for value in values if isinstance(value, int | float)]
-    log = len(numbers) > 1 and len(numbers) == len(values) and min(numbers) > 0 and max(numbers) > 4 * min(numbers)
-    layout = _layout(name, "proxy loss (nats per token)", log=log, height=260)
-    chosen = study["values"][name]
-    if numbers:
+    chosen, extent = study["values"][name], extent_of(study, name)
+    layout = _layout(name, "proxy loss (nats per token)", log=extent is not None and extent.log, height=260)
+    if extent is not None:
+        logarithm = math.log10 if extent.log else float
+        low, high = logarithm(extent.low), logarithm(extent.high)
+        room = 0.03 * (high - low)
+        layout["xaxis"] |= {"range": [low - room, high + room]}
+        whole = {"yref": "paper", "y0": 0, "y1": 1}
+        empty = {"type": "rect", "fillcolor": "#eee", "line": {"width": 0}, "layer": "below"}
         layout["shapes"] = [
-            {"type": "line", "x0": chosen, "x1": chosen, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot"}}
+            {**whole, "type": "line", "x0": chosen, "x1": chosen, "line": {"dash": "dot"}},
+            *({**whole, **empty, "x0": low, "x1": high} for low, high in extent.untried),
         ]
+        if trained is not None:
+            line = {"type": "line", "x0": trained, "x1": trained, "line": {"dash": "dash", "color": COLORS[1]}}
+            layout["shapes"].append({**whole, **line})
+            layout["title"] = {"text": f"red: the target trained with {trained:.4g}", "font": {"size": 12}}
     return {"data": data, "layout": layout}
 
 
@@ -229,15 +238,13 @@ def _trials(study: dict[str, Any]) -> str:
 def _explanation(explanation: dict[str, Any]) -> str:
     rows: dict[tuple[str, ...], None] = {}
     for parameter in explanation["parameters"]:
-        blocks = parameter["blocks"]
-        std = " ".join(f"{b['name']} {b['init_std']:.4g}" for b in blocks) if blocks else f"{parameter['init_std']:.4g}"
         eps = f"{parameter['eps']:.4g}" if parameter["eps"] is not None else ""
         row = (
             family(parameter["name"]),
             "×".join(map(str, parameter["global_shape"])),
             "×".join(map(str, parameter["local_shape"])),
             "×".join(map(str, parameter["base_shape"])),
-            std,
+            shown_init(parameter),
             f"{parameter['lr']:.4g}",
             eps,
             f"{parameter['weight_decay']:.4g}",

@@ -38,12 +38,19 @@ class _Parametrization(_Part):
     name: _Text = "mup"
 
 
+class _Training(_Part):
+    train_steps: _Count | None = None
+    lr_schedule: _Text | None = None
+
+
 class Settings(_Part):
-    """config.yaml."""
+    """config.yaml, and the config of explain.json."""
 
     run: _Run | None = None
     tuning: _Tuning | None = None
     parametrization: _Parametrization | None = None
+    hparams: dict[str, float | None] | None = None
+    training: _Training | None = None
 
 
 class _Block(_Part):
@@ -57,6 +64,7 @@ class _Tensor(_Part):
     local_shape: list[_Count]
     base_shape: list[_Count]
     blocks: list[_Block] | None
+    init: _Text = ""
     init_std: float | None
     lr: float
     eps: float | None
@@ -69,9 +77,18 @@ class _Tensor(_Part):
         return self
 
 
+class _Change(_Part):
+    step: _Count
+    key: _Text
+    before: Any = None
+    now: Any = None
+
+
 class Explanation(_Part):
     """explain.json."""
 
+    config: Settings | None = None
+    changes: list[_Change] = []
     forward: dict[str, float]
     parameters: list[_Tensor]
 
@@ -92,6 +109,7 @@ class _Trial(_Part):
     seed: _Count
     state: _Text
     values: dict[str, _Value]
+    repeats: bool = False
     loss: float | None
     reports: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], float | None]
     reason: _Text | None = None
@@ -101,7 +119,20 @@ class _Trial(_Part):
 class _Candidate(_Part):
     slot: _Count
     losses: Annotated[list[float | None], Field(min_length=1)]
+    mean: float
     within_noise: bool
+
+
+class _Range(_Part):
+    low: float
+    high: float
+    log: bool
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> _Range:
+        if not self.low <= self.high or (self.log and self.low <= 0):
+            raise ValueError("no range")
+        return self
 
 
 class _Study(_Part):
@@ -109,6 +140,7 @@ class _Study(_Part):
     loss: float
     noise: float | None
     interior: dict[str, bool]
+    ranges: dict[str, _Range] = {}
     candidates: Annotated[list[_Candidate], Field(min_length=1)]
     trials: list[_Trial]
 

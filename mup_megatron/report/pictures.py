@@ -1,8 +1,10 @@
-"""Pictures of a run. Public names: `draw_curves`, `draw_search`; for other pictures `load_pyplot`, `save_figure`."""
+"""Pictures of a run. Public names: `draw_curves`, `draw_search`, `extent_of`, `load_pyplot`, `save_figure`."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,6 @@ def draw_curves(run: Run) -> Path:
     for curve, color in zip(run.curves, COLORS, strict=False):
         steps = [line["step"] for line in curve.steps]
         top.plot(steps, [line["loss"] for line in curve.steps], color=color, lw=0.8, alpha=0.45)
-        last = f", last {curve.eval_loss:.3f}" if curve.eval_loss is not None else ""
         top.plot(
             [line["step"] for line in curve.evaluations],
             [line["eval_loss"] for line in curve.evaluations],
@@ -51,7 +52,7 @@ def draw_curves(run: Run) -> Path:
             color=color,
             ms=4,
             lw=1.4,
-            label=f"{curve.name}: evaluation{last}",
+            label=f"{curve.name}: evaluation, last {curve.result}",
         )
         bottom.plot(steps, [line["lr"] for line in curve.steps], color="0.4", lw=1.2)
     top.set_ylabel("loss (nats per token)")
@@ -98,14 +99,20 @@ def draw_search(run: Run) -> Path | None:
             axis.plot([trial["values"][name] for trial in shown], losses, marker, color=color, ms=5, label=label)
         chosen = study["values"][name]
         axis.axvline(chosen, color="0.2", lw=1, ls=":", label="chosen")
-        shown_value = chosen if isinstance(chosen, str) else f"{chosen:.3g}"
-        axis.set_title(f"{name} = {shown_value}", fontsize=9, loc="left")
-        numbers = [trial["values"][name] for trial in trials if isinstance(trial["values"][name], int | float)]
-        if numbers and min(numbers) > 0 and max(numbers) > 4 * min(numbers):
+        axis.set_title(f"{name} = {_shown(chosen)}", fontsize=9, loc="left")
+        if name in run.others:
+            axis.axvline(run.others[name], color=COLORS[1], lw=1.2, ls="--")
+            axis.set_title(f"{axis.get_title('left')}; trained with {_shown(run.others[name])}", fontsize=9, loc="left")
+        extent = extent_of(study, name)
+        for low_end, high_end in extent.untried if extent is not None else ():
+            axis.axvspan(low_end, high_end, color="0.93", lw=0, zorder=0, label="range, nothing tried")
+        if extent is not None and extent.log:
             axis.set_xscale("log")
             axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
             axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
             axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+        if extent is not None:
+            axis.set_xlim(*extent.limits)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_ylim(low, high + 0.04 * (high - low))
@@ -113,12 +120,57 @@ def draw_search(run: Run) -> Path | None:
         axis.set_visible(False)
     for row in grid:
         row[0].set_ylabel("proxy loss (nats per token)", fontsize=8)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    named = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(named.values()), list(named), loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     path = run.directory / "search.png"
     save_figure(figure, path)
     pyplot.close(figure)
     return path
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """What a picture shows of a hyperparameter: the range that was searched, tried or not.
+
+    Args:
+        low: lower end.
+        high: upper end.
+        log: whether the axis is logarithmic.
+        untried: parts in which nothing was tried, at the ends.
+    """
+
+    low: float
+    high: float
+    log: bool
+    untried: list[tuple[float, float]]
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of the axis: a little beyond both ends."""
+        if self.log:
+            room = (self.high / self.low) ** 0.03
+            return self.low / room, self.high * room
+        room = 0.03 * (self.high - self.low)
+        return self.low - room, self.high + room
+
+
+def extent_of(study: Mapping[str, Any], name: str) -> Extent | None:
+    """The extent of a hyperparameter of a study; None where it is no number, or has one value alone."""
+    tried = [trial["values"][name] for trial in study["trials"] if trial["values"]]
+    numbers = [value for value in tried if isinstance(value, int | float)]
+    if len(numbers) != len(tried) or not numbers:
+        return None
+    first, last = min(numbers), max(numbers)
+    searched = study.get("ranges", {}).get(name) or {"low": first, "high": last, "log": first > 0 and last > 4 * first}
+    low, high = min(searched["low"], first), max(searched["high"], last)
+    if low == high:
+        return None
+    untried = [(start, end) for start, end in ((low, first), (last, high)) if start < end]
+    return Extent(low=low, high=high, log=searched["log"], untried=untried)
 
 
 def _limits(trials: list[dict[str, Any]]) -> tuple[float, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,53 @@ class Curve:
         name: what to call it in a legend.
         steps: lines of steps.
         evaluations: lines of evaluations.
+        settings: the config that it trained with; empty where nothing tells.
+        changes: of settings, on the way (`--allow-change`): {"step", "key", "before", "now"}.
     """
 
     name: str
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def eval_loss(self) -> float | None:
         """The last evaluation's loss."""
         return self.evaluations[-1]["eval_loss"] if self.evaluations else None
+
+    @property
+    def last(self) -> int:
+        """Steps that it took."""
+        return max((line["step"] for line in self.steps), default=0)
+
+    @property
+    def whole(self) -> int | None:
+        """Steps that it is to take; None where nothing tells."""
+        return (self.settings.get("training") or {}).get("train_steps")
+
+    @property
+    def unfinished(self) -> str:
+        """What is missing of it, in words; empty where nothing is."""
+        if self.steps and not math.isfinite(self.steps[-1]["loss"]):
+            return f"diverged at step {self.last}"
+        return f"unfinished, {self.last} of {self.whole} steps" if self.whole and self.last < self.whole else ""
+
+    @property
+    def result(self) -> str:
+        """Its last evaluation's loss, and what is missing of the run, in words."""
+        if self.evaluations:
+            at = self.evaluations[-1]["step"]
+            said = f"{self.eval_loss:.4f}" + (f" at step {at}" if at < self.last or self.unfinished else "")
+        else:
+            said = "never evaluated" + (f", training loss {self.steps[-1]['loss']:.4f}" if self.steps else "")
+        return f"{said}, {self.unfinished}" if self.unfinished else said
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The hyperparameters at the base that it trained with; empty where nothing tells."""
+        schedule = (self.settings.get("training") or {}).get("lr_schedule")
+        return {**(self.settings.get("hparams") or {}), **({"lr_schedule": schedule} if schedule else {})}
 
     @property
     def seconds(self) -> float:
@@ -54,9 +92,9 @@ class Run:
 
     Args:
         directory: of the run.
-        config: config.yaml, resolved.
+        config: what the target trained with (explain.json), before it began that of tuning (config.yaml).
         explanation: explain.json.
-        record: the transfer record that the run trained with; None without one.
+        record: the transfer record that the config names; `others` tells what the run did not take from it.
         plan: what tuning and this run's target cost (plan.json); None for a run that only trained.
         target: its training; None before it began.
         versions: of what the target ran with, else of what tuned; empty where nothing tells.
@@ -77,6 +115,13 @@ class Run:
         """Those that are there."""
         return [curve for curve in (self.target, *self.controls.values()) if curve is not None]
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """The hyperparameters that the target trained with and that the record has otherwise."""
+        tuned = self.record["values"] if self.record is not None else {}
+        trained = self.target.values if self.target is not None else {}
+        return {name: trained[name] for name in tuned if name in trained and trained[name] != tuned[name]}
+
 
 def read_run(directory: Path) -> Run:
     """Reads a run's folder, whichever of its parts are there.
@@ -84,10 +129,11 @@ def read_run(directory: Path) -> Run:
     Raises:
         UserError: it is no run's folder.
     """
-    config = _settings(directory / "config.yaml")
-    own, named = directory / "transfer.json", (config.get("tuning") or {}).get("record")
-    record = _record(own) or (_record(Path(named)) if named else None)
-    target = _curve(directory, CONTROLS.get(_parametrization(config), "µP"))
+    explanation = read_json(directory / "explain.json", Explanation)
+    config = (explanation or {}).get("config") or _settings(directory / "config.yaml")
+    named = (config.get("tuning") or {}).get("record")
+    record = _record(Path(named) if named else directory / "transfer.json")
+    target = _curve(directory, config, explanation)
     if target is None and record is None and not result_files(directory):
         raise UserError(
             f"{directory}: neither metrics.jsonl nor transfer.json is there, and no check; expected the folder of a run"
@@ -95,14 +141,12 @@ def read_run(directory: Path) -> Run:
     return Run(
         directory=directory,
         config=config,
-        explanation=read_json(directory / "explain.json", Explanation),
+        explanation=explanation,
         record=record,
         plan=read_json(directory / PLAN, Plan),
         target=target,
         versions=_versions(directory) or (record or {}).get("versions", {}),
-        controls={
-            name: curve for name, said in CONTROLS.items() if (curve := _curve(directory / name, said)) is not None
-        },
+        controls={name: curve for name in CONTROLS if (curve := _control(directory / name, name)) is not None},
     )
 
 
@@ -128,6 +172,19 @@ def _parametrization(config: dict[str, Any]) -> str:
     return (config.get("parametrization") or {}).get("name", "mup")
 
 
-def _curve(directory: Path, name: str) -> Curve | None:
+def _control(directory: Path, name: str) -> Curve | None:
+    explanation = read_json(directory / "explain.json", Explanation) or {}
+    return _curve(directory, explanation.get("config") or {"parametrization": {"name": name}}, explanation)
+
+
+def _curve(directory: Path, config: dict[str, Any], explanation: dict[str, Any] | None) -> Curve | None:
     found = read_lines(directory / "metrics.jsonl")
-    return None if found is None else Curve(name=name, steps=found[0], evaluations=found[1])
+    if found is None:
+        return None
+    return Curve(
+        name=CONTROLS.get(_parametrization(config), "µP"),
+        steps=found[0],
+        evaluations=found[1],
+        settings=config,
+        changes=(explanation or {}).get("changes", []),
+    )

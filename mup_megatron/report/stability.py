@@ -21,7 +21,7 @@ _AXES = {
 
 
 def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
-    """Draws means over seeds, their range as a band, and each curve's minimum as a star.
+    """Draws means over seeds, their range as a band, and each curve's minimum as a star, hollow where it lies beyond.
 
     Args:
         result: of proof.stability.
@@ -53,7 +53,9 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
                 panel.plot(gone, [high] * len(gone), "x", color=color, ms=5, clip_on=False)
             least = row["minimum"]
             where = (least["value"] or least["tried"]) if numeric else values.index(least["tried"])
-            panel.plot([where], [least["loss"]], "*", color=color, ms=11, mec="white", mew=0.6, zorder=3)
+            # Hollow where the best value is the first or the last that was tried: the minimum lies beyond.
+            filled = {"mfc": "white", "mec": color, "mew": 1.2} if least["edge"] else {"mec": "white", "mew": 0.6}
+            panel.plot([where], [least["loss"]], "*", color=color, ms=11, zorder=3, **filled)
         if numeric:
             panel.set_xscale("log", base=2)
         else:

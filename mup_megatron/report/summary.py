@@ -5,13 +5,14 @@ Public names: `summarize`, `summary`, `print_transfer`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mup_megatron.errors import UserError
+from mup_megatron.explain import shown_init
 from mup_megatron.report.run import Run, read_run
+from mup_megatron.tuning.outcome import open_sides
 
 
 def summarize(directory: Path, console: Any) -> None:
@@ -22,70 +23,116 @@ def summarize(directory: Path, console: Any) -> None:
         run = read_run(directory)
     except UserError:
         return
-    if run.record is not None:
-        _print(summary(run), console)
+    _print(summary(run), console)
     for picture in (draw_search(run), draw_curves(run) if run.target and run.target.steps else None):
         if picture is not None:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The summary as plain data: a row per tuned value, rows of results, remarks.
+    """The summary as plain data: a row per hyperparameter, rows of results, remarks.
+
+    What the target trained with stands beside what was tuned; where the two differ, the study's losses are said to be
+    of other values.
 
     Returns:
-        {"values": [[name, tuned, tried from, tried to, interior]], "results": [[what, value]], "remarks": [text]};
-        every cell is text.
+        {"columns": [name], "values": [[cell per column]], "results": [[what, value]], "remarks": [text]}; every cell is
+        text.
     """
+    columns, values = _values(run)
+    results, remarks = _tuned(run) if run.record is not None else ([], [])
+    for curve in run.curves:
+        results.append(["target loss" if curve is run.target else f"the same target, {curve.name}", curve.result])
+    of = " of the tuned values" if run.others else ""
+    times = (
+        [f"tuning{of} {run.record['budget']['spent']['process_seconds']:.0f} s of one process"] if run.record else []
+    )
+    times += [f"{curve.name} {curve.seconds:.0f} s" for curve in run.curves]
+    results.append(["time", ", ".join(times)])
+    if run.record is not None and not run.others:
+        results.append(["tuning / target compute", _share(run, run.record["budget"]["spent"])])
+    changes = [
+        f"{curve.name}: {change['key']} changed from {change['before']} to {change['now']} at step {change['step']}"
+        for curve in run.curves
+        for change in curve.changes
+    ]
+    return {"columns": columns, "values": values, "results": results, "remarks": [*changes, *remarks, *_verdict(run)]}
+
+
+def _values(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Every hyperparameter: what the target trained with, what was tuned, what was tried of which range."""
+    trained = run.target.values if run.target is not None else {}
+    study = run.record["study"] if run.record is not None else {"values": {}, "trials": []}
+    tried = [trial["values"] for trial in study["trials"] if trial["values"]]
+    rows = []
+    for name in dict.fromkeys([*study["values"], *(name for name, value in trained.items() if value is not None)]):
+        row = [name, *([_shown(trained.get(name))] if trained else [])]
+        value = study["values"].get(name)
+        if isinstance(value, str):
+            row += [value, ", ".join(sorted({str(each[name]) for each in tried})), "", "", ""]
+        elif value is not None:
+            numbers, range_ = [each[name] for each in tried], study.get("ranges", {}).get(name)
+            open_ = [("above" if side.above else "below") for side in open_sides(value, numbers, range_)]
+            searched = f"{range_['low']:.3g} to {range_['high']:.3g}" if range_ else ""
+            inside = "no, open " + " and ".join(open_) if open_ else "yes"
+            row += [_shown(value), f"{min(numbers):.3g}", f"{max(numbers):.3g}", searched, inside]
+        elif run.record is not None:
+            row += [""] * 5
+        rows.append(row)
+    columns = ["hyperparameter", *(["trained with"] if trained else [])]
+    return [*columns, *(["tuned", "tried from", "to", "range", "interior"] if run.record is not None else [])], rows
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
+    """What the study of the run's record found: rows of results, remarks."""
     from mup_megatron.tuning.record import remarks
 
     if (record := run.record) is None:
         raise ValueError(f"{run.directory}: no transfer record")
-    study, spent = record["study"], record["budget"]["spent"]
-    tried = [trial["values"] for trial in study["trials"] if trial["values"]]
-    values = []
-    for name, value in study["values"].items():
-        if isinstance(value, str):
-            values.append([name, value, ", ".join(sorted({str(v[name]) for v in tried})), "", ""])
-            continue
-        numbers = [v[name] for v in tried]
-        inside = "yes" if study["interior"][name] else "no, at the edge"
-        values.append([name, f"{value:.4g}", f"{min(numbers):.3g}", f"{max(numbers):.3g}", inside])
+    study, said = record["study"], []
     noise = f" ± {study['noise']:.4f} per run" if study["noise"] is not None else ""
     seeds = len(study["candidates"][0]["losses"])
     ended = {
         state: sum(1 for t in study["trials"] if t["state"] == state)
         for state in ("complete", "stopped", "diverged", "failed")
     }
+    of = ""
+    if run.others:
+        of = " of the tuned values"
+        shown = ", ".join(f"{n} {_shown(v)} instead of {_shown(record['values'][n])}" for n, v in run.others.items())
+        said.append(f"the target did not train with the values of the transfer record: {shown}")
     results = [
         ["trials", ", ".join(f"{count} {state}" for state, count in ended.items() if count)],
-        ["proxy loss", f"{study['loss']:.4f}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})"],
+        [f"proxy loss{of}", f"{study['loss']:.4f}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})"],
     ]
-    for curve in run.curves:
-        if curve.eval_loss is not None:
-            what = "target loss" if curve is run.target else f"the same target, {curve.name}"
-            results.append([what, f"{curve.eval_loss:.4f}"])
-    times = [f"tuning {spent['process_seconds']:.0f} s of one process"]
-    times += [f"{curve.name} {curve.seconds:.0f} s" for curve in run.curves]
-    results.append(["time", ", ".join(times)])
-    # The record may be a family's: its share and what it says of the target are those of the run that tuned.
-    share, extrapolated = spent["share"], record["target"]["extrapolated"]
-    if run.plan is not None:
-        share, extrapolated = spent["flops"] / run.plan["target"]["flops"], run.plan["extrapolated"]
-    results.append(["tuning / target compute", f"{share:.3g} ({spent['flops']:.2e} FLOPs, {spent['tokens']:,} tokens)"])
-    return {"values": values, "results": results, "remarks": [*remarks(record, extrapolated), *_verdict(run)]}
+    # The record may be a family's: what it says of a target is of the one that it was tuned for.
+    extrapolated = run.plan["extrapolated"] if run.plan is not None else record["target"]["extrapolated"]
+    return results, [*said, *remarks(record, extrapolated)]
+
+
+def _share(run: Run, spent: Mapping[str, Any]) -> str:
+    """What tuning took of this run's own target."""
+    took = f"{spent['flops']:.2e} FLOPs, {spent['tokens']:,} tokens"
+    return f"{spent['flops'] / run.plan['target']['flops']:.3g} ({took})" if run.plan is not None else took
 
 
 def _verdict(run: Run) -> list[str]:
-    """Which parametrization ended lower, whichever it is."""
-    if run.target is None:
+    """Which parametrization ended lower, whichever it is, where both took all their steps with the same values."""
+    if run.target is None or run.target.unfinished:
         return []
     said = []
     for control in run.controls.values():
-        if control.steps and not math.isfinite(control.steps[-1]["loss"]):
+        if control.values != run.target.values:
+            continue
+        if control.unfinished.startswith("diverged"):
             said.append(f"{control.name}: diverged with the values that µP transferred")
             continue
         ours, theirs = run.target.eval_loss, control.eval_loss
-        if ours is None or theirs is None:
+        if control.unfinished or ours is None or theirs is None:
             continue
         lower, higher, by = (
             (run.target, control, theirs - ours) if ours <= theirs else (control, run.target, ours - theirs)
@@ -97,8 +144,8 @@ def _verdict(run: Run) -> list[str]:
 def _print(data: Mapping[str, Any], console: Any) -> None:
     from rich.table import Table
 
-    table = Table(box=None, title="tuned on the proxy, at the base", title_justify="left")
-    for column in ("hyperparameter", "value", "tried from", "to", "interior"):
+    table = Table(box=None, title="hyperparameters, at the base", title_justify="left")
+    for column in data["columns"]:
         table.add_column(column, justify="left" if column in ("hyperparameter", "interior") else "right")
     for row in data["values"]:
         table.add_row(*row)
@@ -111,8 +158,8 @@ def _print(data: Mapping[str, Any], console: Any) -> None:
         console.print(f"- {line}", highlight=False)
 
 
-def print_transfer(record: Mapping[str, Any], becomes: Mapping[str, Any], console: Any) -> None:
-    """The record's values, and what each becomes on a target (record.becomes)."""
+def print_transfer(record: Mapping[str, Any], becomes: Mapping[str, Any], said: Sequence[str], console: Any) -> None:
+    """The record's values, what each becomes on a target (record.becomes), and remarks on both."""
     from rich.table import Table
 
     values = Table(box=None, title="at the base", title_justify="left", show_header=False)
@@ -132,10 +179,8 @@ def print_transfer(record: Mapping[str, Any], becomes: Mapping[str, Any], consol
     for column in ("tensor", "lr", "init std", "eps", "weight decay"):
         table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=True)
     for name, row in becomes["tensors"].items():
-        std = row["init_std"]
-        shown = (
-            " ".join(f"{block} {value:.4g}" for block, value in std.items()) if isinstance(std, dict) else f"{std:.4g}"
-        )
         eps = "" if row["eps"] is None else f"{row['eps']:.4g}"
-        table.add_row(name, f"{row['lr']:.4g}", shown, eps, f"{row['weight_decay']:.4g}")
+        table.add_row(name, f"{row['lr']:.4g}", shown_init(row), eps, f"{row['weight_decay']:.4g}")
     console.print(table)
+    for line in said:
+        console.print(f"- {line}", highlight=False)

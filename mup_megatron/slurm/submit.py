@@ -19,6 +19,7 @@ from typing import Literal
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError, shown
 from mup_megatron.layout import resolve_layout
+from mup_megatron.tuning.space import check_overrides
 
 Stage = Literal["pipeline", "tune", "pretrain"]
 STAGE = "MUP_MEGATRON_SLURM_STAGE"
@@ -82,7 +83,8 @@ def jobs(stage: Stage, config: Config, arguments: Sequence[str], environment: Ma
         environment: SBATCH_* there come before the config.
 
     Raises:
-        UserError: the layout does not fit the nodes, or the scripts are not there.
+        UserError: the layout does not fit the nodes, a value is given that tuning would replace, or the scripts are not
+            there.
     """
     recorded, tuning = Path(config.record_path).exists(), config.tuning.run
     stages = [stage] if stage != "pipeline" else ["tune", "pretrain"]
@@ -90,6 +92,8 @@ def jobs(stage: Stage, config: Config, arguments: Sequence[str], environment: Ma
         stages.remove("tune")
     if stage == "pipeline" and tuning == "only":
         stages.remove("pretrain")
+    if "tune" in stages:
+        check_overrides(config)
     if "pretrain" in stages:
         resolve_layout(config, config.slurm.nodes * processes(config, environment))
     if stages == ["tune", "pretrain"]:

@@ -22,8 +22,8 @@ from mup_megatron.shapes import Init
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of
 
-# Share of a device's speed in bare matrix products that training reaches at best: attention, norms, optimizer and
-# communication take the rest. Small models, whose steps are mostly overhead, take longer.
+# Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
+# ones, whose steps are mostly overhead, far less: no bound in either direction.
 _EFFICIENCY = 0.5
 
 
@@ -245,8 +245,7 @@ def lines(config: Config, budget: Plan) -> list[str]:
     again = f"; then {budget.repetitions} repetitions of the best with other seeds" if budget.repetitions else ""
     rows = [
         f"plan: {budget.trials} trials of {budget.steps} steps on the proxy{halved}{again}",
-        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}"
-        f"{'6ND':>12}{'share':>10}{'time at least':>15}",
+        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'6ND':>12}{'share':>10}{'time, about':>15}",
     ]
     for name, cost in (("tuning", budget.tuning), ("target", budget.target)):
         share = f"{cost.flops / budget.target.flops:.3g}"
@@ -254,6 +253,11 @@ def lines(config: Config, budget: Plan) -> list[str]:
         rows.append(
             f"{name:8}{_si(cost.parameters):>12}{_si(cost.tokens):>12}{cost.flops:>12.2e}{share:>10}"
             f"{rule}{_duration(cost.hours):>15}"
+        )
+    if budget.target.hours is not None:
+        rows.append(
+            f"time: a guess from matrix products timed on this machine, {_EFFICIENCY:.0%} of whose speed training is "
+            "taken to reach; small models, evaluations and start-up take longer"
         )
     most = budget.most.flops / budget.target.flops
     rows.append(

@@ -1,12 +1,13 @@
 """How a study came out: its trials, the best of them with their repetitions, the one that is chosen.
 
-Public names: `Trial`, `State`, `FINISHED`, `Candidate`, `Choice`, `best`, `choose`.
+Public names: `Trial`, `State`, `FINISHED`, `Candidate`, `Choice`, `best`, `choose`, `open_sides`, `Side`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -83,7 +84,8 @@ class Choice:
         loss: mean over its seeds.
         noise: standard deviation of a loss over seeds, pooled over candidates; None without repetitions.
         candidates: the best trials, best first.
-        interior: per number that was searched, whether trials were tried on both sides of the chosen value.
+        interior: per number that was searched, whether enough was tried on both sides of it (`open_sides`).
+        ranges: per number that was searched, {"low", "high", "log"}.
         trials: every trial of the study.
     """
 
@@ -93,6 +95,7 @@ class Choice:
     noise: float | None
     candidates: list[Candidate]
     interior: dict[str, bool]
+    ranges: dict[str, dict[str, Any]]
     trials: list[Trial] = field(repr=False)
 
     def as_json(self) -> dict[str, Any]:
@@ -149,10 +152,10 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
         for candidate in candidates
     ]
     tried = [trial for trial in trials if not trial.repeats and trial.state in FINISHED and trial.values]
+    ranges = {name: _range(config, name) for name, value in chosen.values.items() if isinstance(value, int | float)}
     interior = {
-        name: any(other.values[name] < value for other in tried) and any(other.values[name] > value for other in tried)
-        for name, value in chosen.values.items()
-        if isinstance(value, int | float)
+        name: not open_sides(chosen.values[name], [other.values[name] for other in tried], range_)
+        for name, range_ in ranges.items()
     }
     return Choice(
         values=chosen.values,
@@ -161,8 +164,58 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
         noise=noise,
         candidates=marked,
         interior=interior,
+        ranges=ranges,
         trials=trials,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A side of a value on which a better one may lie.
+
+    Args:
+        above: whether it is the side of larger values.
+        reach: the farthest value that was tried there, the value itself if there is none.
+        end: of the range.
+        gap: from `reach` to `end`, as a share of the range.
+    """
+
+    above: bool
+    reach: float
+    end: float
+    gap: float
+
+
+def open_sides(value: float, tried: Sequence[float], range_: Mapping[str, Any] | None) -> list[Side]:
+    """On which sides too little was tried to say that the best value is not farther out.
+
+    A side is closed where the values tried beyond `value` reach at least half of the way to the end of the range.
+
+    Args:
+        value: the chosen one.
+        tried: every value that was tried.
+        range_: what was searched, {"low", "high", "log"}; None where that is not known: then it ends where trials do.
+    """
+    low, high = (min(tried), max(tried)) if range_ is None else (range_["low"], range_["high"])
+
+    def place(number: float) -> float:
+        return math.log(number) if range_ is not None and range_["log"] else number
+
+    sides = []
+    for above, end, reach in ((False, low, min(tried)), (True, high, max(tried))):
+        beyond, rest = abs(place(reach) - place(value)), abs(place(end) - place(reach))
+        if not beyond or beyond < rest:
+            whole = abs(place(high) - place(low))
+            sides.append(Side(above=above, reach=reach, end=end, gap=rest / whole if whole else 0.0))
+    return sides
+
+
+def _range(config: Config, name: str) -> dict[str, Any]:
+    """What was searched of a number."""
+    dimension = config.tuning.search[name]
+    values = dimension.log_uniform or dimension.uniform or [v for v in dimension.choice or [] if not isinstance(v, str)]
+    low, high = min(values), max(values)
+    return {"low": low, "high": high, "log": dimension.uniform is None and low > 0}
 
 
 def _noise(candidates: list[Candidate]) -> float | None:

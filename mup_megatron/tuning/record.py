@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,14 @@ from mup_megatron.files import open_new
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
 FORMAT = 1
 _MOST_DIFFERENCES = 8
+
+# What a value that is nearer to the end of its range than this share of the range is said to be at.
+_NEAR = 0.1
 _PARTS = {"created": str, "digest": str, "family": dict, "values": dict, "tuned": list, "study": dict, "budget": dict}
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
 
@@ -50,6 +55,7 @@ def becomes(config: Config, parametrization: Parametrization, layout: Layout) ->
             {
                 "lr": parameter["lr"],
                 "lr_multiplier": parameter["lr_multiplier"],
+                "init": parameter["init"],
                 "init_std": std,
                 "eps": parameter["eps"],
                 "weight_decay": parameter["weight_decay"],
@@ -58,18 +64,47 @@ def becomes(config: Config, parametrization: Parametrization, layout: Layout) ->
     return {"forward": explained["forward"], "tensors": rows}
 
 
-def extrapolated(config: Config) -> list[str]:
-    """In what the target lies beyond what the proxy was tuned on, besides width, in words."""
-    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
+def extrapolated(config: Config, found: Mapping[str, Any] | None = None) -> list[str]:
+    """In what the target lies beyond what the proxy was tuned on, besides width, in words.
+
+    Args:
+        config: the target's run.
+        found: the record whose values it takes; None for one that is tuned as the config says.
+    """
+    tuned = {**_tuned_on(config), **({} if found is None else found.get("proxy", {}).get("trained", {}))}
+    target = _trained(config)
     said = []
-    for name, small, large in (
-        ("optimizer steps", proxy.training.train_steps, config.training.train_steps),
-        ("global batch size", proxy.training.global_batch_size, config.training.global_batch_size),
-        ("layers", proxy.model.num_layers, config.model.num_layers),
-    ):
+    for name in ("train_steps", "global_batch_size", "seq_length", "tokens", "num_layers"):
+        small, large = tuned[name], target[name]
         if small != large:
-            said.append(f"{name}: tuned at {small}, target at {large}")
+            factor = large / small
+            times = f" ({factor:.3g} times)" if factor >= 2 else f" (1/{1 / factor:.3g})" if factor <= 0.5 else ""
+            said.append(f"{_MEASURES[name]}: tuned at {small:,}, target at {large:,}{times}")
     return said
+
+
+_MEASURES = {
+    "train_steps": "optimizer steps",
+    "global_batch_size": "global batch size",
+    "seq_length": "tokens per sequence",
+    "tokens": "tokens",
+    "num_layers": "layers",
+}
+
+
+def _tuned_on(config: Config) -> dict[str, int]:
+    return _trained(proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir)))
+
+
+def _trained(config: Config) -> dict[str, int]:
+    training = config.training
+    return {
+        "train_steps": training.train_steps,
+        "global_batch_size": training.global_batch_size,
+        "seq_length": training.seq_length,
+        "tokens": training.train_steps * training.global_batch_size * training.seq_length,
+        "num_layers": config.model.num_layers,
+    }
 
 
 def make_record(
@@ -105,7 +140,10 @@ def make_record(
             "becomes": becomes(config, parametrization, layout),
             "extrapolated": extrapolated(config),
         },
-        "proxy": {"sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")}},
+        "proxy": {
+            "sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")},
+            "trained": _tuned_on(config),
+        },
         "rules": {
             **config.parametrization.model_dump(),
             "optimizer": parametrization.rule,
@@ -218,16 +256,55 @@ def remarks(found: Mapping[str, Any], extrapolated: Sequence[str]) -> list[str]:
         found: the record.
         extrapolated: where the target at hand leaves what was tuned on.
     """
-    study, said = found["study"], []
-    edge = [name for name, interior in study["interior"].items() if not interior]
-    if edge:
-        said.append(f"at the edge of the values that were tried: {', '.join(edge)}; a wider range may hold better ones")
-    alike = [f"trial-{candidate['slot']:03d}" for candidate in study["candidates"] if candidate["within_noise"]]
-    if study["noise"] is None:
-        said.append("no repetition with other seeds: how much of a difference is noise is not known")
-    elif alike:
-        said.append(f"within noise of the chosen trial (±{study['noise']:.4f} per run): {', '.join(alike)}")
-    else:
-        said.append(f"no other candidate is within noise (±{study['noise']:.4f} per run) of the chosen trial")
+    study = found["study"]
+    said = [line for name in study["interior"] for line in _open(study, name)]
+    said.append(_noise(study))
     said += [f"extrapolated, {line}" for line in extrapolated]
     return said
+
+
+def _open(study: Mapping[str, Any], name: str) -> list[str]:
+    """Where a better value may lie beyond those that were tried, in words."""
+    value = study.get("values", {}).get(name)
+    tried = [trial["values"][name] for trial in study.get("trials", ()) if name in trial["values"]]
+    said = []
+    for side in open_sides(value, tried, study.get("ranges", {}).get(name)) if tried else ():
+        adjective = "largest" if side.above else "smallest"
+        if side.gap < _NEAR:
+            where = "at the upper end" if side.above else "at the lower end"
+            said.append(
+                f"{name}: {value:.3g} is {where} of the range that was searched; a wider one may hold better ones"
+            )
+            continue
+        tells = (
+            f"is the {adjective} that was tried"
+            if side.reach == value
+            else f"is next to the {adjective} that was tried, {side.reach:.3g}"
+        )
+        said.append(f"{name}: {value:.3g} {tells}, and the range goes on to {side.end:.3g}, where nothing was tried")
+    return said
+
+
+def _noise(study: Mapping[str, Any]) -> str:
+    """Which other trials cannot be told from the chosen one, in words."""
+    noise, candidates = study["noise"], study["candidates"]
+    if noise is None or not candidates:
+        return "no repetition with other seeds: how much of a difference is noise is not known"
+    chosen, repeated = candidates[0], sum(len(candidate["losses"]) - 1 for candidate in candidates)
+    measured = f"±{noise:.4f} per run, from {repeated} repetition{'s' if repeated > 1 else ''}"
+    among = {candidate["slot"] for candidate in candidates}
+    once = [
+        trial
+        for trial in study.get("trials", ())
+        if trial["state"] == "complete" and not trial.get("repeats") and trial["slot"] not in among
+    ]
+    alike = {candidate["slot"] for candidate in candidates if candidate["within_noise"]}
+    bound = 2 * noise * math.sqrt(1 + 1 / len(chosen["losses"]))
+    alike |= {trial["slot"] for trial in once if trial["loss"] is not None and trial["loss"] - chosen["mean"] < bound}
+    if len(candidates) == 1 and not once:
+        return f"no other trial ran to its end, so none can be told from noise ({measured})"
+    single = f"; {len(once)} of those compared ran once" if once else ""
+    if alike:
+        names = ", ".join(f"trial-{slot:03d}" for slot in sorted(alike))
+        return f"within noise of the chosen trial ({measured}{single}): {names}"
+    return f"of the trials that ran to their end no other is within noise of the chosen one ({measured}{single})"

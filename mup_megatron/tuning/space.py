@@ -1,6 +1,7 @@
 """What may be tuned, and a config with values put in.
 
-Public names: `with_values`, `proxy_config`, `distributions`, `one_process`, `stretched`.
+Public names: `with_values`, `values_of`, `value_of`, `key_of`, `check_overrides`, `proxy_config`, `distributions`,
+`one_process`, `stretched`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,28 @@ def values_of(config: Config) -> dict[str, Value]:
     """Every hyperparameter at the base as the config has it, and the schedule where it is tuned."""
     tuned = {"lr_schedule": config.training.lr_schedule} if "lr_schedule" in config.tuning.search else {}
     return {**config.hparams.model_dump(), **tuned}
+
+
+def key_of(name: str) -> str:
+    """The config's key of a hyperparameter: hparams.lr, training.lr_schedule."""
+    return f"hparams.{name}" if name in Hparams.model_fields else f"training.{name}"
+
+
+def value_of(config: Config, name: str) -> Value:
+    """A hyperparameter as the config has it, tuned or not."""
+    return getattr(config.hparams if name in Hparams.model_fields else config.training, name)
+
+
+def check_overrides(config: Config, allowed: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for a value on the command line that tuning would replace."""
+    for name in config.tuning.search:
+        if config.is_overridden(key := key_of(name)) and key not in allowed:
+            raise config.error(
+                key,
+                f"{value_of(config, name)} is given, but tuning would take its place (tuning.search); expected no "
+                "such override, or `train`, which trains with the values of hparams:, or pipeline --allow-change "
+                f"{key}, which trains the target with it whatever is tuned",
+            )
 
 
 def with_values(config: Config, values: Mapping[str, Value]) -> Config:

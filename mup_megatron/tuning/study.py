@@ -133,6 +133,7 @@ class Study:
         return study if made else None
 
     def _make(self) -> None:
+        self.check()
         optuna.create_study(study_name=self._name, storage=self._storage, direction="minimize", load_if_exists=True)
         if not self._check():
             self.study.set_user_attr("decided", _plain(_decided(self._config)))
@@ -141,6 +142,22 @@ class Study:
                 if trial.state == "running":
                     self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
         self.plan(self.trials())
+
+    def check(self) -> None:
+        """The study that is there, if any, is this one, and so are the trials in the folder.
+
+        Raises:
+            UserError: it was made with other settings, under another name, or in another storage.
+        """
+        try:
+            made = self._check()
+        except KeyError:  # Optuna knows no study of this name
+            made = False
+        if not made and any(self.directory.glob("trial-*")):
+            raise UserError(
+                f"{self.directory}: holds trials of a study that is not in tuning.storage under this name; expected "
+                "run.name, run.dir and tuning.storage as they were when it began, or that folder removed to start again"
+            )
 
     def _check(self) -> bool:
         """Whether the study says already what decides its outcome. Raises UserError where that is something else."""

@@ -82,7 +82,6 @@ def prepare(
     found = _read_record(directory / _RECORD, digest)
     if found and problem(directory, found.files, verified) is None:
         return found
-    _refuse_other_data(directory / _RECORD)
     _make_directory(directory)
     try:
         with hold(directory / _LOCK, say, f"prepares {directory}"):
@@ -91,6 +90,8 @@ def prepare(
                 if (damage := problem(directory, found.files, verified)) is None:
                     return found
                 say(f"warning: {directory}: {damage}; the data is prepared anew")
+            else:
+                _refuse_other_data(directory / _RECORD)
             remove_partials(directory)
             with full_disk(directory, "the tokens of the corpus", lambda: _tokens_bytes(config)):
                 return _make(config, directory, digest, say)

@@ -61,7 +61,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tu
     config, study = study_of(tmp_path_factory.mktemp("undisturbed"), data)
     finish(config, study)
     found = outcome(study)
-    assert [state for _, _, state, _ in found] == ["complete", "stopped"] or found[1][2] == "complete"
+    assert found[0][2] == "complete"
     assert list(dict(found[0][3])) == [2, 4, 6, 8]
     return found
 
@@ -102,12 +102,12 @@ QUICK = ("reporting",)
 def test_sigterm(undisturbed: list[tuple[Any, ...]], data: Path, tmp_path: Path, moment: str) -> None:
     config, study = study_of(tmp_path, data)
     trial, (before, there) = Trial(study), MOMENTS[moment]
-    sent = []
+    sent: list[str] = []
 
     def disturb() -> None:
         started = study.trials()[0].state == "running"
         if started and not sent and before(trial):
-            until(lambda: there(trial), 60, every=0.001)
+            until(lambda: there(trial), 240, every=0.005)
             os.kill(os.getpid(), signal.SIGTERM)
             sent.append(moment)
 
@@ -123,7 +123,8 @@ def test_sigterm(undisturbed: list[tuple[Any, ...]], data: Path, tmp_path: Path,
 def test_sigterm_to_the_trial_alone(undisturbed: list[tuple[Any, ...]], data: Path, tmp_path: Path) -> None:
     """It saves and ends; its worker takes that for a death, and it goes on."""
     config, study = study_of(tmp_path, data)
-    trial, sent = Trial(study), []
+    trial = Trial(study)
+    sent: list[int] = []
 
     def disturb() -> None:
         if not sent and 2 in trial.lines("loss"):

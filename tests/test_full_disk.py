@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,8 @@ def test_a_limit_that_is_met_while_a_checkpoint_is_written(tmp_path: Path, proce
     prepare(load_config(path))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
     start = limit + "from mup_megatron.cli import main; main()"
-    words = ["train", path, "--nproc-per-node", str(processes), "parallel.tensor_model_parallel_size=1"]
-    result = run(sys.executable, "-c", start, *words)
+    words = "--nproc-per-node", str(processes), "parallel.tensor_model_parallel_size=1"
+    result = run(sys.executable, "-c", start, "train", path, *words)
     assert result.returncode == 2, result.stderr
     partial = tmp_path / "run" / "checkpoints" / "step_00000002.partial"
     said = [line for line in result.stderr.splitlines() if line.startswith("mup-megatron")]  # torch logs beside it
@@ -227,6 +228,11 @@ def raised(error: BaseException) -> str:
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
+def failed(errors: dict[int, BaseException]) -> CheckpointException:
+    """What torch raises of what went wrong, by rank."""
+    return CheckpointException("write", {rank: (error, traceback.StackSummary()) for rank, error in errors.items()})
+
+
 def caused() -> Exception:
     error = Exception("Failed to write dataset materials to the data cache directory.")
     error.__cause__ = FULL
@@ -238,7 +244,7 @@ def caused() -> Exception:
     [
         FULL,
         OSError(errno.EDQUOT, "Disk quota exceeded"),
-        CheckpointException("write", {1: (FULL, None)}),
+        failed({1: FULL}),
         CheckpointException(
             "write", {0: (RuntimeError("Local process 0 encountered an error"), None), 1: (FULL, None)}
         ),
@@ -255,7 +261,7 @@ def test_what_is_a_full_disk(error: BaseException) -> None:
     "error",
     [
         OSError(errno.EACCES, "Permission denied"),
-        CheckpointException("write", {0: (OSError(errno.EIO, "Input/output error"), None)}),
+        failed({0: OSError(errno.EIO, "Input/output error")}),
         RuntimeError("shape mismatch"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
         UserError("run.dir: cannot write: No space left on device"),

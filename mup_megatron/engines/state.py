@@ -68,11 +68,9 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
 
 def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:
     """What `save_state` writes at least, by all ranks together: float32 weights and moments."""
-    moments = {rule: len(kinds) for rule, kinds in MOMENTS.items()}
-    if not optimizer.momentum:
-        moments.update(sgd=0, muon=0)
+    moments = {rule: len(kinds) for rule, kinds in MOMENTS.items() if rule == "adam" or optimizer.momentum}
     tensors = parametrization.tensors.values()
-    return sum(4 * math.prod(tensor.shape.spec.shape) * (1 + moments[tensor.group.rule]) for tensor in tensors)
+    return sum(4 * math.prod(tensor.shape.spec.shape) * (1 + moments.get(tensor.group.rule, 0)) for tensor in tensors)
 
 
 def load_state(

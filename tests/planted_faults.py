@@ -366,7 +366,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "router_s_bias_lost": Fault(
         plant=_expert_bias_lost,
-        seen=("decoder.layers.0.mlp.router", "output"),
+        seen=("decoder.layers.0.mlp.router", "change"),
         model="moe_biased",
         regime="resume",
     ),

@@ -245,9 +245,7 @@ def caused() -> Exception:
         FULL,
         OSError(errno.EDQUOT, "Disk quota exceeded"),
         failed({1: FULL}),
-        CheckpointException(
-            "write", {0: (RuntimeError("Local process 0 encountered an error"), None), 1: (FULL, None)}
-        ),
+        failed({0: RuntimeError("Local process 0 encountered an error"), 1: FULL}),
         caused(),
         RuntimeError("(sqlite3.OperationalError) database or disk is full"),
     ],

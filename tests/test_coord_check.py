@@ -66,7 +66,7 @@ def test_the_families_of_the_evidence(ranks: Ranks, repository: Path, tmp_path: 
     )[0]
     assert [size["size"] for size in result["sizes"]] == [32, 64, 128, 256, 512]
     # Eight experts share 16 tokens: which tokens come to which moves with width, and 3 seeds leave it undecided.
-    assert result["verdict"] in (("passed",) if name in ("gpt3", "llama") else ("passed", "undecided")), lines(result)
+    assert result["verdict"] in (("passed",) if name != "moe" else ("passed", "undecided")), lines(result)
 
 
 @pytest.mark.slow

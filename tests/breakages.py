@@ -289,7 +289,7 @@ def no_announced_experts() -> Iterator[None]:
 
     def deny(model: torch.nn.Module, layout: Any) -> None:
         for parameter in model.parameters():
-            parameter.allreduce = True  # type: ignore[attr-defined]
+            parameter.allreduce = True
 
     with (
         replaced(deepspeed, "announce_experts", deny),

@@ -111,7 +111,7 @@ def test_index_of_samples(tmp_path: Path, disk: Callable[..., Disk]) -> None:
     assert parts(error.value)["what"] == "the index of samples"
     small.resize(8000)
     train, _ = build_datasets(settings, prepare(settings))
-    elsewhere = numbers(tmp_path, training__train_steps=4000)
+    elsewhere = numbers(tmp_path, training__train_steps=4000, data__dir=str(tmp_path / "elsewhere"))
     expected, _ = build_datasets(elsewhere, prepare(elsewhere))
     assert [train[n]["tokens"].tolist() for n in range(50)] == [expected[n]["tokens"].tolist() for n in range(50)]
 

@@ -245,11 +245,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
     result = run(sys.executable, "-c", limit + "from mup_megatron.cli import main; main()", "tune", path)
     assert result.returncode == 2, result.stderr
-    assert (
-        result.stderr.strip()
-        .splitlines()[-1]
-        .endswith("file too large; what was written before is whole, the same command goes on")
-    )
+    said = result.stderr.strip().splitlines()[-1]
+    assert ": file too large while writing " in said
+    assert said.endswith("; what was written before is whole, the same command goes on when there is room")
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run" / "transfer.json").exists()
     study = Study.create(load_config(path))
@@ -270,7 +268,8 @@ def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
     try:
         result = mup("tune", path)
         assert result.returncode == 2, result.stderr
-        assert "no space left on device; what was written before is whole" in result.stderr
+        assert "no space left on device while writing the checkpoint of step" in result.stderr
+        assert "; what was written before is whole, the same command goes on when there is room" in result.stderr
         assert "Traceback" not in result.stderr
         assert not (small / "run" / "transfer.json").exists()
         assert [trial.state for trial in Study(load_config(path)).trials()] == ["waiting", "waiting"]

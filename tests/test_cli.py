@@ -27,6 +27,7 @@ KEYS = {
     "m_out",
     "blocks",
     "forward_multiplier",
+    "init",
     "init_std",
     "lr",
     "lr_multiplier",

@@ -19,8 +19,10 @@ from mup_megatron.errors import DiskFull, UserError
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What libraries say that keep the number to themselves: safetensors, SQLite, PostgreSQL.
 _WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "StorageFull")
-# What torch.save and numpy.save say of a write that failed, for whatever reason.
-_FAILED_WRITE = re.compile(r"inline_container|PytorchStreamWriter|\d+ requested and \d+ written")
+# What torch.save, numpy.save and dist_checkpointing (0.19) say of a write that failed, for whatever reason.
+_FAILED_WRITE = re.compile(
+    r"inline_container|PytorchStreamWriter|\d+ requested and \d+ written|Worker failure: An error is caught"
+)
 _BLOCK = 4096
 _PROBE = 1 << 30
 

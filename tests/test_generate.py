@@ -343,7 +343,7 @@ def damage(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("record", "mup.json: damaged"),
+        ("record", "mup.json cannot be read"),
         ("no config", "mup.json: expected a JSON object with format, step and config"),
         ("format", "step_00000006: written in format 99; this version reads format"),
         ("tokenizer", "tokenizer.model: the tokenizer that the run trained"),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
@@ -209,8 +209,11 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
     for key, kind in _PARTS.items():
         if not isinstance(record.get(key), kind):
             raise UserError(f"{path}: {key} is missing or no {kind.__name__}")
-    if not _is_study(record["study"]):
-        raise UserError(f"{path}: study: expected candidates, noise and interior as tuning writes them")
+    try:
+        _Study.model_validate(record["study"])
+    except (ValidationError, RecursionError):
+        expected = "candidates, noise, interior, values, trials and ranges as tuning writes them"
+        raise UserError(f"{path}: study: expected {expected}") from None
     if config is not None:
         _check_family(path, record, config)
         try:
@@ -221,18 +224,42 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
     return record
 
 
-def _is_study(study: Mapping[str, Any]) -> bool:
-    """Whether a study says what is read of it, however the target goes on."""
-    candidates = study.get("candidates")
-    return (
-        isinstance(study.get("interior"), dict)
-        and isinstance(study.get("noise", ""), float | int | None)
-        and isinstance(candidates, list)
-        and all(
-            isinstance(candidate, dict) and isinstance(candidate.get("slot"), int) and "within_noise" in candidate
-            for candidate in candidates
-        )
-    )
+class _Range(BaseModel):
+    low: FiniteFloat
+    high: FiniteFloat
+    log: bool
+
+
+class _Candidate(BaseModel):
+    slot: int
+    within_noise: Any
+
+
+class _Tried(BaseModel):
+    values: dict[str, float | str]
+
+
+class _Study(BaseModel):
+    """What is read of a study, however the target goes on."""
+
+    candidates: list[_Candidate]
+    interior: dict[str, Any]
+    noise: float | None
+    values: dict[str, float | str] = {}
+    trials: list[_Tried] = []
+    ranges: dict[str, _Range] = {}
+
+    @model_validator(mode="after")
+    def _numbers_are_numbers(self) -> _Study:
+        for name in self.interior:
+            found = [values[name] for values in (self.values, *(one.values for one in self.trials)) if name in values]
+            least = 0.0 if name in self.ranges and self.ranges[name].log else -math.inf
+            bounds = [self.ranges[name].low, self.ranges[name].high] if name in self.ranges else []
+            if found and name not in self.values:
+                raise ValueError(f"no value of {name}")
+            if not all(isinstance(one, float) and math.isfinite(one) and one > least for one in (*found, *bounds)):
+                raise ValueError(f"a value of {name} is no number, or none of its range")
+        return self
 
 
 def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None:

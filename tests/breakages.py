@@ -46,7 +46,13 @@ def no_mpu() -> contextlib.AbstractContextManager[None]:
     import deepspeed
 
     original = deepspeed.initialize
-    return replaced(deepspeed, "initialize", lambda **arguments: original(**{**arguments, "mpu": None}))
+
+    def initialize(**arguments: Any) -> Any:
+        # By the global batch size DeepSpeed would notice that ranks are missing.
+        config = {key: value for key, value in arguments["config"].items() if key != "train_batch_size"}
+        return original(**{**arguments, "mpu": None, "config": config})
+
+    return replaced(deepspeed, "initialize", initialize)
 
 
 def init_by_local_shape() -> contextlib.AbstractContextManager[None]:

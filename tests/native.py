@@ -41,6 +41,7 @@ SMALL = {
     "num-workers": 0,
     "log-interval": 1,
 }
+BACKENDS = ("flash", "fused", "unfused")
 FLAGS = (
     "mock-data",
     *(f"no-{name}-fusion" for name in ("bias-gelu", "bias-dropout", "masked-softmax", "gradient-accumulation", "rope")),
@@ -82,6 +83,8 @@ def native(rank: runtime.Rank, *, words: list[str]) -> dict[str, Any]:
 
     model._SPECS.clear()  # as in a process of its own, shapes are read from models first
     argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
+    for backend in BACKENDS:  # what another test's model said of it
+        os.environ.pop(f"NVTE_{backend.upper()}_ATTN", None)
     out, err = io.StringIO(), io.StringIO()
     found: dict[str, Any] = {"status": 0, "vocabulary": None}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings(action="ignore"):
@@ -96,16 +99,14 @@ def native(rank: runtime.Rank, *, words: list[str]) -> dict[str, Any]:
             found["status"] = 2
             err.write(f"mup-megatron: error: {error}")
         finally:
-            found["backends"] = {
-                backend: os.environ.get(f"NVTE_{backend.upper()}_ATTN") for backend in ("flash", "fused", "unfused")
-            }
+            found["backends"] = {backend: os.environ.get(f"NVTE_{backend.upper()}_ATTN") for backend in BACKENDS}
             megatron_training.end()
             global_vars.destroy_global_vars()
             destroy_num_microbatches_calculator()
             destroy_rerun_state_machine()
             training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
-            for name in set(os.environ) - set(environment):
-                del os.environ[name]
+            os.environ.clear()
+            os.environ.update(environment)
             sys.argv[:], sys.path[:] = argv, path
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", out.getvalue())]
     return {**found, "said": err.getvalue(), "losses": losses}

@@ -92,9 +92,9 @@ def train(
     refuse(config, layout)
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
+        if watcher is None:  # a trial's own study guards it
+            check_folder(config, allowed_changes)  # by every rank: one that went on alone would wait for the others
         if rank.is_first:
-            if watcher is None:  # a trial's own study guards it
-                check_folder(config, allowed_changes)
             prepare(
                 config, progress.say, verified=directory / VERIFIED
             )  # the others wait for rank 0 where the process groups start

@@ -25,7 +25,6 @@ import torch
 from mup_megatron import runtime
 from mup_megatron.checkpoint import RECORD, SUMS, Checkpoints
 from mup_megatron.config import Config, Model, parse_config
-from mup_megatron.config.schema import Parallel
 from mup_megatron.data.prepare import prepared_tokenizer
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
@@ -328,10 +327,9 @@ def _config_here(record: dict[str, Any], path: Path) -> Config:
     """The record's config for this process: one rank, what is installed here, the run's folder where it is now."""
     # How it was tuned is another run's business, and may hold what is refused today.
     config = parse_config({**record["config"], "tuning": {}}, str(path / RECORD))
-    model, run = config.model, config.run
-    if {"apex", "transformer_engine"} & {getattr(model, key) for key in Model.PLAIN_KERNELS}:
-        model = model.model_copy(update=Model.PLAIN_KERNELS)  # compute the same, everywhere
+    keys: dict[str, Any] = {"parallel": {"engine": config.parallel.engine, "tensor_model_parallel_size": 1}}
+    if {"apex", "transformer_engine"} & {getattr(config.model, key) for key in Model.PLAIN_KERNELS}:
+        keys["model"] = config.model.with_plain_kernels.model_dump()  # compute the same, everywhere
     if path.resolve().parent.name == "checkpoints":
-        run = run.model_copy(update={"dir": str(path.parent.parent)})
-    parallel = Parallel(engine=config.parallel.engine, tensor_model_parallel_size=1)
-    return config.model_copy(update={"model": model, "run": run, "parallel": parallel})
+        keys["run.dir"] = str(path.parent.parent)
+    return config.derive(keys)

@@ -349,7 +349,7 @@ def _gpt_model(
     transformer_config = core_config(config, model, forward, layout, device)
     if device.type == "meta":
         # Which kernels compute changes no shape, and on the meta device nothing is computed.
-        model = model.model_copy(update=Model.PLAIN_KERNELS)
+        model = model.with_plain_kernels
     arguments: dict[str, Any] = {}
     if unsharded:
         one = _OneRank()

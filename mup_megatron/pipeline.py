@@ -70,6 +70,8 @@ def run_pipeline(
     layout = _smallest_layout(config) if only else resolve_layout(config, rank.world_size)
     if not only:
         _check_target(config, layout)
+        for name in controls(config) if control else ():
+            control_config(config, name)  # refused now, not when the target has been paid for
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank, ".pipeline.lock"), Progress(rank.is_first) as progress:
         meeting = runtime.Meeting(rank)
@@ -104,14 +106,17 @@ def controls(config: Config) -> list[str]:
 
 
 def control_config(config: Config, name: str) -> Config:
-    """The target in another parametrization, beside the run and on its data."""
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(
-                update={"name": f"{config.run.name}, {name}", "dir": str(Path(config.run.dir) / name)}
-            ),
-            "parametrization": config.parametrization.model_copy(update={"name": name}),
-            "data": config.data.model_copy(update={"dir": str(data_directory(config))}),
+    """The target in another parametrization, beside the run and on its data.
+
+    Raises:
+        ConfigError: the config is none of that parametrization.
+    """
+    return config.derive(
+        {
+            "run.name": f"{config.run.name}, {name}",
+            "run.dir": str(Path(config.run.dir) / name),
+            "parametrization.name": name,
+            "data.dir": str(data_directory(config)),
         }
     )
 

@@ -436,12 +436,8 @@ def resolve_auto(config: Config) -> Config:
             )
     if kernels["model.norm_implementation"] == "apex" and model.normalization != "LayerNorm":
         raise config.error("model.norm_implementation", f"apex has no {model.normalization}; expected torch")
-    return config.model_copy(
-        update={
-            "training": training.model_copy(update={"precision": precision}),
-            "optimizer": optimizer.model_copy(update={"implementation": implementation}),
-            "model": model.model_copy(update={key.removeprefix("model."): value for key, value in kernels.items()}),
-        }
+    return config.derive(
+        {"training.precision": precision, "optimizer.implementation": implementation, **kernels},
     )
 
 

@@ -101,8 +101,7 @@ def built(rank: runtime.Rank, *, config: Config, kernels: str = "local") -> dict
     """Builds the model, of Transformer Engine's modules or not: values, what upstream reads of them, whose modules."""
     config, layout, parametrization, model = start(rank, config)
     if kernels != "local":
-        update = dict.fromkeys(Model.PLAIN_KERNELS, kernels)
-        config = config.model_copy(update={"model": config.model.model_copy(update=update)})
+        config = config.derive({f"model.{key}": kernels for key in Model.PLAIN_KERNELS})
         with replaced(torch.cuda, "is_available", lambda: True):  # which they ask for, and building needs no more
             model = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
     marks = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "allreduce")

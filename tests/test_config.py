@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -242,3 +244,61 @@ def test_mutated_configs_never_end_in_a_traceback(mutations: dict[str, Any]) -> 
     except UserError as error:
         assert str(error).startswith("x.yaml: ")
         assert "\n" not in str(error)
+
+
+# --- a config made from another ---
+
+
+def test_derive_replaces_checks_and_remembers(tmp_path: Path) -> None:
+    """Keys and whole sections; the file and what the command line gave stay known, the first config as it was."""
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(GOOD))
+    config = load_config(path, {"hparams.lr": 0.5})
+    derived = config.derive({"run.seed": 7, "model.normalization": "RMSNorm", "optimizer": {"name": "sgd"}})
+    assert (derived.run.seed, derived.model.normalization, derived.optimizer.name) == (7, "RMSNorm", "sgd")
+    assert (derived.optimizer.momentum, derived.hparams.lr, derived.run.dir) == (0.9, 0.5, "runs/x")
+    assert (derived.source, derived.is_overridden("hparams.lr")) == (str(path), True)
+    assert (config.run.seed, config.model.normalization, config.optimizer.name) == (1234, "LayerNorm", "adamw")
+    assert config.derive({}) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"run.sed": 7}, "run.sed: unknown key; did you mean run.seed?"),
+        ({"training.train_steps": 0}, "training.train_steps: expected a number > 0, found 0"),
+        ({"training.micro_batch_size": 3}, "training.micro_batch_size: 3 does not divide"),
+        ({"model.num_layers": 3}, "model.num_layers: 3 differs from the base's 2 and depth rules are off"),
+        ({"base": {}, "parametrization.name": "fan_in"}, "base: missing; expected the sizes that grow"),
+        ({"run.seed.x": 1}, "run.seed: has no keys of its own, so run.seed.x cannot be set"),
+    ],
+)
+def test_derive_refuses_what_a_file_may_not_say(keys: dict[str, Any], sentence: str) -> None:
+    config = parse_config({**GOOD, "base": {**GOOD["base"], "num_layers": 2}}, "x.yaml")
+    with pytest.raises(ConfigError) as error:
+        config.derive(keys)
+    assert f"x.yaml: {sentence}" in str(error.value)
+
+
+_UNCHECKED = {"model_copy", "model_construct", "__replace__"}
+
+
+def _unchecked(text: str) -> list[str]:
+    """Classes in which a pydantic model is made from another without a check; "" outside of any."""
+    tree, found = ast.parse(text), []
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _UNCHECKED:
+            found.append(next((c.name for c in classes if node in ast.walk(c)), ""))
+    return found
+
+
+def test_a_config_is_made_from_another_by_derive_alone(repository: Path) -> None:
+    """Unchecked copies are of a model's sizes, which shapes are read from; no config or section of one is."""
+    assert _unchecked("x = config.model_copy(update={})") == [""]
+    found = {}
+    for folder in ("mup_megatron", "patches", "benchmarks"):
+        for path in (repository / folder).rglob("*.py"):
+            if where := _unchecked(path.read_text()):
+                found[str(path.relative_to(repository))] = sorted(where)
+    assert found == {"mup_megatron/config/schema.py": ["Growth", "Model", "Model"]}

@@ -16,7 +16,7 @@ from mup_megatron.engines.megatron_config import muon_missing
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.proof.controls import CONTROLS
-from mup_megatron.proof.family import changed, default_factors, grown, members, models, own_path
+from mup_megatron.proof.family import default_factors, grown, members, models, own_path
 from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.told import lines
@@ -62,7 +62,7 @@ def test_the_families_of_the_evidence(ranks: Ranks, repository: Path, tmp_path: 
     """At their own values, over their own path, hidden size 32 to 512."""
     config = load_config(repository / "configs" / "proof" / f"{name}.yaml")
     result = ranks.run(
-        1, proof_bodies.check, config=changed(config, {"data.dir": str(tmp_path)}), options={"beside": False}
+        1, proof_bodies.check, config=config.derive({"data.dir": str(tmp_path)}), options={"beside": False}
     )[0]
     assert [size["size"] for size in result["sizes"]] == [32, 64, 128, 256, 512]
     # Eight experts share 16 tokens: which tokens come to which moves with width, and 3 seeds leave it undecided.
@@ -76,7 +76,7 @@ def test_attention_that_grows_twice(ranks: Ranks, repository: Path, tmp_path: Pa
     keys = {f"base.{name}": size for name, size in heads.items()}
     keys |= {f"model.{name}": 16 * size for name, size in heads.items()}
     config = load_config(repository / "configs" / "proof" / "mla.yaml")
-    result = check(ranks, changed(config, {"data.dir": str(tmp_path), **keys}))
+    result = check(ranks, config.derive({"data.dir": str(tmp_path), **keys}))
     assert result["verdict"] == "passed", lines(result)
     value = "decoder.layers.0.self_attention.core_attention.value"
     expected = {each["expected"] for each in result["slopes"]["mup"] if each["name"] == value}
@@ -296,7 +296,7 @@ def test_growth_of_its_own() -> None:
 def test_the_family() -> None:
     config = config_of()
     assert default_factors(config) == [1, 2, 4, 8]
-    assert default_factors(changed(config, {"model.hidden_size": 1024, "model.num_attention_heads": 64})) == [
+    assert default_factors(config.derive({"model.hidden_size": 1024, "model.num_attention_heads": 64})) == [
         *(1, 2, 4, 8, 16),
         32,
     ]

@@ -13,7 +13,6 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
-from mup_megatron.proof.family import changed
 from mup_megatron.proof.reverse import small_model
 from tests import bodies, proof_bodies
 from tests.configs import HEAD_SIZE, MIXED, MOE, VOCABULARY, make
@@ -88,7 +87,7 @@ def test_one_rate_and_no_multipliers(growth: dict[str, Any], architecture: str) 
 
 def test_deviations_fall_as_the_root_of_the_fan_in() -> None:
     """Over widths 32 to 512 each product's deviation has slope -1/2, whatever else grows; all else stays."""
-    grown = [changed(make(PLAIN, "llama"), grow(factor)) for factor in (1, 4, 16)]
+    grown = [make(PLAIN, "llama").derive(grow(factor)) for factor in (1, 4, 16)]
     tables = [stds(parametrize(config, VOCABULARY)) for config in grown]
     for name, first in tables[0].items():
         product = first and "embedding" not in name

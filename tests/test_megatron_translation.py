@@ -197,7 +197,7 @@ def test_translation_is_explain(name: str, tmp_path: Path) -> None:
     runtime.prepare_process()
     words, model, base, rates = ARCHITECTURES[name]
     ours, *_ = translated(words, base, tmp_path)
-    ours = ours.model_copy(update={"training": ours.training.model_copy(update={"precision": "fp32"})})
+    ours = ours.derive({"training.precision": "fp32"})
     sizes = {key: value for key, value in model.items() if key != "architecture"}
     beta2 = {"optimizer__betas": [0.9, 0.999], "model__core_attention": "megatron"}
     config = make({"model": {"num_layers": 2, **sizes}, "base": base}, model.get("architecture", "gpt3"), **beta2)

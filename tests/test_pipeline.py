@@ -309,6 +309,14 @@ def test_bad_input(tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides:
     assert not (tmp_path / "run" / "tuning").exists()
 
 
+def test_a_control_that_cannot_be_is_refused_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A standard run needs no base; the same target in fan_in does, and says so before anything is trained."""
+    path = pipeline_file(tmp_path, parametrization__name="standard", base={}, proxy={}, tuning__run="never")
+    assert cli.run(["pipeline", str(path), "parallel.tensor_model_parallel_size=1", "--control"]) == 2
+    assert f"{path}: base: missing; expected the sizes that grow" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_the_paper_s_proxy_takes_real_steps(repository: Path, tmp_path: Path) -> None:
     """GPT-3's proxy of 38.7M parameters, 32 layers and 50257 tokens: five steps through the tuning path."""

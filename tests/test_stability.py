@@ -16,7 +16,6 @@ from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.proof import stability
-from mup_megatron.proof.family import changed
 from mup_megatron.proof.grid import Outcome
 from mup_megatron.proof.reverse import rise, small_model
 from mup_megatron.report.stability import title
@@ -287,10 +286,10 @@ def test_reversing_swaps_model_and_base(tmp_path: Path) -> None:
     assert small.base.width.sizes == {name: MIXED["model"][name] for name in MIXED["base"]}
     assert {name: getattr(small.model, name) for name in MIXED["base"]} == MIXED["base"]
     assert small.parametrization.name == "mup"
-    grown = small_model(changed(small, {"parametrization.name": "mup"}))  # twice is where it began
-    ours, theirs = parametrize(grown, 375), parametrize(changed(large, {"parametrization.name": "mup"}), 375)
+    grown = small_model(small.derive({"parametrization.name": "mup"}))  # twice is where it began
+    ours, theirs = parametrize(grown, 375), parametrize(large.derive({"parametrization.name": "mup"}), 375)
     assert ours.tensors == theirs.tensors
-    at_base = changed(small, {f"model.{name}": size for name, size in small.base.width.sizes.items()})
+    at_base = small.derive({f"model.{name}": size for name, size in small.base.width.sizes.items()})
     assert [(each.lr, each.init_std) for each in parametrize(at_base, 375).tensors.values()] == [
         (each.lr, each.init_std) for each in parametrize(large, 375).tensors.values()
     ]

@@ -180,7 +180,7 @@ def transfer(
     transferred, record = apply_record(settings)
     on_target = becomes(transferred, parametrize(transferred, known_vocab_size(settings)), layout)
     if output:
-        never = transferred.model_copy(update={"tuning": transferred.tuning.model_copy(update={"run": "never"})})
+        never = transferred.derive({"tuning.run": "never"})
         write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")
     said = remarks(record, extrapolated(transferred, record))
     if as_json:

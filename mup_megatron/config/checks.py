@@ -357,8 +357,9 @@ def _check_batch(config: Config) -> None:
         )
 
 
-def _check_schedule(config: Config) -> None:
-    training = config.training
+def _check_schedule(config: Config, training: Training | None = None) -> None:
+    """Of the config, or of one with other training keys."""
+    training = training or config.training
     decay_steps = training.lr_decay_steps or training.train_steps
     if training.lr_warmup_steps >= decay_steps:
         raise config.error(
@@ -374,8 +375,9 @@ def _check_schedule(config: Config) -> None:
         )
 
 
-def _check_optimizer(config: Config) -> None:
-    optimizer, hparams = config.optimizer, config.hparams
+def _check_optimizer(config: Config, hparams: Hparams | None = None) -> None:
+    """Of the config, or of one with other hyperparameters."""
+    optimizer, hparams = config.optimizer, hparams or config.hparams
     if optimizer.name == "adam" and hparams.weight_decay > 0:
         raise config.error(
             "hparams.weight_decay",
@@ -383,7 +385,8 @@ def _check_optimizer(config: Config) -> None:
             "width-independent rule; expected 0, or optimizer.name adamw",
         )
     adam_only = {"deepspeed_cpu_adam", "apex", "transformer_engine"}
-    if optimizer.name == "sgd" and optimizer.implementation in adam_only:
+    # megatron-core takes SGD, too, from the package that has its Adam.
+    if optimizer.name == "sgd" and optimizer.implementation in adam_only and config.parallel.engine == "deepspeed":
         raise config.error(
             "optimizer.implementation", f"{optimizer.implementation} implements Adam and AdamW, not sgd; expected torch"
         )
@@ -439,10 +442,10 @@ def _check_values(config: Config, name: str, values: Sequence[float | str]) -> N
         try:
             if name == "lr_schedule":
                 training = Training.model_validate({**config.training.model_dump(), name: value})
-                _check_schedule(config.model_copy(update={"training": training}))
+                _check_schedule(config, training)
             else:
                 hparams = Hparams.model_validate({**config.hparams.model_dump(), name: value})
-                _check_optimizer(config.model_copy(update={"hparams": hparams}))
+                _check_optimizer(config, hparams)
         except (ValidationError, ConfigError) as error:
             why = error.problem if isinstance(error, ConfigError) else error.errors()[0]["msg"]
             raise config.error(f"tuning.search.{name}", f"{shown(value)} is no value of {name}: {why}") from None

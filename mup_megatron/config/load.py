@@ -90,7 +90,7 @@ def parse_config(data: dict[str, Any], source: str | None = None) -> Config:
     return config
 
 
-def override(data: dict[str, Any], key: str, value: Any, source: str) -> None:
+def override(data: dict[str, Any], key: str, value: Any, source: str | None) -> None:
     """Sets a dotted key in plain data. Raises ConfigError where the path leads through a value."""
     *sections, last = key.split(".")
     for depth, name in enumerate(sections):

@@ -6,6 +6,7 @@ Numbers that follow from others (head size, padded vocabulary) are properties, n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -178,8 +179,13 @@ class Model(Section):
         return -(-vocab_size // multiple) * multiple
 
     def resized(self, growth: Growth) -> Model:
-        """This model with the sizes that `growth` names replaced."""
+        """This model with the sizes that `growth` names replaced: what shapes are read from, no config."""
         return self.model_copy(update=growth.sizes)
+
+    @property
+    def with_plain_kernels(self) -> Model:
+        """This model computed by torch's and megatron-core's own kernels."""
+        return self.model_copy(update=self.PLAIN_KERNELS)
 
 
 class Growth(Section):
@@ -207,7 +213,7 @@ class Growth(Section):
     @property
     def width(self) -> Growth:
         """The same without the depth."""
-        return self.model_copy(update={"num_layers": None})
+        return Growth(**{name: size for name, size in self.sizes.items() if name != "num_layers"})
 
     def enlarged(self) -> Growth:
         """Every named width doubled: what then changes in a tensor's shape is what grows (see shapes.py)."""
@@ -449,6 +455,24 @@ class Config(Section):
     def is_overridden(self, key: str) -> bool:
         """Whether a dotted key was given beside the file (`key.path=value`), by itself or with its section."""
         return any(key == given or key.startswith(given + ".") for given in self._overrides)
+
+    def derive(self, keys: Mapping[str, Any]) -> Config:
+        """This config with dotted keys replaced, checked as a whole: the one way to make a config from another.
+
+        Args:
+            keys: such as `{"run.seed": 7}`; a section's name replaces the whole section.
+
+        Raises:
+            ConfigError: the result is no config; names the key.
+        """
+        from mup_megatron.config.load import override, parse_config  # they read this schema
+
+        data = self.model_dump()
+        for key, value in keys.items():
+            override(data, key, value, self._source)
+        derived = parse_config(data, self._source)
+        derived._overrides = self._overrides
+        return derived
 
     def error(self, key: str, problem: str) -> ConfigError:
         """The error to raise for `key` of this config."""

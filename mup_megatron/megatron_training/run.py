@@ -295,13 +295,14 @@ def _check_family(path: Path, config: Config) -> None:
     """
     record = read_record(path, None)
     family = {} if record is None else record["family"]
-    if record is not None and family.get("data.tokenizer.path") is None:
-        tokenizer = config.data.tokenizer.model_copy(update={"path": None})
-        config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    loaded = config.data.tokenizer.library in ("huggingface", "tiktoken")
+    if record is not None and not loaded and family.get("data.tokenizer.path") is None:
+        config = config.derive({"data.tokenizer.path": None})
     multiple, entries = family.get(f"model.{_MULTIPLE}"), config.vocab_size or 0
-    padded = config.model.model_copy(update={_MULTIPLE: multiple}) if isinstance(multiple, int) else config.model
-    if padded.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
-        config = config.model_copy(update={"model": padded})
+    if isinstance(multiple, int) and multiple > 0:
+        padded = config.derive({f"model.{_MULTIPLE}": multiple})
+        if padded.model.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
+            config = padded
     read_record(path, config)
 
 

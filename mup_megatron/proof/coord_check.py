@@ -26,7 +26,7 @@ from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.controls import Break, Control, control, interpolate
 from mup_megatron.proof.coordinates import measure
-from mup_megatron.proof.family import Member, changed, default_factors, grown, models, own_path, scaled
+from mup_megatron.proof.family import Member, default_factors, grown, models, own_path, scaled
 from mup_megatron.proof.regimes import REGIMES, Regime
 from mup_megatron.proof.slopes import Cell, slopes_of
 from mup_megatron.proof.theory import Theory
@@ -235,18 +235,18 @@ def _asked(
     else:
         points = own_path(config, rank.world_size)
     small = {f"model.{key}": size for key, size in config.base.width.sizes.items()}
-    asked = changed(config, {**plain, **small})
+    asked = config.derive({**plain, **small})
     keys = regime.keys(asked, steps)
     if keys is None:
         raise UserError(f"{regime.what}: the config is that already")
-    asked = runtime.resolve_auto(changed(asked, keys))
+    asked = runtime.resolve_auto(asked.derive(keys))
     if regime.regrows and regime.axis == "width":
         over = max(points[-1].sizes, key=lambda key: points[-1].sizes[key] / config.base.width.sizes[key])
         ratios = [point.sizes[over] / config.base.width.sizes[over] for point in points]
         points = scaled(asked, [max(1, round(ratio)) for ratio in ratios])
     growing = broken is not None and broken.growing_tensor
     if not own_batch:
-        asked = changed(asked, _few_tokens(asked, rank.world_size, growing=growing))
+        asked = asked.derive(_few_tokens(asked, rank.world_size, growing=growing))
     return _Asked(
         name=name,
         regime=regime,
@@ -263,7 +263,7 @@ def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, 
     """
     parallel, training = config.parallel, config.training
     if growing:
-        config = changed(config, {"parallel.tensor_model_parallel_size": 1})
+        config = config.derive({"parallel.tensor_model_parallel_size": 1})
     layout = resolve_layout(config, world_size)
     least = layout.pipeline if layout.virtual_pipeline > 1 else 1
     micro_batches = min(layout.micro_batches, -(-2 // least) * least)
@@ -304,12 +304,12 @@ def _measure(
             prepared = prepare(member.config)
             rules.append(parametrize(member.config, prepared.vocab_size))
             for number in range(seeds):
-                seeded = dataclasses.replace(member, config=changed(member.config, {"run.seed": seed + number}))
+                seeded = dataclasses.replace(member, config=member.config.derive({"run.seed": seed + number}))
                 if number not in datasets:
                     datasets[number] = build_datasets(seeded.config, prepared)[0]
                 batch = Batches(datasets[number], seeded.config, member.layout, rank.rank, device)[0]
                 for line in drawn:
-                    config = changed(seeded.config, {"parametrization.name": line.name})
+                    config = seeded.config.derive({"parametrization.name": line.name})
                     parametrization = parametrize(config, prepared.vocab_size)
                     if line.break_ is not None:
                         parametrization = line.break_(parametrization, member.layout)

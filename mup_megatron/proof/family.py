@@ -1,6 +1,6 @@
 """The family of models that a check runs over: the base model and larger ones, each in the config's layout.
 
-Public names: `Member`, `Point`, `members`, `models`, `scaled`, `grown`, `own_path`, `default_factors`, `changed`.
+Public names: `Member`, `Point`, `members`, `models`, `scaled`, `grown`, `own_path`, `default_factors`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 from mup_megatron.config import Config
-from mup_megatron.config.load import override, parse_config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.layout import Layout, resolve_layout
 
@@ -55,19 +54,6 @@ class Member:
     sizes: dict[str, int]
     config: Config
     layout: Layout
-
-
-def changed(config: Config, keys: Mapping[str, Any]) -> Config:
-    """The config with dotted keys replaced, checked as a whole.
-
-    Raises:
-        ConfigError: the result is no config.
-    """
-    data = config.model_dump()
-    source = config.source or "config"
-    for key, value in keys.items():
-        override(data, key, value, source)
-    return parse_config(data, config.source)
 
 
 def default_factors(config: Config, axis: Axis = "width") -> list[int]:
@@ -203,7 +189,7 @@ def _round(
     ordered = sorted(merged, key=lambda sizes: sum(math.log(sizes[key] / wanted[key]) ** 2 for key in sizes))
     for sizes in ordered[:_CANDIDATES]:
         try:
-            resolve_layout(changed(config, {f"model.{key}": sizes[key] for key in base}), world_size)
+            resolve_layout(config.derive({f"model.{key}": sizes[key] for key in base}), world_size)
         except ConfigError:
             continue
         return {key: sizes[key] for key in base}
@@ -255,7 +241,7 @@ def models(
             # Fitted once, to the smallest, so that all are split alike.
             keys["parallel.tensor_model_parallel_size"] = result[0].layout.tensor
         try:
-            member = changed(config, keys)
+            member = config.derive(keys)
             layout = resolve_layout(member, world_size)
         except ConfigError as error:
             raise UserError(f"{point.what}: {error}") from None

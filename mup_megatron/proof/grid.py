@@ -21,7 +21,6 @@ from typing import Any, Literal
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.errors import DiskFull, UserError
-from mup_megatron.proof.family import changed
 from mup_megatron.run_directory import Busy, own_run_directory, write_whole
 from mup_megatron.runtime import Rank, resolve_auto, sigterm
 from mup_megatron.tuning import Stopped
@@ -74,7 +73,7 @@ def comparable(config: Config) -> Config:
         raise config.error("data.split", f"{config.data.split} holds nothing to validate on; expected 98,2,0")
     config = one_process(resolve_auto(config))
     there = {"data.dir": str(data_directory(config)), "training.eval_interval": config.training.train_steps}
-    return changed(config, there)
+    return config.derive(there)
 
 
 @contextmanager
@@ -204,7 +203,7 @@ class _Slot:
             "run.name": job.name,
             "data.cache_dir": str(self._cache),
         }
-        config = changed(job.config, there)
+        config = job.config.derive(there)
         self._process.send(config=json.loads(json.dumps(config.model_dump())), source=config.source)
 
     def _hear(self, job: Job) -> None:

@@ -20,7 +20,6 @@ from mup_megatron import runtime
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory, prepare
 from mup_megatron.errors import UserError
-from mup_megatron.proof.family import changed
 from mup_megatron.proof.grid import Job, alone, comparable, run_grid
 from mup_megatron.run_directory import write_whole
 
@@ -54,7 +53,7 @@ def small_model(config: Config) -> Config:
         )
     keys = {f"base.{name}": size for name, size in large.items()}
     keys |= {f"model.{name}": size for name, size in small.items()}
-    return changed(config, {**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
+    return config.derive({**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
 
 
 def reverse(
@@ -91,17 +90,17 @@ def reverse(
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
     runtime.prepare_process()
     small = small_model(config)
-    large = changed(config, {"parametrization.name": "standard"})
+    large = config.derive({"parametrization.name": "standard"})
     models = {REVERSED: small}
     if beside:
-        models |= {LARGE: large, SMALL: changed(small, {"parametrization.name": "standard"})}
+        models |= {LARGE: large, SMALL: small.derive({"parametrization.name": "standard"})}
     jobs: dict[tuple[str, float, int], Job] = {}
     for label, model in models.items():
-        alike = changed(comparable(model), {"data.dir": str(data_directory(config))})
+        alike = comparable(model).derive({"data.dir": str(data_directory(config))})
         for lr in rates or [config.hparams.lr]:
             for seed in range(config.run.seed, config.run.seed + seeds):
                 name = f"{label.replace(', ', '-')}-lr-{lr:.6g}-seed-{seed}"
-                jobs[label, lr, seed] = Job(name=name, config=changed(alike, {"hparams.lr": lr, "run.seed": seed}))
+                jobs[label, lr, seed] = Job(name=name, config=alike.derive({"hparams.lr": lr, "run.seed": seed}))
     with alone(directory):
         prepare(next(iter(jobs.values())).config, say)
     outcomes = run_grid(list(jobs.values()), directory / "runs", rank, workers, say)

@@ -20,7 +20,7 @@ from mup_megatron import runtime
 from mup_megatron.config import Config, Hparams
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.proof.family import changed, default_factors, members
+from mup_megatron.proof.family import default_factors, members
 from mup_megatron.proof.grid import Job, Outcome, alone, comparable, run_grid
 from mup_megatron.proof.optimum import (
     Curve,
@@ -218,7 +218,7 @@ def grid(config: Config, asked: Question) -> list[_Run]:
                 for line in lines:
                     keys = {f"{section}.{asked.over}": value, "parametrization.name": line, "run.seed": seed}
                     try:
-                        made = changed(sizes, keys)
+                        made = sizes.derive(keys)
                     except ConfigError as error:
                         raise UserError(f"--values: {value}: {error}") from None
                     shown = value if isinstance(value, str) else f"{value:.6g}"
@@ -240,7 +240,7 @@ def _sized(config: Config, asked: Question) -> list[Config]:
     else:
         key = _GROWS[asked.across]
         own = getattr(config.training, key.removeprefix("training."))
-        found = [changed(config, {key: own * factor}) for factor in asked.factors]
+        found = [config.derive({key: own * factor}) for factor in asked.factors]
     return [comparable(each) for each in found]
 
 

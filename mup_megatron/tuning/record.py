@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.explain import explain, family
 from mup_megatron.files import open_new
 from mup_megatron.layout import Layout
@@ -218,9 +218,10 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
         _check_family(path, record, config)
         try:
             with_values(config, record["values"])
-        except (KeyError, ValidationError) as error:
-            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.args[0]
-            raise UserError(f"{path}: values: {problem}") from None
+        except ConfigError as error:
+            raise UserError(f"{path}: values: {error.key}: {error.problem}") from None
+        except KeyError as error:
+            raise UserError(f"{path}: values: {error.args[0]}") from None
     return record
 
 

@@ -71,17 +71,19 @@ def with_values(config: Config, values: Mapping[str, Value]) -> Config:
     Args:
         config: the run.
         values: by name: keys of `hparams:`, and `lr_schedule`.
+
+    Raises:
+        KeyError: a name is none of these.
+        ConfigError: a value is none that the config may have.
     """
-    hparams = {name: value for name, value in values.items() if name in Hparams.model_fields}
-    training = {name: value for name, value in values.items() if name == "lr_schedule"}
-    if unknown := set(values) - set(hparams) - set(training):
+    return config.derive(_keys(values))
+
+
+def _keys(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Hyperparameters by the config's keys."""
+    if unknown := set(values) - {*Hparams.model_fields, "lr_schedule"}:
         raise KeyError(f"not hyperparameters: {', '.join(sorted(unknown))}")
-    return config.model_copy(
-        update={
-            "hparams": Hparams.model_validate({**config.hparams.model_dump(), **hparams}),
-            "training": Training.model_validate({**config.training.model_dump(), **training}),
-        }
-    )
+    return {key_of(name): value for name, value in values.items()}
 
 
 def tuning_steps(config: Config) -> int:
@@ -118,70 +120,70 @@ def proxy_config(
         directory: where the trial lives.
         cache: where megatron-core keeps the index of its samples; one per process that writes it.
     """
-    tuning, interval = config.tuning, rung_interval(config)
-    config = one_process(stretched(with_values(config, values), tuning_steps(config)))
-    training = config.training
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(
-                update={"name": f"{config.run.name}, {directory.name}", "dir": str(directory), "seed": seed}
-            ),
-            "model": config.proxy_model,
-            "training": training.model_copy(
-                update={
-                    "global_batch_size": tuning.global_batch_size or training.global_batch_size,
-                    "micro_batch_size": tuning.micro_batch_size or training.micro_batch_size,
-                    "eval_interval": interval,
-                    "checkpoint_interval": interval,
-                    "checkpoints_kept": 1,
-                }
-            ),
-            "data": config.data.model_copy(
-                update={"dir": str(data_directory(config)), "cache_dir": str(cache) if cache else None}
-            ),
+    tuning, training, interval = config.tuning, config.training, rung_interval(config)
+    return config.derive(
+        {
+            **_keys(values),
+            **_schedule(training, tuning_steps(config)),
+            **_one_process(config),
+            "run.name": f"{config.run.name}, {directory.name}",
+            "run.dir": str(directory),
+            "run.seed": seed,
+            "model": config.proxy_model.model_dump(),
+            "training.global_batch_size": tuning.global_batch_size or training.global_batch_size,
+            "training.micro_batch_size": tuning.micro_batch_size or training.micro_batch_size,
+            "training.eval_interval": interval,
+            "training.checkpoint_interval": interval,
+            "training.checkpoints_kept": 1,
+            "data.dir": str(data_directory(config)),
+            "data.cache_dir": str(cache) if cache else None,
         }
     )
 
 
 def stretched(config: Config, steps: int) -> Config:
     """The config with another number of steps; warm-up and decay keep their share of them, and so their shape."""
-    training = config.training
+    return config.derive(_schedule(config.training, steps))
+
+
+def _schedule(training: Training, steps: int) -> dict[str, Any]:
     scaled = {
-        name: max(1, round(count * steps / training.train_steps))
+        f"training.{name}": max(1, round(count * steps / training.train_steps))
         for name in _STEP_COUNTS
         if (count := getattr(training, name))
     }
     milestones = sorted({max(1, round(step * steps / training.train_steps)) for step in training.lr_milestones})
-    update = {**scaled, "lr_milestones": milestones, "train_steps": steps}
-    return config.model_copy(update={"training": training.model_copy(update=update)})
+    return {**scaled, "training.lr_milestones": milestones, "training.train_steps": steps}
 
 
 def one_process(config: Config) -> Config:
     """The config on one process, unsplit. The DeepSpeed engine's numbers are those of every layout and engine."""
-    muon = config.optimizer.name == "muon"  # the Megatron engine's alone
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(
-                update={
-                    "engine": "megatron" if muon else "deepspeed",
-                    "use_distributed_optimizer": not muon and config.parallel.use_distributed_optimizer,
-                    "tensor_model_parallel_size": 1,
-                    "pipeline_model_parallel_size": 1,
-                    "virtual_pipeline_model_parallel_size": None,
-                    "num_layers_in_first_pipeline_stage": None,
-                    "num_layers_in_last_pipeline_stage": None,
-                    "expert_model_parallel_size": 1,
-                    "expert_tensor_parallel_size": None,
-                    "context_parallel_size": 1,
-                    "overlap_param_gather": False,
-                    "sequence_parallel": False,
-                    "zero_stage": 1,  # bf16 needs a partitioned optimizer
-                    "offload_optimizer": False,
-                    "deepspeed_config": None,
-                }
-            ),
-            "optimizer": config.optimizer.model_copy(
-                update={"implementation": "auto"} if config.parallel.offload_optimizer else {}
-            ),
-        }
-    )
+    return config.derive(_one_process(config))
+
+
+def _one_process(config: Config) -> dict[str, Any]:
+    parallel, optimizer = config.parallel, config.optimizer
+    muon = optimizer.name == "muon"  # the Megatron engine's alone
+    keys: dict[str, Any] = {
+        "engine": "megatron" if muon else "deepspeed",
+        "use_distributed_optimizer": not muon and parallel.use_distributed_optimizer,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "context_parallel_size": 1,
+        "overlap_param_gather": False,
+        "sequence_parallel": False,
+        "zero_stage": 1,  # bf16 needs a partitioned optimizer
+        "offload_optimizer": False,
+        "deepspeed_config": None,
+    }
+    # What offloads is DeepSpeed's, and whose SGD megatron-core takes is its own business.
+    anew = parallel.offload_optimizer or (optimizer.name == "sgd" and parallel.engine == "megatron")
+    return {
+        **{f"parallel.{key}": value for key, value in keys.items()},
+        "optimizer.implementation": "auto" if anew else optimizer.implementation,
+    }

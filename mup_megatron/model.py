@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron import init
+from mup_megatron.apply_rules import apply_rules
 from mup_megatron.base_file import shapes_from_file
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
@@ -76,11 +77,11 @@ def parametrize(config: Config, vocab_size: int) -> Parametrization:
     target = _specs(config, config.model, vocabulary)
     if config.base.file is not None:
         shapes, base_head_size = shapes_from_file(config, target, config.base.file)
-        return Parametrization(config, shapes, base_head_size=base_head_size)
+        return apply_rules(config, shapes, base_head_size=base_head_size)
     base = config.model.resized(config.base.width)
     enlarged = base.resized(config.base.enlarged())
     shapes = join_shapes(target, _specs(config, base, vocabulary), _specs(config, enlarged, vocabulary))
-    return Parametrization(config, shapes, base_head_size=base.head_size)
+    return apply_rules(config, shapes, base_head_size=base.head_size)
 
 
 def build_model(

@@ -1,25 +1,24 @@
-"""The rules applied to a model: every tensor's init, learning rate, epsilon and decay, and the forward multipliers.
+"""The table: every tensor's init, learning rate, epsilon, decay and gradient-norm weight, and the forward multipliers.
 
-Public names: `Parametrization`, `TensorHyperparameters`, `InitStd`, `ForwardMultipliers`. One table, made once from the
-config and the shapes; init, optimizer, forward pass and `explain` all read it, so that they cannot disagree.
+Public names: `Parametrization` (the table), `TensorHyperparameters` (a row), `GroupKey`, `BaseValues`,
+`ForwardMultipliers`. `apply_rules` makes the table once from the config and the shapes. Init, optimizer, forward pass,
+gradient norm and `explain` all read it, so that they cannot disagree.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from mup_megatron import rules
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
-from mup_megatron.shapes import FixedFanOut, InfDim, Init, TensorShape, TensorSpec
+from mup_megatron.shapes import Init, TensorShape, TensorSpec
 
 OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
-
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -40,10 +39,35 @@ class ForwardMultipliers:
     embedding: float
     residual: float
 
+    def of(self, spec: TensorSpec) -> float:
+        """What the forward pass multiplies the output of one tensor with."""
+        return self.readout if spec.readout else self.embedding if spec.init is Init.EMBEDDING else 1.0
+
+
+class BaseValues(NamedTuple):
+    """The hyperparameters that multipliers apply to, as the config has them.
+
+    Args:
+        lr: learning rate at the schedule's peak.
+        eps: Adam's epsilon.
+        weight_decay: decoupled.
+    """
+
+    lr: float
+    eps: float
+    weight_decay: float
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupKey:
-    """What makes an optimizer group: rule and multipliers, never the rates. Equal ones share a group."""
+    """The multipliers that parameters of one optimizer group share; parameters with equal ones share a group.
+
+    Args:
+        rule: how the optimizer's update scales.
+        lr: factor on the base learning rate; exact where it can be, as all of them.
+        eps: factor on the base epsilon; 1 where the optimizer has no epsilon.
+        weight_decay: factor on the base decay; 0 where Megatron does not decay.
+    """
 
     rule: rules.Rule
     lr: Fraction | float
@@ -58,196 +82,100 @@ class GroupKey:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHyperparameters:
-    """Everything that was decided about one parameter.
+    """Everything that was decided about one parameter: a row of the table.
 
     Args:
         shape: the tensor, with its base.
         forward_multiplier: what the forward pass multiplies the tensor's output with.
         init_std: standard deviation per block ({None: std} for a tensor that is one block); 0 for constants.
-        lr: learning rate at the schedule's peak.
-        lr_multiplier: factor on the base learning rate.
-        eps: Adam's epsilon; None for SGD.
-        eps_multiplier: factor on the base epsilon; None for SGD.
-        weight_decay: decay that the optimizer gets (decoupled); 0 where Megatron does not decay.
-        weight_decay_multiplier: factor on the base decay.
         gradient_norm: weight of |grad|² in the invariant gradient norm, per block as `init_std`.
-        group: what it shares with the other parameters of its optimizer group.
+        group: multipliers on rate, epsilon and decay.
+        base: what these multiply.
     """
 
     shape: TensorShape
     forward_multiplier: float
     init_std: dict[str | None, float]
-    lr: float
-    lr_multiplier: float
-    eps: float | None
-    eps_multiplier: float | None
-    weight_decay: float
-    weight_decay_multiplier: float
     gradient_norm: dict[str | None, float]
     group: GroupKey
+    base: BaseValues
+
+    def retuned(
+        self,
+        *,
+        lr: Fraction | float | None = None,
+        eps: Fraction | float | None = None,
+        decay: Fraction | float | None = None,
+    ) -> TensorHyperparameters:
+        """The same tensor with other multipliers, in the optimizer group that these make.
+
+        Args:
+            lr: multiplier instead of the rule's, as the others; None keeps it.
+            eps: ignored where the optimizer has no epsilon.
+            decay: ignored where the tensor is not decayed.
+        """
+        group = self.group
+        changed = dataclasses.replace(
+            group,
+            lr=group.lr if lr is None else lr,
+            eps=group.eps if eps is None or group.rule != "adam" else eps,
+            weight_decay=group.weight_decay if decay is None or not group.weight_decay else decay,
+        )
+        return dataclasses.replace(self, group=changed)
+
+    @property
+    def lr_multiplier(self) -> float:
+        """Factor on the base learning rate."""
+        return float(self.group.lr)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate at the schedule's peak."""
+        return self.base.lr * self.lr_multiplier
+
+    @property
+    def eps_multiplier(self) -> float | None:
+        """Factor on the base epsilon; None where the optimizer has no epsilon."""
+        return float(self.group.eps) if self.group.rule == "adam" else None
+
+    @property
+    def eps(self) -> float | None:
+        """Adam's epsilon; None for other optimizers."""
+        return None if self.eps_multiplier is None else self.base.eps * self.eps_multiplier
+
+    @property
+    def weight_decay_multiplier(self) -> float:
+        """Factor on the base decay."""
+        return float(self.group.weight_decay)
+
+    @property
+    def weight_decay(self) -> float:
+        """Decay that the optimizer gets (decoupled); 0 where Megatron does not decay."""
+        return self.base.weight_decay * self.weight_decay_multiplier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parametrization:
-    """A config's rules, applied to the tensors of its model.
+    """A config's rules, applied to the tensors of its model (`apply_rules`).
 
     Args:
         config: the run.
         shapes: every tensor of the whole (unsharded) model, by global name.
         base_head_size: d of the base model.
-
-    Raises:
-        UserError: a rule does not exist for some tensor; names it.
+        forward: the forward multipliers.
+        tensors: what was decided about each tensor, by global name in the order of the model.
     """
 
     config: Config
     shapes: Mapping[str, TensorShape]
     base_head_size: int
-    tensors: dict[str, TensorHyperparameters] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Applies the rules to every tensor; once to those that differ by layer or expert number alone."""
-        applied: dict[tuple[int, int, int, bool], TensorHyperparameters] = {}
-        tensors = {}
-        for name, shape in self.shapes.items():
-            # All that the rules see of a tensor; by identity, which join_shapes shares, for hashing costs more.
-            key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None)
-            if key not in applied:
-                applied[key] = self._apply(shape)
-            tensors[name] = dataclasses.replace(applied[key], shape=shape)
-        object.__setattr__(self, "tensors", tensors)
-
-    @property
-    def is_mup(self) -> bool:
-        """Whether µP's rules hold; otherwise all multipliers are 1, but for the init of `fan_in`."""
-        return self.config.parametrization.name == "mup"
+    forward: ForwardMultipliers
+    tensors: Mapping[str, TensorHyperparameters]
 
     @property
     def rule(self) -> rules.Rule:
         """How the optimizer's update scales; Muon's of matrices alone, see `TensorHyperparameters.group`."""
         return OPTIMIZER_RULES[self.config.optimizer.name]
-
-    @cached_property
-    def depth(self) -> rules.DepthFactors:
-        """Factors of the depth rule inside the blocks."""
-        config = self.config
-        exponent = config.parametrization.depth_exponent if self.is_mup else None
-        ratio = Fraction(config.model.num_layers, config.num_layers_base)
-        return rules.depth_factors(self.rule, ratio, exponent)
-
-    @cached_property
-    def forward(self) -> ForwardMultipliers:
-        """The forward multipliers."""
-        hparams, model = self.config.hparams, self.config.model
-        base_head_size = self.base_head_size if self.is_mup else model.head_size
-        yarn = model.multi_latent_attention and model.rope_type == "yarn"
-        mscale = rules.yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim) if yarn else 1.0
-        return ForwardMultipliers(
-            softmax_scale=rules.softmax_scale(model.head_size, base_head_size, hparams.attention_multiplier, mscale),
-            readout=hparams.output_multiplier * float(self._readout_multiplier),
-            embedding=hparams.embedding_multiplier,
-            residual=hparams.residual_multiplier * self.depth.branch,
-        )
-
-    @property
-    def _readout_multiplier(self) -> Fraction:
-        """A of the readout. A tied head has no tensor of its own; its fan-in is the embedding's fan-out."""
-        if not self.is_mup:
-            return rules.ONE
-        for shape in self.shapes.values():
-            if shape.spec.readout:
-                return rules.readout_multiplier(shape.fan_in.ratio)
-        embedding = next(shape for shape in self.shapes.values() if shape.spec.init is Init.EMBEDDING)
-        return rules.readout_multiplier(embedding.fan_out.ratio)
-
-    def _base_std(self, init: Init) -> float:
-        hparams, config = self.config.hparams, self.config
-        # Megatron's 1/sqrt(2L) takes the base depth, so that it is a constant of the family; the others take the depth
-        # of the model, as Megatron does.
-        layers = config.num_layers_base if self.is_mup else config.model.num_layers
-        return {
-            Init.WEIGHT: hparams.init_method_std,
-            Init.OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(2.0 * layers),
-            Init.EMBEDDING: hparams.embedding_init_method_std or hparams.init_method_std,
-            Init.ZEROS: 0.0,
-            Init.ONES: 0.0,
-        }[init]
-
-    def _apply(self, shape: TensorShape) -> TensorHyperparameters:
-        spec, config = shape.spec, self.config
-        m_in = shape.fan_in.ratio if self.is_mup else rules.ONE
-        m_outs = {block: dim.ratio if self.is_mup else rules.ONE for block, dim in shape.fan_outs.items()}
-        forward = rules.readout_multiplier(m_in) if spec.readout else rules.ONE
-        depth = self.depth if shape.layer is not None else rules.DepthFactors()
-
-        init_std = {block: self._init_std(shape, block, m_in, forward) for block in shape.fan_outs}
-
-        rule = self._rule_of(spec)
-        if rule == "sgd" and len(set(m_outs.values())) > 1:
-            raise UserError(
-                f"optimizer.name: sgd needs one learning rate per tensor, but the blocks of "
-                f"{shape.name} grow by different factors ("
-                + ", ".join(f"{block} {float(m):g}" for block, m in m_outs.items())
-                + "); expected adamw, or blocks that grow together"
-            )
-        m_out = max(m_outs.values())
-        if rule == "muon" and self.is_mup:
-            lr = _muon_rate(shape) * _exact(depth.lr)
-        else:
-            lr = rules.learning_rate(rule, m_in=m_in, m_out=m_out, forward=forward) * _exact(depth.lr)
-        if spec.frozen:
-            lr = Fraction(0)
-        eps = rules.epsilon(m_out=m_out, forward=forward) * _exact(depth.eps) if rule == "adam" else rules.ONE
-        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed and lr else Fraction(0)
-        multiplier = float(forward) * (config.hparams.output_multiplier if spec.readout else 1.0)
-        if spec.init is Init.EMBEDDING:
-            multiplier *= config.hparams.embedding_multiplier
-        return TensorHyperparameters(
-            shape=shape,
-            forward_multiplier=multiplier,
-            init_std=init_std,
-            lr=config.hparams.lr * float(lr),
-            lr_multiplier=float(lr),
-            eps=config.optimizer.eps * float(eps) if rule == "adam" else None,
-            eps_multiplier=float(eps) if rule == "adam" else None,
-            weight_decay=config.hparams.weight_decay * float(decay),
-            weight_decay_multiplier=float(decay),
-            gradient_norm={
-                block: float(rules.gradient_norm(m_in=m_in, m_out=m_out, forward=forward))
-                for block, m_out in m_outs.items()
-            },
-            group=GroupKey(rule=rule, lr=lr, eps=eps, weight_decay=decay),
-        )
-
-    def _rule_of(self, spec: TensorSpec) -> rules.Rule:
-        """Megatron-core's Muon takes what has two dimensions and is no embedding and no readout; AdamW the rest."""
-        if self.rule == "muon" and (len(spec.shape) != 2 or spec.init is Init.EMBEDDING or spec.readout):
-            return "adam"
-        return self.rule
-
-    def _init_std(self, shape: TensorShape, block: str | None, m_in: Fraction, forward: Fraction) -> float:
-        """Standard deviation of one block."""
-        spec, config = shape.spec, self.config.parametrization
-        if (config.zero_init_readout and spec.readout) or (config.zero_init_query and spec.is_query(block)):
-            return 0.0
-        if config.name == "fan_in":
-            return self._base_std(spec.init) * rules.init_std(m_in=self._fan_in_of_the_product(shape))
-        output_like = self.is_output_like(shape, block)
-        return self._base_std(spec.init) * rules.init_std(m_in=m_in, forward=forward, output_like=output_like)
-
-    def _fan_in_of_the_product(self, shape: TensorShape) -> Fraction:
-        """m_in under `fan_in`: of a head tied to the embedding it is the head's, the one product that it is part of."""
-        tied = self.config.model.share_embeddings_and_output_weights and shape.name == WORD_EMBEDDINGS
-        return (shape.fan_out if tied else shape.fan_in).ratio
-
-    def is_output_like(self, shape: TensorShape, block: str | None) -> bool:
-        """Whether init of one block takes the factor g: the layer's own rule, else the config's."""
-        rule = shape.spec.fixed_fan_out_of(block)
-        if rule is None:
-            named = self.config.parametrization.fixed_fan_out_init
-            measured: FixedFanOut = "hidden_like" if ".mlp." in shape.name else "output_like"
-            rule = measured if named == "auto" else named
-        return rules.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
 
     @cached_property
     def groups(self) -> dict[GroupKey, list[TensorHyperparameters]]:
@@ -257,9 +185,28 @@ class Parametrization:
             result.setdefault(tensor.group, []).append(tensor)
         return result
 
+    def replaced(
+        self, change: Callable[[TensorHyperparameters], TensorHyperparameters] | None = None, **forward: float
+    ) -> Parametrization:
+        """The same model under other rules: what a negative control trains. This one stays as it is.
+
+        Args:
+            change: from each row of the table to the one in its place; None keeps the rows.
+            forward: forward multipliers that are others, by their names in `ForwardMultipliers`. Rows follow them.
+        """
+        multipliers = dataclasses.replace(self.forward, **forward)
+        tensors = {
+            name: dataclasses.replace(tensor, forward_multiplier=multipliers.of(tensor.shape.spec))
+            for name, tensor in self.tensors.items()
+        }
+        if change is not None:
+            tensors = {name: change(tensor) for name, tensor in tensors.items()}
+        return dataclasses.replace(self, forward=multipliers, tensors=tensors)
+
     def clip_warnings(self) -> list[str]:
         """Tensors inside the trunk whose gradient norm grows with width and slowly takes over a constant clip."""
-        if not self.is_mup or not self.config.training.clip_grad or self.config.training.clip_norm == "invariant":
+        training = self.config.training
+        if self.config.parametrization.name != "mup" or not training.clip_grad or training.clip_norm == "invariant":
             return []
         return [
             f"{name}: fan-in grows and fan-out is fixed, so its gradient norm grows as width^1/2 and slowly takes over "
@@ -267,37 +214,3 @@ class Parametrization:
             for name, shape in self.shapes.items()
             if not shape.spec.readout and shape.fan_in.grows and any(not dim.grows for dim in shape.fan_outs.values())
         ]
-
-
-def _muon_rate(shape: TensorShape) -> Fraction | float:
-    """Rate multiplier of a matrix under megatron-core's Muon in scale mode `spectral`.
-
-    What upstream orthogonalises at once is a matrix to the rule: query, key and value of the fused QKV each by itself,
-    any other tensor whole, whatever blocks it holds (emerging_optimizers.py, TensorParallelMuon.orthogonalize). The
-    update then has the spectral norm sqrt(larger side), whose growth from the base is divided out.
-    """
-    blocks = shape.blocks or {}
-    matrices = list(blocks.items()) if "query" in blocks else [("", shape.fan_out)]
-    # Exact, so that equal rates are equal: the square of a multiplier, but for the fan-in that all matrices share.
-    squares = {name: dim.ratio / _larger_side_growth(dim, shape.fan_in) for name, dim in matrices}
-    if len(set(squares.values())) > 1:
-        rates = {name: math.sqrt(square / shape.fan_in.ratio) for name, square in squares.items()}
-        raise UserError(
-            f"optimizer.name: muon needs one learning rate per tensor, but those of {shape.name} would be "
-            + ", ".join(f"×{rate:.4g} for the {name}" for name, rate in rates.items())
-            + "; expected adamw, or blocks that grow together"
-        )
-    rows = matrices[0][1]
-    return rules.learning_rate(
-        "muon", m_in=shape.fan_in.ratio * _larger_side_growth(rows, shape.fan_in), m_out=rows.ratio
-    )
-
-
-def _larger_side_growth(rows: InfDim, columns: InfDim) -> Fraction:
-    """How the larger side of a matrix grows from its base."""
-    return Fraction(max(rows.dim, columns.dim), max(rows.base_dim or rows.dim, columns.base_dim or columns.dim))
-
-
-def _exact(factor: float) -> Fraction | float:
-    """A factor of exactly 1 as a fraction, so that it leaves exact multipliers exact."""
-    return rules.ONE if factor == 1.0 else factor

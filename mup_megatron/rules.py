@@ -23,7 +23,8 @@ is Megatron's own. This module imports neither torch, nor megatron-core, nor Dee
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
@@ -36,6 +37,31 @@ ONE = Fraction(1)
 def readout_multiplier(m_in: Fraction) -> Fraction:
     """A of the readout, 1/m_in: Table 8's form, which also serves a head tied to the embedding."""
     return 1 / m_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """What the rules see of one tensor.
+
+    Args:
+        m_in: ratio of the fan-in.
+        m_outs: ratio of the fan-out of each block; {None: ratio} for a tensor that is one block.
+        readout: whether the layer multiplies the tensor's output with A < 1.
+    """
+
+    m_in: Fraction = ONE
+    m_outs: Mapping[str | None, Fraction] = field(default_factory=lambda: {None: ONE})
+    readout: bool = False
+
+    @property
+    def m_out(self) -> Fraction:
+        """The largest of the blocks' ratios, which decides what the blocks have in common (`epsilon`)."""
+        return max(self.m_outs.values())
+
+    @property
+    def forward(self) -> Fraction:
+        """A. The library works A out here and nowhere else, except for the verdict of the coordinate check."""
+        return readout_multiplier(self.m_in) if self.readout else ONE
 
 
 def is_output_like(

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from mup_megatron import rules
 from mup_megatron.errors import UserError
 from mup_megatron.files import parse_yaml
 
@@ -164,6 +165,12 @@ class TensorShape:
         """Fan-out per block; {None: fan-out} for a tensor that is one block."""
         blocks: list[tuple[str | None, InfDim]] = list((self.blocks or {}).items())
         return dict(blocks or [(None, self.fan_out)])
+
+    @property
+    def ratios(self) -> rules.Ratios:
+        """What the rules see of the tensor."""
+        m_outs = {block: dim.ratio for block, dim in self.fan_outs.items()}
+        return rules.Ratios(m_in=self.fan_in.ratio, m_outs=m_outs, readout=self.spec.readout)
 
     @property
     def base_shape(self) -> tuple[int, ...]:

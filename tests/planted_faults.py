@@ -8,6 +8,7 @@ in initial values, in a module's forward or backward pass, in what a resumed run
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any
 
 import torch
 
+from mup_megatron import model
+from mup_megatron.apply_rules import Rules
 from mup_megatron.engines import deepspeed as deepspeed_engine
 from mup_megatron.model import named_buffers
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
 from mup_megatron.proof import coordinates
-from mup_megatron.proof.controls import retuned
+from mup_megatron.rules import Ratios
 from tests.breakages import replaced
 
 Planted = contextlib.AbstractContextManager[None]
@@ -46,14 +49,13 @@ class Fault:
 @contextlib.contextmanager
 def _table(which: Callable[[str], bool], change: Change) -> Iterator[None]:
     """The rules of some tensors are others."""
-    original = Parametrization.__post_init__
+    original = model.apply_rules
 
-    def post_init(self: Parametrization) -> None:
-        original(self)
-        tensors = {name: change(self, each) if which(name) else each for name, each in self.tensors.items()}
-        object.__setattr__(self, "tensors", tensors)
+    def apply_rules(*arguments: Any, **more: Any) -> Parametrization:
+        rules = original(*arguments, **more)
+        return rules.replaced(lambda tensor: change(rules, tensor) if which(tensor.shape.name) else tensor)
 
-    with replaced(Parametrization, "__post_init__", post_init):
+    with replaced(model, "apply_rules", apply_rules):
         yield
 
 
@@ -61,7 +63,7 @@ def _rate(*parts: str, by: Callable[[TensorHyperparameters], float]) -> Callable
     """The rate of tensors whose name has one of the parts, times what `by` says."""
     return lambda: _table(
         lambda name: any(part in f"{name}." for part in parts),
-        lambda rules, tensor: retuned(rules, tensor, lr=float(tensor.group.lr) * by(tensor)),
+        lambda rules, tensor: tensor.retuned(lr=float(tensor.group.lr) * by(tensor)),
     )
 
 
@@ -70,7 +72,7 @@ def _std(part: str, by: Callable[[TensorHyperparameters], float], block: str | N
 
     def change(rules: Parametrization, tensor: TensorHyperparameters) -> TensorHyperparameters:
         std = {name: value * (by(tensor) if block in (None, name) else 1.0) for name, value in tensor.init_std.items()}
-        return TensorHyperparameters(**{**vars(tensor), "init_std": std})
+        return dataclasses.replace(tensor, init_std=std)
 
     return lambda: _table(lambda name: part in f"{name}.", change)
 
@@ -255,25 +257,20 @@ def _in_no_group() -> Planted:
 
 
 def _tied_readout_whole() -> Planted:
-    original = Parametrization._readout_multiplier
-    return replaced(Parametrization, "_readout_multiplier", property(lambda self: original.fget(self) * 0 + 1))
+    return replaced(Rules, "_readout", lambda _self: Ratios(readout=True))
 
 
 def _eps(part: str) -> Callable[[], Planted]:
-    return lambda: _table(lambda name: part in name, lambda rules, tensor: retuned(rules, tensor, eps=1.0))
+    return lambda: _table(lambda name: part in name, lambda rules, tensor: tensor.retuned(eps=1.0))
 
 
 def _decay(part: str) -> Callable[[], Planted]:
-    return lambda: _table(lambda name: part in name, lambda rules, tensor: retuned(rules, tensor, decay=1.0))
+    return lambda: _table(lambda name: part in name, lambda rules, tensor: tensor.retuned(decay=1.0))
 
 
 def _gains_decay() -> Planted:
     def change(rules: Parametrization, tensor: TensorHyperparameters) -> TensorHyperparameters:
-        group = type(tensor.group)(**{**vars(tensor.group), "weight_decay": 1.0})
-        decay = rules.config.hparams.weight_decay
-        return TensorHyperparameters(
-            **{**vars(tensor), "weight_decay": decay, "weight_decay_multiplier": 1.0, "group": group}
-        )
+        return dataclasses.replace(tensor, group=dataclasses.replace(tensor.group, weight_decay=1.0))
 
     return _table(lambda name: "layernorm.weight" in name, change)
 
@@ -285,7 +282,7 @@ def _one_ratio() -> Planted:
     def change(rules: Parametrization, tensor: TensorHyperparameters) -> TensorHyperparameters:
         spec, m = tensor.shape.spec, float(rules.tensors["embedding.word_embeddings.weight"].shape.fan_out.ratio)
         hidden = spec.fan_in is not None and spec.init is not Init.EMBEDDING and not spec.readout
-        return retuned(rules, tensor, lr=1 / m) if hidden else tensor
+        return tensor.retuned(lr=1 / m) if hidden else tensor
 
     return _table(lambda name: True, change)
 

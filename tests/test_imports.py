@@ -28,10 +28,11 @@ LEVELS = [
     {"model"},
     {"data", "optim", "runtime", "mup"},
     {"layers"},
-    {"base_file"},
+    {"base_file", "apply_rules"},
     {"parametrization", "init"},
-    {"rules", "layout", "patches", "representatives"},
+    {"layout", "patches", "representatives"},
     {"shapes"},
+    {"rules"},
     {"config"},
     {"files", "disk", "locks"},
     {"errors"},
@@ -130,7 +131,9 @@ def test_a_wrong_import_is_seen_in_every_room(repository: Path, tmp_path: Path) 
             path.write_text(text)
 
 
-@pytest.mark.parametrize("name", ["shapes", "rules", "parametrization", "base_file", "layout", "config", "errors"])
+@pytest.mark.parametrize(
+    "name", ["shapes", "rules", "parametrization", "apply_rules", "base_file", "layout", "config", "errors"]
+)
 def test_mathematics_without_torch(repository: Path, name: str) -> None:
     heavy = {"torch", "megatron", "deepspeed", "numpy"}
     paths = [repository / "mup_megatron" / f"{name}.py", *(repository / "mup_megatron" / name).glob("*.py")]

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from mup_megatron import mup as ours
+from mup_megatron import rules
 from mup_megatron.errors import UserError
 from mup_megatron.mup import coord_check
 from tests import torch_bodies as bodies
@@ -453,3 +455,11 @@ def test_an_example_as_a_command(repository: Path, name: str) -> None:
     losses = [float(line.split()[-1]) for line in result.stdout.splitlines()]
     assert len(losses) == 3
     assert losses == sorted(losses, reverse=True)
+
+
+def test_the_readout_takes_a_from_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A = 1/7 instead of 1/4, from the one place that works A out."""
+    monkeypatch.setattr(rules.Ratios, "forward", property(lambda ratios: Fraction(1, 7 if ratios.readout else 1)))
+    base, delta, readout = (ours.MuReadout(width, 3) for width in (8, 16, 32))
+    ours.set_base_shapes(readout, base, delta=delta)
+    assert readout.width_mult() == 7

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from mup_megatron import runtime
+from mup_megatron import rules, runtime
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
@@ -79,6 +80,46 @@ def test_forward_multipliers() -> None:
     assert forward.embedding == 5.0
     assert forward.softmax_scale == pytest.approx(3 / math.sqrt(8))  # head size 8 in the base too
     assert forward.residual == 0.5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_table_takes_a_from_one_place(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A = 1/7 instead of 64/96, from the one place that works A out: everything that A is in follows."""
+    a_seventh = property(lambda ratios: Fraction(1, 7 if ratios.readout else 1))
+    monkeypatch.setattr(rules.Ratios, "forward", a_seventh)
+    parametrization = apply(
+        MIXED, "llama", model__share_embeddings_and_output_weights=tied, hparams__output_multiplier=2.0
+    )
+    assert parametrization.forward.readout == pytest.approx(2 / 7)
+    if tied:
+        return
+    head = parametrization.tensors["output_layer.weight"]
+    assert head.forward_multiplier == pytest.approx(2 / 7)
+    assert head.init_std == {None: pytest.approx(0.05 * 7 / 1.5)}  # (1/A) / m_in
+    assert numbers(head) == (
+        pytest.approx(7 / 1.5),
+        pytest.approx(1 / 7),
+        pytest.approx(1.5 / 7),
+    )  # 1/(A m_in), A, A m_in
+    assert head.gradient_norm == {None: pytest.approx(49 / 1.5)}  # 1/(A² m_in)
+
+
+def test_other_rules_for_the_same_model() -> None:
+    """`replaced` changes what it is told, rows and forward multipliers together, and leaves the original alone."""
+    whole = apply(MIXED, "llama", hparams__output_multiplier=6.0)
+    other = whole.replaced(lambda tensor: tensor.retuned(lr=0.25, decay=3.0), readout=6.0)
+    assert whole.forward.readout == whole.tensors["output_layer.weight"].forward_multiplier == pytest.approx(4.0)
+    assert other.forward.readout == other.tensors["output_layer.weight"].forward_multiplier == 6.0
+    assert other.forward.residual == whole.forward.residual
+    # Gains are not decayed; everything else has one rate now, so that two groups are left.
+    assert numbers(other.tensors[FC2 + ".weight"]) == (0.25, pytest.approx(2 / 3), 3.0)
+    assert numbers(other.tensors["decoder.final_layernorm.weight"]) == (0.25, pytest.approx(2 / 3), 0)
+    assert (other.tensors[FC2 + ".weight"].lr, other.tensors[FC2 + ".weight"].weight_decay) == (
+        2e-3,
+        pytest.approx(0.3),
+    )
+    assert {key.lr for key in other.groups} == {0.25}
+    assert {key.lr for key in whole.groups} > {Fraction(2, 3), Fraction(2, 5)}
 
 
 def test_growing_head_size() -> None:

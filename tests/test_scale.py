@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mup_megatron import cli, model, representatives, runtime
+from mup_megatron.apply_rules import Rules
 from mup_megatron.config import Config
 from mup_megatron.explain import explain
 from mup_megatron.layers.record import recorded
@@ -118,8 +119,9 @@ def test_rules_are_applied_to_each_tensor_under_its_own_name() -> None:
     assert all(tensor.shape.name == name for name, tensor in parametrization.tensors.items())
     assert {t.shape.layer for t in parametrization.tensors.values()} == {None, 0, 1, 2, 3, 4}
     assert {name: tensor.shape for name, tensor in parametrization.tensors.items()} == parametrization.shapes
+    rules = Rules(parametrization.config, parametrization.shapes, parametrization.base_head_size)
     for name, shape in parametrization.shapes.items():
-        assert parametrization.tensors[name] == parametrization._apply(shape)
+        assert parametrization.tensors[name] == rules.row(shape)
 
 
 PIPELINE = {

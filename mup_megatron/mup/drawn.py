@@ -34,9 +34,10 @@ def rescale(model: torch.nn.Module) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             infshape = infshape_of(parameter)
-            m_in, _, forward = infshape.ratios
+            ratios = infshape.ratios
             if infshape.ninf() == 2 or infshape.output_like:
-                scale_(parameter, rules.init_std(m_in=m_in, forward=forward, output_like=infshape.output_like))
+                output_like = infshape.output_like
+                scale_(parameter, rules.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like))
                 module._has_rescaled_params = True  # type: ignore[assignment]
 
 

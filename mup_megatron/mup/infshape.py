@@ -7,11 +7,11 @@ global sizes. rules.py says what follows from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
-from mup_megatron import rules, shapes
+from mup_megatron import shapes
 from mup_megatron.errors import UserError
+from mup_megatron.rules import Ratios
 from mup_megatron.shapes import TensorShape
 
 
@@ -30,14 +30,6 @@ class InfDim(shapes.InfDim):
 
     def __str__(self) -> str:
         return repr(self) if self.grows else f"FinDim({self.dim})"
-
-
-class Ratios(NamedTuple):
-    """What the rules need to know of a tensor: m_in, m_out and A (rules.py)."""
-
-    m_in: Fraction
-    m_out: Fraction
-    forward: Fraction
 
 
 class InfShape(tuple[InfDim, ...]):
@@ -136,30 +128,32 @@ class InfShape(tuple[InfDim, ...]):
 
     @property
     def ratios(self) -> Ratios:
-        """m_in, m_out and A, from which every multiplier follows.
+        """What the rules see of the tensor.
 
         A tensor with one growing dimension is taken as input-like (m_in = 1): a readout in Table 8's form, which is
-        what MuReadout is, has the same multipliers throughout (Tensor Programs V, Table 8). What has a record of a
-        shim follows that: there fan-in, fan-out and blocks are known.
+        what MuReadout is, has the same multipliers throughout (Tensor Programs V, Table 8). A parameter of
+        megatron-core's layers has the ratios of its TensorShape, where fan-in, fan-out and blocks are known.
 
         Raises:
             UserError: more than two dimensions grow, for which there is no rule.
         """
         if self.tensor is not None:
-            m_in = self.tensor.fan_in.ratio
-            m_out = max(dim.ratio for dim in self.tensor.fan_outs.values())
-            forward = rules.readout_multiplier(m_in) if self.tensor.spec.readout else rules.ONE
-            return Ratios(m_in, m_out, forward)
+            return self.tensor.ratios
         if self.ninf() > 2:
             raise UserError(f"{self.label}: {self.ninf()} dimensions grow; there is a rule for up to two")
         if self.main is None:
-            return Ratios(rules.ONE, rules.ONE, rules.ONE)
+            return Ratios()
         if self.output_like:
-            return Ratios(self.main.ratio, rules.ONE, rules.ONE)
+            return Ratios(m_in=self.main.ratio)
         if self.ninf() == 1:
-            return Ratios(rules.ONE, self.main.ratio, rules.ONE)
+            return Ratios(m_outs={None: self.main.ratio})
         m_out = next(dim.ratio for i, dim in enumerate(self) if dim.grows and i != self.main_idx)
-        return Ratios(self.main.ratio, m_out, rules.ONE)
+        return Ratios(m_in=self.main.ratio, m_outs={None: m_out})
+
+    @property
+    def readout(self) -> Ratios:
+        """The ratios of the product that a readout makes with this weight, which carries the forward multiplier A."""
+        return Ratios(readout=True) if self.main is None else Ratios(m_in=self.main.ratio, readout=True)
 
 
 def zip_infshape(base_dims: Sequence[Any], dims: Sequence[int], fin_if_same: bool = True, name: str = "") -> InfShape:

@@ -90,8 +90,8 @@ def _scale(tensor: torch.Tensor, *, centred: bool) -> float:
         raise UserError(
             f"{infshape.label}: {infshape.ninf()} dimensions grow; a mean other than 0 needs a tensor with one"
         )
-    m_in, _, forward = infshape.ratios
-    return rules.init_std(m_in=m_in, forward=forward, output_like=infshape.output_like)
+    ratios = infshape.ratios
+    return rules.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like)
 
 
 def _base_fans(infshape: InfShape) -> tuple[int, int]:

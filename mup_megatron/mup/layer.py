@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mup_megatron import rules
 from mup_megatron.mup.parameters import infshape_of, scale_
 
 
@@ -87,8 +86,7 @@ class MuSharedReadout(MuReadout):
 
 
 def _width_mult(weight: torch.Tensor) -> float:
-    main = infshape_of(weight).main
-    return 1.0 if main is None else float(1 / rules.readout_multiplier(main.ratio))
+    return float(1 / infshape_of(weight).readout.forward)
 
 
 def rescale_linear_bias(linear: torch.nn.Module) -> None:

@@ -75,9 +75,9 @@ def split_groups(
         split: dict[tuple[int, Fraction | float, Fraction], list[Any]] = {(0, rules.ONE, rules.ONE): []}
         for parameter in list(given["params"]):
             infshape = infshape_of(parameter)
-            m_in, m_out, forward = infshape.ratios
-            lr = rules.learning_rate(rule, m_in=m_in, m_out=m_out, forward=forward)
-            epsilon = rules.ONE if eps is None else rules.epsilon(m_out=m_out, forward=forward)
+            ratios = infshape.ratios
+            lr = rules.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
+            epsilon = rules.ONE if eps is None else rules.epsilon(m_out=ratios.m_out, forward=ratios.forward)
             kind = infshape.ninf() if rule == "sgd" or infshape.ninf() == 2 else 0
             split.setdefault((kind, lr, epsilon), []).append(parameter)
         for (_, lr, epsilon), parameters in sorted(split.items(), key=lambda item: -item[0][0]):

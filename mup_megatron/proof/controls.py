@@ -1,13 +1,12 @@
 """Negative controls: one rule taken out, in a regime that excites it; and the plane between standard and µP.
 
-Public names: `Control`, `CONTROLS`, `control`, `processes`, `interpolate`, `retuned`. A control changes the table of
+Public names: `Control`, `CONTROLS`, `control`, `processes`, `interpolate`. A control changes the table of
 rules (`Parametrization`) that init, optimizer and forward pass read, so that the model which then trains is a real one
 with a wrong rule.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from mup_megatron import rules
+from mup_megatron.apply_rules import base_std
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
-from mup_megatron.parametrization import GroupKey, Parametrization, TensorHyperparameters
+from mup_megatron.parametrization import Parametrization, TensorHyperparameters
 from mup_megatron.shapes import Init
 
 Break = Callable[[Parametrization, Layout], Parametrization]
@@ -55,21 +55,20 @@ def interpolate(init: float, lr: float) -> Break:
     """
 
     def between(parametrization: Parametrization, layout: Layout) -> Parametrization:
-        def tensor(name: str, held: TensorHyperparameters) -> TensorHyperparameters:
+        def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
             # Of a readout, what W's init and rate would be without the multiplier A.
-            forward = float(1 / held.shape.fan_in.ratio) if held.shape.spec.readout else 1.0
+            forward = float(tensor.shape.ratios.forward)
+            bases = _base_stds(parametrization, tensor)
             std = {
                 block: base * (value / base * forward) ** init if base else 0.0
-                for (block, value), base in zip(held.init_std.items(), _base_stds(parametrization, held), strict=True)
+                for (block, value), base in zip(tensor.init_std.items(), bases, strict=True)
             }
             power = 2 if parametrization.rule == "sgd" else 1
-            eps = (held.eps_multiplier or 1.0) / forward
-            return retuned(
-                parametrization,
-                dataclasses.replace(held, init_std=std),
-                lr=(held.lr_multiplier * forward**power) ** lr,
+            eps = (tensor.eps_multiplier or 1.0) / forward
+            return dataclasses.replace(tensor, init_std=std).retuned(
+                lr=(tensor.lr_multiplier * forward**power) ** lr,
                 eps=eps**lr,
-                decay=((held.weight_decay_multiplier or 1.0) / forward**power) ** lr,
+                decay=((tensor.weight_decay_multiplier or 1.0) / forward**power) ** lr,
             )
 
         tied = not any(shape.spec.readout for shape in parametrization.shapes.values())
@@ -77,9 +76,8 @@ def interpolate(init: float, lr: float) -> Break:
         forward = parametrization.forward
         model = parametrization.config.model
         growth = math.sqrt(parametrization.base_head_size / model.head_size)
-        return _with(
-            parametrization,
-            tensor,
+        return parametrization.replaced(
+            change,
             readout=alpha * (forward.readout / alpha) ** init if tied else alpha,
             softmax_scale=forward.softmax_scale / growth * growth**lr,
         )
@@ -87,64 +85,17 @@ def interpolate(init: float, lr: float) -> Break:
     return between
 
 
-def retuned(
-    parametrization: Parametrization,
-    tensor: TensorHyperparameters,
-    *,
-    lr: float | Fraction | None = None,
-    eps: float | Fraction | None = None,
-    decay: float | Fraction | None = None,
-) -> TensorHyperparameters:
-    """A tensor with other multipliers on rate, epsilon or decay, in the optimizer group that these make.
-
-    Args:
-        parametrization: that the tensor is of.
-        tensor: as the rules have it.
-        lr: multiplier instead of the rule's, as the others.
-        eps: ignored where the optimizer has no epsilon.
-        decay: ignored where the tensor is not decayed.
-    """
-    config, group = parametrization.config, tensor.group
-    lr = group.lr if lr is None else lr
-    eps = group.eps if eps is None or tensor.eps is None else eps
-    decay = group.weight_decay if decay is None or not group.weight_decay else decay
-    return dataclasses.replace(
-        tensor,
-        lr=config.hparams.lr * float(lr),
-        lr_multiplier=float(lr),
-        eps=None if tensor.eps is None else config.optimizer.eps * float(eps),
-        eps_multiplier=None if tensor.eps is None else float(eps),
-        weight_decay=config.hparams.weight_decay * float(decay),
-        weight_decay_multiplier=float(decay),
-        group=GroupKey(rule=group.rule, lr=lr, eps=eps, weight_decay=decay),
-    )
-
-
-def _with(
-    parametrization: Parametrization,
-    change: Callable[[str, TensorHyperparameters], TensorHyperparameters] | None = None,
-    **forward: float,
-) -> Parametrization:
-    """A copy with other tensors, and other forward multipliers."""
-    result = copy.copy(parametrization)
-    values = vars(result)  # frozen: the copy is not anybody's yet
-    values["forward"] = dataclasses.replace(parametrization.forward, **forward)
-    if change is not None:
-        values["tensors"] = {name: change(name, tensor) for name, tensor in parametrization.tensors.items()}
-    values.pop("groups", None)
-    return result
-
-
 def _base_stds(parametrization: Parametrization, tensor: TensorHyperparameters) -> list[float]:
-    return [parametrization._base_std(tensor.shape.spec.init) if std else 0.0 for std in tensor.init_std.values()]
+    base = base_std(parametrization.config, tensor.shape.spec.init)
+    return [base if std else 0.0 for std in tensor.init_std.values()]
 
 
 def _m_in(tensor: TensorHyperparameters) -> Fraction:
-    return tensor.shape.fan_in.ratio
+    return tensor.shape.ratios.m_in
 
 
 def _m_out(tensor: TensorHyperparameters) -> Fraction:
-    return max(dim.ratio for dim in tensor.shape.fan_outs.values())
+    return tensor.shape.ratios.m_out
 
 
 def _is_hidden(tensor: TensorHyperparameters) -> bool:
@@ -154,101 +105,101 @@ def _is_hidden(tensor: TensorHyperparameters) -> bool:
 def _embedding_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """The embedding's rate falls as a hidden tensor's does."""
 
-    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
         if tensor.shape.spec.init is not Init.EMBEDDING:
             return tensor
-        return retuned(parametrization, tensor, lr=tensor.group.lr / _m_out(tensor))
+        return tensor.retuned(lr=tensor.group.lr / _m_out(tensor))
 
-    return _with(parametrization, change)
+    return parametrization.replaced(change)
 
 
 def _hidden_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Hidden tensors are drawn with the base's standard deviation."""
 
-    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
         if not _is_hidden(tensor):
             return tensor
         factor = math.sqrt(_m_in(tensor))
         return dataclasses.replace(tensor, init_std={block: std * factor for block, std in tensor.init_std.items()})
 
-    return _with(parametrization, change)
+    return parametrization.replaced(change)
 
 
 def _hidden_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Hidden tensors take the base's rate."""
 
-    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return retuned(parametrization, tensor, lr=tensor.group.lr * _m_in(tensor)) if _is_hidden(tensor) else tensor
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return tensor.retuned(lr=tensor.group.lr * _m_in(tensor)) if _is_hidden(tensor) else tensor
 
-    return _with(parametrization, change)
+    return parametrization.replaced(change)
 
 
 def _readout_multiplier(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Logits are W h, without A = 1/m_in; init and rate are those that go with it."""
-    return _with(parametrization, readout=parametrization.config.hparams.output_multiplier)
+    return parametrization.replaced(readout=parametrization.config.hparams.output_multiplier)
 
 
 def _attention_scale(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """1/sqrt(d) instead of 1/d."""
     growth = math.sqrt(parametrization.config.model.head_size / parametrization.base_head_size)
-    return _with(parametrization, softmax_scale=parametrization.forward.softmax_scale * growth)
+    return parametrization.replaced(softmax_scale=parametrization.forward.softmax_scale * growth)
 
 
 def _output_like_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """The readout, and whatever else is output-like, is drawn without g."""
 
-    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
         factor = math.sqrt(_m_in(tensor))
         fan_outs = tensor.shape.fan_outs
         std = {block: value if fan_outs[block].grows else value * factor for block, value in tensor.init_std.items()}
         return dataclasses.replace(tensor, init_std=std)
 
-    return _with(parametrization, change)
+    return parametrization.replaced(change)
 
 
 def _epsilon(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """One epsilon for all tensors at all widths."""
-    return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, eps=rules.ONE))
+    return parametrization.replaced(lambda tensor: tensor.retuned(eps=rules.ONE))
 
 
 def _weight_decay(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """λ is the same at all widths, so that lr·λ falls as the rate does."""
-    return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, decay=rules.ONE))
+    return parametrization.replaced(lambda tensor: tensor.retuned(decay=rules.ONE))
 
 
 def _depth_factor(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Branches are added whole, whatever the depth."""
-    return _with(parametrization, residual=parametrization.config.hparams.residual_multiplier)
+    return parametrization.replaced(residual=parametrization.config.hparams.residual_multiplier)
 
 
 def _sgd_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """SGD's rate is the same for all tensors at all widths."""
-    return _with(parametrization, lambda name, tensor: retuned(parametrization, tensor, lr=rules.ONE))
+    return parametrization.replaced(lambda tensor: tensor.retuned(lr=rules.ONE))
 
 
 def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Muon's rate is the same at all widths: a coordinate of an update keeps its size, as it is commonly used."""
 
-    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return retuned(parametrization, tensor, lr=rules.ONE) if tensor.group.rule == "muon" else tensor
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return tensor.retuned(lr=rules.ONE) if tensor.group.rule == "muon" else tensor
 
-    return _with(parametrization, change)
+    return parametrization.replaced(change)
 
 
 def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Fan-in and fan-out are read from the parameter itself, which under tensor parallelism is a slice of it."""
 
-    def change(name: str, tensor: TensorHyperparameters) -> TensorHyperparameters:
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
         spec = tensor.shape.spec
         slices = layout.slice_of(spec, 0)[1] if spec.partition_dim is not None else 1
         if spec.partition_dim == spec.fan_in and tensor.shape.fan_in.grows:
             std = {block: value * math.sqrt(slices) for block, value in tensor.init_std.items()}
-            return retuned(parametrization, dataclasses.replace(tensor, init_std=std), lr=tensor.group.lr * slices)
+            return dataclasses.replace(tensor, init_std=std).retuned(lr=tensor.group.lr * slices)
         if spec.partition_dim == spec.fan_out and tensor.shape.fan_out.grows:
-            return retuned(parametrization, tensor, eps=tensor.group.eps * slices)
+            return tensor.retuned(eps=tensor.group.eps * slices)
         return tensor
 
-    return _with(parametrization, change)
+    return parametrization.replaced(change)
 
 
 CONTROLS: dict[str, Control] = {

@@ -1,5 +1,8 @@
 """What the slopes of a family should be, written out by hand: nothing here calls the rules that are under test.
 
+That A = 1/n_in for the readout is therefore said here a second time, on purpose: a verdict that read the table
+(parametrization.py) would agree with whatever the table says.
+
 Public names: `Theory`, `Expected`, `in_family`, `in_whole_model`, `named`. Expected is what Tensor Programs V says of
 a tensor whose dimensions are those of the models at hand, n_in by n_out (arXiv 2203.03466, Table 8 and appendix D.1):
 

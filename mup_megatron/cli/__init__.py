@@ -20,6 +20,7 @@ from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.cli import runs  # noqa: F401  # isort: skip
 from mup_megatron.cli import proof  # noqa: F401  # isort: skip
 from mup_megatron.cli import tools  # noqa: F401  # isort: skip
+from mup_megatron.cli import start  # noqa: F401  # isort: skip
 
 
 def main() -> NoReturn:

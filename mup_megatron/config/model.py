@@ -1,0 +1,295 @@
+"""The sections that say what the model is: `model:`, and the sizes of `base:` and `proxy:`.
+
+Keys are megatron-core's TransformerConfig names. Numbers that follow from others (head size, padded vocabulary) are
+properties, never keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mup_megatron.config.section import Count, Fraction, NonNegativeFloat, Positive, PositiveFloat, Section, Width
+
+# TransformerConfig's own names for the two architectures; every one can be overridden in `model:`.
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt3": {
+        "normalization": "LayerNorm",
+        "activation_func": "gelu",
+        "gated_linear_unit": False,
+        "position_embedding_type": "learned_absolute",
+        "add_bias_linear": True,
+        "share_embeddings_and_output_weights": True,
+    },
+    "llama": {
+        "normalization": "RMSNorm",
+        "activation_func": "silu",
+        "gated_linear_unit": True,
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+        "share_embeddings_and_output_weights": False,
+    },
+}
+
+
+class Model(Section):
+    """The target model, in TransformerConfig's field names. Sizes are global (unsharded).
+
+    Where a default names the two architectures, the chosen one decides.
+    """
+
+    architecture: Literal["gpt3", "llama"]
+    """Chooses defaults: `gpt3` is LayerNorm, GELU, learned positions, biases, a tied head; `llama` is RMSNorm, SwiGLU,
+    RoPE, no biases, a head of its own. Every one of them can be set by itself."""
+    num_layers: Count
+    """Transformer layers of the target. A number other than the base's needs `parametrization.depth`. Unit: layers."""
+    hidden_size: Width
+    """Width of the residual stream of the target. Unit: elements."""
+    num_attention_heads: Width
+    """Query heads of the target. Unit: heads."""
+    ffn_hidden_size: Width | None = None
+    """Hidden size of the dense MLP; with a gated unit, of each of its two halves. If unset: 4 · hidden_size.
+    Unit: elements."""
+    num_query_groups: Width | None = None
+    """Key/value heads (grouped-query attention). If unset: as many as query heads. Unit: heads."""
+    kv_channels: Width | None = None
+    """Head size d of queries, keys and values. If unset: hidden_size / num_attention_heads. Unit: elements."""
+    max_position_embeddings: Width | None = None
+    """Positions that the model has; rows of the learned position embedding. If unset: training.seq_length.
+    Unit: tokens."""
+    num_moe_experts: Count | None = None
+    """Experts per mixture-of-experts layer. If unset: every MLP is dense. Unit: experts."""
+    moe_ffn_hidden_size: Width | None = None
+    """Hidden size of one expert's MLP. If unset: that of the dense MLP. Unit: elements."""
+    moe_layer_freq: Positive | list[Literal[0, 1]] = 1
+    """Which layers hold experts: every n-th from the first on, or a list with 1 (experts) or 0 (dense) per layer.
+    Unit: layers."""
+    moe_router_topk: Positive = 2
+    """Experts that each token is sent to. Unit: experts."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
+    """Over what the auxiliary loss balances experts: a micro-batch, a sequence, the global batch; `none`: no such
+    loss. `aux_loss` depends on micro_batch_size."""
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the auxiliary load-balancing loss beside the language-model loss. Unit: a factor."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that makes scores of the router's logits."""
+    moe_router_pre_softmax: bool = False
+    """Whether the softmax is taken over all experts, before the best are chosen, instead of over the chosen ones."""
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    """Factor on the scores of the chosen experts. If unset: 1. Unit: a factor."""
+    moe_router_num_groups: Positive | None = None
+    """Groups of experts for group-limited routing. If unset: routing is not limited by groups. Unit: groups."""
+    moe_router_group_topk: Positive | None = None
+    """Groups that each token may be routed to; needs moe_router_num_groups. If unset: all. Unit: groups."""
+    moe_router_enable_expert_bias: bool = False
+    """Whether a bias per expert, moved by load instead of by gradient, takes part in the choice of experts (balancing
+    without an auxiliary loss)."""
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    """Change of an expert's bias per optimizer step. Unit: score per step."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision of the router's scores. If unset: the model's."""
+    moe_shared_expert_intermediate_size: Width | None = None
+    """Hidden size of the MLP that every token passes beside its experts. If unset: there is none. Unit: elements."""
+    moe_shared_expert_gate: bool = False
+    """Whether a learned sigmoid gate per token scales the shared expert's output."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"  # noqa: S105
+    """How tokens reach their experts on other ranks; no effect on the result."""
+    multi_latent_attention: bool = False
+    """Whether attention is DeepSeek's multi-latent attention (MLA), whose keys and values come from a small latent."""
+    q_lora_rank: Width | None = None
+    """Size of the latent that queries are made from (MLA). If unset: queries are not compressed. Unit: elements."""
+    kv_lora_rank: Width | None = None
+    """Size of the latent that keys and values are made from (MLA needs it). If unset: no MLA. Unit: elements."""
+    qk_head_dim: Width | None = None
+    """Part of a query/key head without positions (MLA needs it). If unset: no MLA. Unit: elements."""
+    qk_pos_emb_head_dim: Width | None = None
+    """Part of a query/key head that RoPE rotates (MLA needs it). If unset: no MLA. Unit: elements."""
+    v_head_dim: Width | None = None
+    """Size of a value head (MLA needs it). If unset: no MLA. Unit: elements."""
+    rope_type: Literal["rope", "yarn"] = "rope"
+    """Rotary embedding under MLA: plain, or YaRN's for contexts longer than those trained on."""
+    rotary_scaling_factor: PositiveFloat = 40.0
+    """YaRN: new context length over the original one. Unit: a ratio."""
+    original_max_position_embeddings: Positive = 4096
+    """YaRN: context length before it was extended. Unit: tokens."""
+    beta_fast: PositiveFloat = 32.0
+    """YaRN: dimensions that rotate more often than this over the original context are not interpolated.
+    Unit: rotations."""
+    beta_slow: PositiveFloat = 1.0
+    """YaRN: dimensions that rotate less often than this are interpolated fully. Unit: rotations."""
+    mscale: NonNegativeFloat = 1.0
+    """YaRN: scales the rotary part of queries and keys with the logarithm of the context's growth. Unit: a factor."""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """YaRN: the same for all dimensions, through the softmax scale. Unit: a factor."""
+    mtp_num_layers: Annotated[int, Field(gt=0, le=64)] | None = None
+    """Layers of multi-token prediction, each of which predicts one token further ahead. If unset: none.
+    Unit: layers."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.1
+    """Weight of the multi-token prediction loss, the mean over its layers. Unit: a factor."""
+    vocab_size: Width | None = None
+    """Entries of the vocabulary before padding; must equal the tokenizer's. If unset: the tokenizer's. Unit: tokens."""
+    make_vocab_size_divisible_by: Width = 128
+    """The vocabulary is padded to a multiple of this, whatever the tensor-parallel size. Unit: tokens."""
+    share_embeddings_and_output_weights: bool
+    """Whether the readout is tied to the word embedding."""
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    """Kind of all norms."""
+    layernorm_epsilon: PositiveFloat = 1e-5
+    """Added to the variance (mean square) in every norm. Unit: activation squared."""
+    activation_func: Literal["gelu", "silu", "relu", "squared_relu"]
+    """Activation of the MLP."""
+    gated_linear_unit: bool
+    """Whether the MLP multiplies the activated half with a second one (SwiGLU where the activation is silu)."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"]
+    """How the model knows positions."""
+    rotary_base: Positive = 10000
+    """Base of RoPE's wavelengths. Unit: a ratio."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head's dimensions that RoPE rotates. Unit: a fraction."""
+    add_bias_linear: bool
+    """Whether linear layers have biases."""
+    add_qkv_bias: bool = False
+    """Whether the QKV projection has a bias where add_bias_linear is false."""
+    hidden_dropout: Fraction = 0.0
+    """Probability of dropout on embeddings and residual branches. Unit: a probability."""
+    attention_dropout: Fraction = 0.0
+    """Probability of dropout on attention weights. Unit: a probability."""
+    qk_layernorm: bool = False
+    """Whether queries and keys are normed per head (under MLA, the latents). Their rows then take the hidden-like init,
+    since a norm removes scale."""
+    norm_gains: Literal["trained", "frozen", "none"] = "trained"
+    """Whether norms have gains: trained ones, ones that stay at 1, or none at all."""
+    without_norms: list[Literal["input_layernorm", "pre_mlp_layernorm", "final_layernorm"]] = []
+    """Norms that the model does not have."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Whose linear layers compute: megatron-core's or NVIDIA Transformer Engine's (CUDA only); same result."""
+    norm_implementation: Literal["auto", "torch", "apex", "transformer_engine"] = "auto"
+    """Whose norms compute. `auto`: Transformer Engine's with its linear layers, Apex's for LayerNorm on CUDA where it
+    is installed, else torch's."""
+    core_attention: Literal["auto", "megatron", "sdpa", "transformer_engine"] = "auto"
+    """Whose attention kernel computes: megatron-core's unfused one, torch's scaled_dot_product_attention or Transformer
+    Engine's. `auto` chooses by what is installed, is resolved once, printed and recorded."""
+
+    # Keys that say which kernels compute, not what: torch's and megatron-core's, which are everywhere.
+    PLAIN_KERNELS: ClassVar[dict[str, str]] = {
+        "transformer_impl": "local",
+        "norm_implementation": "torch",
+        "core_attention": "sdpa",
+    }
+
+    @property
+    def head_size(self) -> int:
+        """Size of a query/key head, d; under MLA its part without positions and its part with them."""
+        if self.multi_latent_attention:
+            return (self.qk_head_dim or 0) + (self.qk_pos_emb_head_dim or 0)
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads; as many as heads unless `num_query_groups` is set."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """FFN hidden size; TransformerConfig's 4·hidden_size unless `ffn_hidden_size` is set."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def moe_ffn_size(self) -> int:
+        """FFN hidden size of one expert; the dense one's unless `moe_ffn_hidden_size` is set."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is any dropout."""
+        return bool(self.hidden_dropout or self.attention_dropout)
+
+    @property
+    def expert_layers(self) -> list[bool]:
+        """Which decoder layers hold experts; every `moe_layer_freq`-th from the first, or as it lists them."""
+        if self.num_moe_experts is None:
+            return [False] * self.num_layers
+        if isinstance(self.moe_layer_freq, list):
+            return [bool(layer) for layer in self.moe_layer_freq]
+        return [layer % self.moe_layer_freq == 0 for layer in range(self.num_layers)]
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """`vocab_size` rounded up to a multiple that does not depend on the layout: it is part of the global shape."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-vocab_size // multiple) * multiple
+
+    def resized(self, growth: Growth) -> Model:
+        """This model with the sizes that `growth` names replaced: what shapes are read from, no config."""
+        return self.model_copy(update=growth.sizes)
+
+    @property
+    def with_plain_kernels(self) -> Model:
+        """This model computed by torch's and megatron-core's own kernels."""
+        return self.model_copy(update=self.PLAIN_KERNELS)
+
+
+class Growth(Section):
+    """Sizes that grow from proxy to target; under `base:` they are the sizes where hyperparameters are defined."""
+
+    hidden_size: Width | None = None
+    """Width of the residual stream. If unset: the size does not grow, unless it follows from one that does.
+    Unit: elements."""
+    ffn_hidden_size: Width | None = None
+    """Hidden size of the dense MLP. If unset: fixed where `model:` names it, else 4 · hidden_size. Unit: elements."""
+    num_attention_heads: Width | None = None
+    """Query heads. If unset: the number does not grow; the head size then grows with hidden_size unless
+    model.kv_channels is set. Unit: heads."""
+    num_query_groups: Width | None = None
+    """Key/value heads. If unset: fixed where `model:` names them, else as many as query heads. Unit: heads."""
+    kv_channels: Width | None = None
+    """Head size; the softmax scale follows its growth. If unset: fixed where `model:` names it, else hidden_size /
+    num_attention_heads. Unit: elements."""
+    moe_ffn_hidden_size: Width | None = None
+    """Hidden size of one expert's MLP. If unset: fixed where `model:` names it, else the dense MLP's.
+    Unit: elements."""
+    moe_shared_expert_intermediate_size: Width | None = None
+    """Hidden size of the shared expert's MLP. If unset: the size does not grow. Unit: elements."""
+    q_lora_rank: Width | None = None
+    """Size of the queries' latent (MLA). If unset: the size does not grow. Unit: elements."""
+    kv_lora_rank: Width | None = None
+    """Size of the latent of keys and values (MLA). If unset: the size does not grow. Unit: elements."""
+    qk_head_dim: Width | None = None
+    """Part of a query/key head without positions (MLA). If unset: the size does not grow. Unit: elements."""
+    qk_pos_emb_head_dim: Width | None = None
+    """Part of a query/key head that RoPE rotates (MLA). If unset: the size does not grow. Unit: elements."""
+    v_head_dim: Width | None = None
+    """Size of a value head (MLA). If unset: the size does not grow. Unit: elements."""
+    num_layers: Count | None = None
+    """Transformer layers. Another number than the target's needs `parametrization.depth`. If unset: the target's.
+    Unit: layers."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are named, width and depth."""
+        return {name: getattr(self, name) for name in type(self).model_fields if getattr(self, name) is not None}
+
+    @property
+    def width(self) -> Growth:
+        """The same without the depth."""
+        return Growth(**{name: size for name, size in self.sizes.items() if name != "num_layers"})
+
+    def enlarged(self) -> Growth:
+        """Every named width doubled: what then changes in a tensor's shape is what grows (see shapes.py)."""
+        return Growth().model_copy(update={name: 2 * size for name, size in self.width.sizes.items()})
+
+
+class Base(Growth):
+    """Base sizes, or a saved .bsh file (microsoft/mup's format) that holds the base shapes of every tensor.
+
+    What is named here grows from base to target; what is not named is the same in both. Never guessed.
+    """
+
+    file: str | None = None
+    """Path of a .bsh file with the base shape of every tensor, instead of sizes (`mup-megatron explain
+    --save-base-shapes` writes one). If unset: the sizes of this section tell the base."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are named, width and depth."""
+        return {name: size for name, size in super().sizes.items() if name != "file"}

@@ -1,0 +1,141 @@
+"""The sections around training: `run:`, `data:`, `tuning:` and `slurm:`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mup_megatron.config.section import NonNegative, Positive, PositiveFloat, Ranks, Repetitions, Section, Seed, Width
+
+
+class Run(Section):
+    """Where a run lives, which random numbers it draws, and the Weights & Biases project that it also reports to."""
+
+    name: str = "run"
+    """Name in pictures, in SLURM's queue and in the study."""
+    dir: str
+    """Folder of everything that the run writes; the same command in the same folder goes on."""
+    seed: Seed = 1234
+    """Decides initial weights, order of the text, dropout and trials. Unit: a seed."""
+    wandb_project: str | None = None
+    """Weights & Biases project that curves are also sent to; the key stays in WANDB_API_KEY. If unset: none."""
+
+
+class Tokenizer(Section):
+    """A tokenizer of any library that megatron-core knows; SentencePiece is trained when no path is given."""
+
+    library: Literal["sentencepiece", "huggingface", "tiktoken", "byte-level", "null"] = "sentencepiece"
+    """Whose tokenizer it is. `byte-level` needs no file; `null` reads numbers as tokens."""
+    path: str | None = None
+    """File or folder of an existing tokenizer. If unset: SentencePiece is trained on the corpus; huggingface and
+    tiktoken need it."""
+    vocab_size: Width | None = None
+    """Entries of the vocabulary; what SentencePiece is trained to. If unset: what the tokenizer at `path` has.
+    Unit: tokens."""
+
+
+class Data(Section):
+    """Where the text comes from: one of `files` (your own text), `data_path` (Megatron datasets) and `corpus`."""
+
+    corpus: Literal["stdlib"] | None = None
+    """A built-in corpus: `stdlib` is the Python standard library's source. If unset: `files` or `data_path` is given;
+    where there is no `data:` section at all, `stdlib`."""
+    files: list[str] = []
+    """Your own text: UTF-8 files. A line of a .jsonl file is a document, any other file is one document."""
+    json_key: str = "text"
+    """Key of the text in each line of a .jsonl file."""
+    data_path: list[str | float | int] = []
+    """Existing Megatron datasets: path prefixes (without .bin and .idx), or weights and prefixes in turn.
+    Unit: a weight."""
+    split: str = "98,2,0"
+    """Shares of the documents for training, validation and test, in the order in which documents come."""
+    dir: str | None = None
+    """Folder of the trained tokenizer and the indexed dataset; runs may share it. If unset: run.dir/data."""
+    cache_dir: str | None = None
+    """Folder of megatron-core's index of samples. If unset: `cache` in the data folder."""
+    tokenizer: Tokenizer = Tokenizer()
+    """How text becomes tokens."""
+
+
+class Range(Section):
+    """One dimension of the search space; exactly one of the three keys."""
+
+    log_uniform: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Smallest and largest value, drawn uniformly in the logarithm. If unset: another key is given.
+    Unit: the hyperparameter's."""
+    uniform: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Smallest and largest value, drawn uniformly. If unset: another key is given. Unit: the hyperparameter's."""
+    choice: Annotated[list[float | str], Field(min_length=1)] | None = None
+    """Values to choose among; the grid sampler tries all. If unset: another key is given.
+    Unit: the hyperparameter's."""
+
+
+class Tuning(Section):
+    """How the proxy is tuned: its trials, when they stop early, where the study and its record live."""
+
+    run: Literal["auto", "never", "only"] = "auto"
+    """`auto` tunes where the transfer record is missing, `never` takes the record if it is there, else `hparams:`,
+    `only` stops after the record."""
+    record: str | None = None
+    """Path of the transfer record; configs of one family share it. If unset: run.dir/transfer.json."""
+    trials: Ranks = 16
+    """Points of the search space that are tried, without repetitions. Unit: trials."""
+    sampler: Literal["random", "tpe", "grid"] = "random"
+    """How points are chosen: `random` draws, `tpe` (Tree-structured Parzen Estimator) learns from trials that ended,
+    `grid` goes through all combinations of `choice`."""
+    pruner: Literal["hyperband", "successive_halving", "none"] = "successive_halving"
+    """When trials stop early: at steps/r² and steps/r unless among the best 1/r so far (`successive_halving`), the same
+    in three brackets (`hyperband`), or never."""
+    reduction_factor: Annotated[int, Field(ge=2)] = 2
+    """r of the pruner. Unit: a ratio."""
+    repeat_best: Repetitions = 2
+    """Best trials that are trained again with other seeds. Unit: trials."""
+    repeat_seeds: Repetitions = 2
+    """Other seeds per repeated trial; the mean over seeds decides. Unit: seeds."""
+    train_steps: Positive | None = None
+    """Length of a trial; the schedule is stretched to it. If unset: training.train_steps. Unit: optimizer steps."""
+    global_batch_size: Positive | None = None
+    """Sequences per step of a trial. If unset: training.global_batch_size. Unit: sequences."""
+    micro_batch_size: Positive | None = None
+    """Sequences that a trial computes at once. If unset: training.micro_batch_size. Unit: sequences."""
+    max_compute_share: PositiveFloat = 0.5
+    """Largest compute of tuning over that of the target's training; more is refused. Unit: a ratio of FLOPs."""
+    hang_timeout: Positive = 600
+    """A trial whose process takes no step for as long is ended and tried once more. Unit: seconds."""
+    lease_timeout: Positive = 60
+    """A worker of `tune --join` that is silent for as long loses its trial to the others. Unit: seconds."""
+    storage: str = "journal"
+    """Where the study is kept: `journal` is a file in run.dir/tuning, else a database's URL without a password."""
+    search: dict[str, Range] = {}
+    """What is tuned: names of `hparams:` (or lr_schedule), each with one of log_uniform, uniform and choice."""
+
+
+class Slurm(Section):
+    """What the jobs of launch/slurm ask for; SBATCH_* variables of the environment come before it, as in SLURM."""
+
+    nodes: Ranks = 1
+    """Nodes of the target's job. Unit: nodes."""
+    gpus_per_node: Repetitions = 8
+    """GPUs that each node gives; 0 on nodes without GPUs. Unit: GPUs."""
+    processes_per_node: Ranks | None = None
+    """Ranks of the target, and workers of the study, per node. If unset: gpus_per_node. Unit: processes."""
+    tuning_jobs: Ranks | None = None
+    """Jobs of the tuning array, one node each. If unset: as many as the trials keep busy, at most `nodes`.
+    Unit: jobs."""
+    time: str = "24:00:00"
+    """Time limit of each job, as sbatch takes it; a longer run requeues itself. Unit: hours:minutes:seconds."""
+    partition: str | None = None
+    """Partition of the jobs. If unset: the cluster's default."""
+    account: str | None = None
+    """Account of the jobs. If unset: the user's default."""
+    container_image: str | None = None
+    """Image that the ranks run in (pyxis): a file or a registry's name. If unset: no container."""
+    container_mounts: list[str] = []
+    """Further mounts of the container, HOST:CONTAINER; the working directory is always mounted."""
+    modules: list[str] = []
+    """Environment modules that each job loads first."""
+    signal_seconds: Positive = 300
+    """How long before the time limit a run saves; more than a step and a checkpoint take. Unit: seconds."""
+    retries: NonNegative = 3
+    """How often in a row a job requeues itself without a new checkpoint. Unit: times."""

@@ -1,0 +1,186 @@
+"""The sections that say how a model is trained: parametrization, hyperparameters, training, optimizer, parallel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mup_megatron.config.section import (
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Ranks,
+    Section,
+    Size,
+    Width,
+)
+
+
+class Parametrization(Section):
+    """Which rules hold. Section numbers are those of docs/parametrization.md."""
+
+    name: Literal["mup", "standard", "fan_in"] = "mup"
+    """`mup`, or one of two to compare it with: `standard` is Megatron's own, the same numbers at every width, `fan_in`
+    has initial values as 1/sqrt(fan-in) and one rate (section 8). All three are one model at the base."""
+    depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
+    """Rule for models of different depth (section 5): `completep` (exponent 1), `depth_mup` (1/2), an exponent between
+    them, or `none`, which refuses a depth other than the base's. Unit: an exponent."""
+    weight_decay: Literal["independent", "coupled"] = "independent"
+    """What decoupled weight decay keeps over width: `independent` keeps rate times decay, `coupled` keeps the decay as
+    it is configured, as stock AdamW does."""
+    fixed_fan_out_init: Literal["auto", "output_like", "hidden_like"] = "auto"
+    """Init of tensors whose fan-in grows and whose fan-out does not (section 2). `auto` is what transferred best in
+    docs/evidence: `hidden_like` in an MLP, `output_like` elsewhere."""
+    zero_init_readout: bool = False
+    """Whether the readout starts at zero (Tensor Programs V, appendix D.2); not with a tied head."""
+    zero_init_query: bool = False
+    """Whether query projections start at zero (Tensor Programs V, appendix D.2); not where a norm follows them."""
+
+    @property
+    def depth_exponent(self) -> float | None:
+        """α of the depth rule: 1 is CompleteP, 1/2 is Depth-µP, None is off."""
+        named = {"none": None, "completep": 1.0, "depth_mup": 0.5}
+        return named[self.depth] if isinstance(self.depth, str) else self.depth
+
+
+class Hparams(Section):
+    """Hyperparameters at the base shape. What each becomes on the target is computed and shown by `explain`."""
+
+    lr: PositiveFloat
+    """Peak learning rate at the base. Unit: parameter change per step (Adam), or per unit of gradient (SGD)."""
+    init_method_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights at the base; output projections take it over sqrt(2 · layers).
+    Unit: that of a weight."""
+    embedding_init_method_std: PositiveFloat | None = None
+    """Standard deviation of initial embeddings. If unset: init_method_std. Unit: that of a weight."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor on the sum of word and position embeddings. Unit: a factor."""
+    attention_multiplier: PositiveFloat = 1.0
+    """Factor on attention logits beside 1/sqrt(head size). Unit: a factor."""
+    output_multiplier: PositiveFloat = 1.0
+    """Factor on the logits of the readout. Unit: a factor."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor on every residual branch. Unit: a factor."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay at the base, on what has two dimensions or more. Unit: 1 / learning rate."""
+
+
+class Training(Section):
+    """Batch, length, schedule, precision and intervals (in optimizer steps)."""
+
+    global_batch_size: Positive
+    """Sequences per optimizer step, over all ranks. Unit: sequences."""
+    micro_batch_size: Positive
+    """Sequences that a rank computes at once; divides global_batch_size / data-parallel ranks. Unit: sequences."""
+    seq_length: Width
+    """Tokens per sequence. Unit: tokens."""
+    train_steps: Positive
+    """Length of the target's training. Unit: optimizer steps."""
+    lr_schedule: Literal["cosine", "linear", "WSD", "inverse-square-root", "constant", "multi-step"] = "cosine"
+    """Shape of the learning rate after warm-up, as megatron-core computes it. `WSD`: constant, then a short decay."""
+    lr_warmup_steps: NonNegative = 0
+    """Steps over which the rate rises linearly from 0 to its peak. Unit: optimizer steps."""
+    lr_decay_steps: Positive | None = None
+    """Steps after which the rate has reached its minimum, warm-up included. If unset: train_steps.
+    Unit: optimizer steps."""
+    min_lr_ratio: Fraction = 0.0
+    """Smallest rate of the schedule over the peak. Unit: a fraction."""
+    lr_wsd_decay_steps: Positive | None = None
+    """Length of the decay at the end of `WSD`. If unset: no decay; `WSD` needs it. Unit: optimizer steps."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of `WSD`."""
+    lr_milestones: list[Positive] = []
+    """Steps at which `multi-step` multiplies the rate by lr_gamma, increasing. Unit: optimizer steps."""
+    lr_gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Factor on the rate at each milestone of `multi-step`. Unit: a factor."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it. 0: no clipping. Unit: gradient norm."""
+    clip_norm: Literal["global", "invariant"] = "global"
+    """Norm that clip_grad bounds: the plain `global` one, or one weighted per tensor so that it keeps its size over
+    width (section 6 of docs/parametrization.md)."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Numbers that the model computes in; master weights are fp32. `auto`: bf16 on CUDA, else fp32."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Which activations are computed again in the backward pass to save memory: of whole layers (`full`) or of
+    attention (`selective`). If unset: none."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """How `full` recomputation chooses layers: in equal units, or the first ones of a stage. If unset: none; `full`
+    needs it."""
+    recompute_num_layers: Positive | None = None
+    """Layers of a recomputed unit (`uniform`), or how many are recomputed (`block`). If unset: none; `full` needs it.
+    Unit: layers."""
+    log_interval: Positive = 1
+    """How often a line of progress is printed. Unit: optimizer steps."""
+    eval_interval: Positive | None = None
+    """How often the validation loss is measured; also at the last step. If unset: never. Unit: optimizer steps."""
+    eval_steps: Positive = 8
+    """Global batches of one evaluation. Unit: batches."""
+    checkpoint_interval: Positive | None = None
+    """How often a checkpoint is written; also at the last step. If unset: none is written unless SIGTERM stops the run.
+    Unit: optimizer steps."""
+    checkpoints_kept: Positive = 2
+    """Newest checkpoints that are kept; older ones are removed. Unit: checkpoints."""
+
+
+class Optimizer(Section):
+    """The optimizer and whose implementation of it steps."""
+
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """The update rule; the µP rates follow it. `muon` is megatron-core's, on matrices inside the blocks; AdamW steps
+    everything else."""
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Decay of Adam's averages of gradients and of their squares, per step. Unit: a factor."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of Adam's second moment at the base; scaled per tensor. Unit: gradient."""
+    momentum: Fraction = 0.9
+    """Momentum of SGD and Muon. Unit: a factor."""
+    implementation: Literal["auto", "torch", "torch_fused", "deepspeed_cpu_adam", "apex", "transformer_engine"] = "auto"
+    """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded."""
+
+
+class Parallel(Section):
+    """How the model and its optimizer are split over ranks.
+
+    `zero_stage`, `offload_optimizer` and `deepspeed_config` are the DeepSpeed engine's; `use_distributed_optimizer` and
+    the overlaps are the Megatron engine's. What can be combined: docs/layouts.md.
+    """
+
+    engine: Literal["deepspeed", "megatron"] = "deepspeed"
+    """What trains: DeepSpeed (ZeRO), or megatron-core's schedules and optimizers (pipeline and context parallelism)."""
+    tensor_model_parallel_size: Size = "auto"
+    """Ranks that share each layer. `auto`: the most, up to 8, that divide the ranks started and the model's sizes.
+    Unit: ranks."""
+    pipeline_model_parallel_size: Ranks = 1
+    """Pipeline stages. Unit: ranks."""
+    virtual_pipeline_model_parallel_size: Ranks | None = None
+    """Model chunks per pipeline stage (interleaved schedule). If unset: one, without interleaving. Unit: chunks."""
+    num_layers_in_first_pipeline_stage: Count | None = None
+    """Layers of the first stage, where stages are uneven. If unset: as many as other stages. Unit: layers."""
+    num_layers_in_last_pipeline_stage: Count | None = None
+    """Layers of the last stage, where stages are uneven. If unset: as many as other stages. Unit: layers."""
+    expert_model_parallel_size: Ranks = 1
+    """Ranks over which the experts of a layer are spread. Unit: ranks."""
+    expert_tensor_parallel_size: Ranks | None = None
+    """Ranks that share each expert. If unset: tensor_model_parallel_size. Unit: ranks."""
+    context_parallel_size: Ranks = 1
+    """Ranks that share each sequence. Unit: ranks."""
+    sequence_parallel: bool = False
+    """Whether norms and dropout are split along the sequence over tensor-parallel ranks; saves activations."""
+    use_distributed_optimizer: bool = True
+    """Whether optimizer state is split over data-parallel ranks (Megatron engine)."""
+    overlap_grad_reduce: bool = False
+    """Whether gradients are reduced while the backward pass goes on (Megatron engine)."""
+    overlap_param_gather: bool = False
+    """Whether parameters are gathered while the forward pass goes on (Megatron engine, distributed optimizer)."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """What DeepSpeed splits over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 parameters too, 0 nothing.
+    Unit: a stage."""
+    offload_optimizer: bool = False
+    """Whether optimizer state lives in the host's memory (DeepSpeed, ZeRO 1 to 3)."""
+    deepspeed_config: str | None = None
+    """Path of a DeepSpeed JSON file for what this config does not say; contradictions are refused. It is looked for
+    from the working directory, from the config's folder and from the folder above that. If unset: none."""

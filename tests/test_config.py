@@ -301,4 +301,4 @@ def test_a_config_is_made_from_another_by_derive_alone(repository: Path) -> None
         for path in (repository / folder).rglob("*.py"):
             if where := _unchecked(path.read_text()):
                 found[str(path.relative_to(repository))] = sorted(where)
-    assert found == {"mup_megatron/config/schema.py": ["Growth", "Model", "Model"]}
+    assert found == {"mup_megatron/config/model.py": ["Growth", "Model", "Model"]}

@@ -286,8 +286,8 @@ class Base(Growth):
     """
 
     file: str | None = None
-    """Path of a .bsh file with the base shape of every tensor, instead of sizes (`mup-megatron explain
-    --save-base-shapes` writes one). If unset: the sizes of this section tell the base."""
+    """Path of a .bsh file with the base shape of every tensor, instead of sizes; `mup-megatron explain CONFIG
+    --save-base-shapes FILE` writes one. If unset: the sizes of this section tell the base."""
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """What the schema says of every key, for people and editors: `mup-megatron config`, docs/config.md, the JSON schema.
 
-Public names: `Key`, `described`, `find`, `markdown`, `json_schema`, `schema_text`, `write_files`; `python -m` this module
+Public names: `Key`, `described`, `find`, `markdown`, `json_schema`, `schema_text`, `write_files`. As a program it
 writes docs/config.md and configs/mup-megatron.schema.json of a checkout anew.
 """
 

@@ -48,6 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.workers import ByFile
+
+    return ByFile(config, log)
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if path := config.getoption("--parity"):
         table = reports.parity(config.stash[PARITY])
@@ -80,6 +87,16 @@ def _quiet() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed  # noqa: F401  (its import warns of much)
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """A variable that one test's code sets (RANK, say) is not there in the next test."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -120,6 +120,7 @@ def test_sigterm(undisturbed: list[tuple[Any, ...]], data: Path, tmp_path: Path,
     assert outcome(again) == undisturbed
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_trial_alone(undisturbed: list[tuple[Any, ...]], data: Path, tmp_path: Path) -> None:
     """It saves and ends; its worker takes that for a death, and it goes on."""
     config, study = study_of(tmp_path, data)

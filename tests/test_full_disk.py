@@ -168,7 +168,7 @@ def train_file(folder: Path, directory: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_checkpoint(tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, processes: int) -> None:
     """The second of two does not fit: nothing of it is left, the first stays, and with room the run goes on from it."""
     small = disk(64000)
@@ -194,7 +194,7 @@ def test_checkpoint(tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, pro
     assert len(losses(small.path / "run")) == 4
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_limit_that_is_met_while_a_checkpoint_is_written(tmp_path: Path, processes: int) -> None:
     """As a quota: nothing tells of it before. The writer's CheckpointException is no Exception."""
     path = train_file(tmp_path, tmp_path / "run")

@@ -119,8 +119,6 @@ def test_a_lone_process_binds_a_free_port(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     _announce_rank()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, os.environ[name])  # so that they are taken back
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with socket.socket() as taken:  # what another process does between the choice and the binding
         if port:

@@ -185,8 +185,6 @@ QUICK = {
     ("gpt3", Split("distributed", pipeline=2, virtual=2, data=2)),
     ("llama tied", Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True)),
     ("moe bias", Split("distributed", pipeline=2, expert=2, data=2)),
-    ("moe", Split(1, expert=2, data=2)),
-    ("mtp", Split("distributed", pipeline=2, data=2)),
     ("llama", Split("distributed", context=2, data=2)),
 }
 
@@ -283,10 +281,16 @@ def test_the_matrix_is_large_enough() -> None:
     [
         ("no_finalize_model_grads", "gpt3", Split("plain", data=2), r"grad_norms\[0\] on rank 0"),
         ("no_config_overrides", "gpt3", Split("plain"), "group of .*weight on rank 0"),
-        ("experts_by_local_number", "moe", Split("plain", expert=2, data=2), r"no rank holds .*local_experts\.2"),
+        pytest.param(
+            *("experts_by_local_number", "moe", Split("plain", expert=2, data=2), r"no rank holds .*local_experts\.2"),
+            marks=pytest.mark.slow,
+        ),
         ("layers_by_local_number", "gpt3", Split("plain", pipeline=2), r"no rank holds .*decoder\.layers\.2"),
         ("sequence_in_order", "gpt3", Split("plain", context=2), r"losses\[0\] on rank 0"),
-        ("no_announced_experts", "moe", Split(1, expert=2, data=2), r"losses\[0\] on rank 0"),
+        pytest.param(
+            *("no_announced_experts", "moe", Split(1, expert=2, data=2), r"losses\[0\] on rank 0"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

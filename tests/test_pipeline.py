@@ -229,6 +229,7 @@ def test_what_is_out_of_memory() -> None:
     assert not is_out_of_memory(other.value)
 
 
+@pytest.mark.slow
 def test_two_pipelines_on_one_folder(tmp_path: Path, start: Callable[..., Background]) -> None:
     path = pipeline_file(tmp_path, tuning__train_steps=4000)
     start("tune", path)

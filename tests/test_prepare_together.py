@@ -136,6 +136,7 @@ def test_the_second_waits_and_says_for_whom(
     assert "prepared: 1,004,000 tokens" in second.said
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes(
     numbers: tuple[Path, np.ndarray], start: Callable[[Path], Preparing], tmp_path: Path
 ) -> None:

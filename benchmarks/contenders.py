@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from benchmarks.native import native_groups, native_model
 from benchmarks.plain import plain_groups, plain_model
-from mup_megatron import runtime
+from mup_megatron import runtime, upstream
 from mup_megatron.config import Config, parse_config
 from mup_megatron.data.batches import Batch
 from mup_megatron.deepspeed.mpu import Mpu
@@ -27,6 +27,8 @@ from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, parametrize
 from mup_megatron.optim import build_optimizer, set_learning_rates
+from mup_megatron.ranks import Rank
+from mup_megatron.setup import resolve_auto
 
 # Layers, hidden size, heads, sequence, micro-batch; the base has a quarter of the width.
 _SIZES = {"cpu": (4, 256, 8, 128, 8), "cuda": (12, 768, 12, 2048, 8)}
@@ -75,10 +77,10 @@ class Bench:
 
 def start(vocabulary: int, engine: str = "deepspeed", tiny: bool = False) -> Bench:
     """Starts the process groups of one rank. `tiny` is for tests."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     layers, hidden, heads, sequence, batch = _TINY if tiny else _SIZES["cuda" if torch.cuda.is_available() else "cpu"]
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-    config = runtime.resolve_auto(
+    config = resolve_auto(
         parse_config(
             {
                 "run": {"dir": tempfile.gettempdir()},
@@ -97,7 +99,7 @@ def start(vocabulary: int, engine: str = "deepspeed", tiny: bool = False) -> Ben
         )
     )
     layout = resolve_layout(config, 1)
-    device = runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
+    device = runtime.start_distributed(layout, Rank(), config.run.seed)
     shape = (batch, sequence)
     tokens = torch.randint(0, vocabulary, (batch, sequence + 1), device=device)
     return Bench(

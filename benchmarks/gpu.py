@@ -25,12 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks.harness import alternate, machine, ratios, spread
-from mup_megatron import init, runtime
+from mup_megatron import init, runtime, upstream
 from mup_megatron.config import parse_config
 from mup_megatron.data.batches import Batch
 from mup_megatron.layout import resolve_layout
+from mup_megatron.ranks import Rank
 from mup_megatron.report.run import read_run
 from mup_megatron.run_directory import CONTROLS
+from mup_megatron.setup import resolve_auto
 from mup_megatron.shapes import Fused, Init, TensorSpec
 from mup_megatron.tuning.process import environment
 
@@ -49,7 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it works at all")
     arguments = parser.parse_args()
-    runtime.prepare_process()
+    upstream.prepare_process()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "init sees no layout": lambda: check_init(device),
@@ -148,7 +150,7 @@ def check_kernels(device: torch.device) -> dict[str, Any]:
     Against megatron-core's own attention: fp32 within 2e-5 for torch's; bf16 within 1 %.
     """
     kernels: dict[str, dict[str, str]] = {"sdpa": {"core_attention": "sdpa"}}
-    if device.type == "cuda" and runtime.importable("transformer_engine"):
+    if device.type == "cuda" and upstream.importable("transformer_engine"):
         kernels["transformer_engine"] = {"transformer_impl": "transformer_engine"}
     worst: dict[str, float] = {}
     for precision in ("fp32", "bf16"):
@@ -184,7 +186,7 @@ def check_pipeline(quick: bool) -> dict[str, Any]:
         ]
         command += [*short, "tuning.trials=3", "tuning.repeat_best=1", "tuning.repeat_seeds=1"] if quick else []
         began = time.monotonic()
-        alone = environment(runtime.Rank(), dict(os.environ))  # earlier checks left their rank behind
+        alone = environment(Rank(), dict(os.environ))  # earlier checks left their rank behind
         ended = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)  # noqa: S603
         seconds = time.monotonic() - began
         if ended.returncode:
@@ -235,7 +237,7 @@ def _config(**changes: Any) -> Any:
     }
     for section, values in changes.items():
         data[section] = {**data.get(section, {}), **values}
-    return runtime.resolve_auto(parse_config(data))
+    return resolve_auto(parse_config(data))
 
 
 def _batch(config: Any, vocabulary: int, device: torch.device, seed: int) -> Batch:
@@ -267,7 +269,7 @@ def _train(
 
     config = _config(parallel=parallel, training={"precision": precision}, model=model or {})
     layout = resolve_layout(config, 1)
-    runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
+    runtime.start_distributed(layout, Rank(), config.run.seed)
     parametrization = parametrize(config, 512)
     engine = build_engine(config, parametrization, build_model(config, parametrization, layout, 0, device), layout)
     losses = [engine.step([_batch(config, 512, device, step)], config.hparams.lr).loss for step in range(steps)]
@@ -307,7 +309,7 @@ def _pair(
         },
     )
     layout = resolve_layout(config, 1)
-    runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
+    runtime.start_distributed(layout, Rank(), config.run.seed)
     parametrization = parametrize(config, vocabulary)
     model = build_model(config, parametrization, layout, 0, device)
     plain = plain_model(config, vocabulary, layout, device)

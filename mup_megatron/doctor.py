@@ -31,9 +31,9 @@ def examine() -> dict[str, Any]:
     """Versions, devices, patches, what is missing. Applies the patches that this machine needs, as every run does."""
     import torch
 
-    from mup_megatron import runtime
+    from mup_megatron import upstream
 
-    runtime.prepare_process()
+    upstream.prepare_process()
     from mup_megatron import megatron_training
     from mup_megatron.patches import ALL_PATCHES, active_patches
     from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
@@ -41,9 +41,9 @@ def examine() -> dict[str, Any]:
     active = active_patches()
     there = {
         "cuda": torch.cuda.is_available(),
-        "apex": runtime.importable("apex"),
-        "transformer_engine": runtime.importable("transformer_engine"),
-        "emerging_optimizers": runtime.importable("emerging_optimizers"),
+        "apex": upstream.importable("apex"),
+        "transformer_engine": upstream.importable("transformer_engine"),
+        "emerging_optimizers": upstream.importable("emerging_optimizers"),
         "c++": shutil.which(os.environ.get("CXX", "c++")) is not None,
     }
     return {

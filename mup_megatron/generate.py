@@ -28,6 +28,7 @@ from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.data.prepare import prepared_tokenizer
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
+from mup_megatron.ranks import Rank
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -281,7 +282,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
     config = _config_here(record, path)
     tokenizer = prepared_tokenizer(config, record["data_digest"])
     layout = resolve_layout(config, 1)
-    runtime.start_distributed(layout, runtime.Rank(), config.run.seed)
+    runtime.start_distributed(layout, Rank(), config.run.seed)
     from mup_megatron.engines.state import load_weights
     from mup_megatron.model import build_model, parametrize
 

@@ -35,6 +35,7 @@ from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import WORD_EMBEDDINGS, ForwardMultipliers, Parametrization
 from mup_megatron.representatives import layer_kinds, replicate, representatives
+from mup_megatron.runtime import point_to_point
 from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_shapes
 
 ACTIVATIONS = {
@@ -471,13 +472,7 @@ def core_config(
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         context_parallel_size=layout.context,
-        # Interleaved stages of two ranks are each other's next and previous at once; without overlap, gloo mixes the
-        # two messages up and the result is silently wrong.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        batch_p2p_sync=fused,
-        # gloo may still be sending an output when its memory is let go of; CUDA's streams wait.
-        deallocate_pipeline_outputs=fused and split,
+        **point_to_point(split=split, interleaved=interleaved, cuda=fused),
         bias_dropout_fusion=fused,
         masked_softmax_fusion=fused,
         bias_activation_fusion=fused

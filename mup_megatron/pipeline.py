@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from mup_megatron import runtime, train
+from mup_megatron import runtime, train, upstream
 from mup_megatron.checkpoint import check_folder
 from mup_megatron.config import Config, parse_config
 from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
@@ -29,7 +29,9 @@ from mup_megatron.errors import UserError
 from mup_megatron.files import write_whole
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.progress import Progress
+from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import CONTROLS, PLAN, Busy, own_run_directory
+from mup_megatron.setup import resolve_auto
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.space import (
     Value,
@@ -46,9 +48,7 @@ _SILENCE_SECONDS = 600.0
 _LEAD_SECONDS = 1.0
 
 
-def run_pipeline(
-    config: Config, rank: runtime.Rank, *, control: bool = False, allowed_changes: tuple[str, ...] = ()
-) -> None:
+def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_changes: tuple[str, ...] = ()) -> None:
     """Tunes if there is no record and the config allows it, then trains the target with the transferred values.
 
     Args:
@@ -63,8 +63,8 @@ def run_pipeline(
         Terminated: SIGTERM while training.
         Diverged: the target's loss is no finite number.
     """
-    runtime.prepare_process()
-    config = runtime.resolve_auto(config)
+    upstream.prepare_process()
+    config = resolve_auto(config)
     only = config.tuning.run == "only"
     # A tuning job may have any number of processes; what it says of the target is for the fewest that fit.
     layout = _smallest_layout(config) if only else resolve_layout(config, rank.world_size)
@@ -177,7 +177,7 @@ def _smallest_layout(config: Config) -> Layout:
     return resolve_layout(config, smallest_world(config))
 
 
-def _decide(config: Config, rank: runtime.Rank, progress: Progress, allowed: tuple[str, ...] = ()) -> bool:
+def _decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, ...] = ()) -> bool:
     """Whether to tune; the first rank says the plan, and prepares the data for all.
 
     What the folder holds already is looked at before anything is written, and stays if it is another run's.
@@ -260,7 +260,7 @@ def _check_writable(path: Path, config: Config) -> None:
         raise config.error("tuning.record", f"cannot write to {path.parent}: permission denied")
 
 
-def _tune(config: Config, layout: Layout, rank: runtime.Rank, meeting: runtime.Meeting, progress: Progress) -> None:
+def _tune(config: Config, layout: Layout, rank: Rank, meeting: runtime.Meeting, progress: Progress) -> None:
     from mup_megatron.tuning.study import Study
     from mup_megatron.tuning.worker import work
 
@@ -285,7 +285,7 @@ def _tune(config: Config, layout: Layout, rank: runtime.Rank, meeting: runtime.M
     meeting.tell("tuned", "")
 
 
-def join_study(config: Config, rank: runtime.Rank) -> bool:
+def join_study(config: Config, rank: Rank) -> bool:
     """Works on the config's study beside whoever does so already, until its record is written.
 
     Workers come and go, on any node that sees run.dir: whoever holds the folder's lock leads (plans, takes back the
@@ -302,14 +302,14 @@ def join_study(config: Config, rank: runtime.Rank) -> bool:
         UserError: bad input.
         Stopped: SIGTERM.
     """
-    runtime.prepare_process()
-    config = runtime.resolve_auto(config)
+    upstream.prepare_process()
+    config = resolve_auto(config)
     directory = Path(config.run.dir)
     with ExitStack() as held:
         number = _free_number(directory, held)
-        alone = runtime.Rank(rank=number, local_rank=rank.local_rank)
+        alone = Rank(rank=number, local_rank=rank.local_rank)
         member = _Member(config, alone, held)
-        with runtime.sigterm() as terminated:
+        with sigterm() as terminated:
             while (study := member.study()) is None and not member.recorded():
                 if terminated():
                     raise Stopped
@@ -319,7 +319,7 @@ def join_study(config: Config, rank: runtime.Rank) -> bool:
         return member.leads
 
 
-def _work_as_member(config: Config, study: Any, rank: runtime.Rank, member: _Member) -> None:
+def _work_as_member(config: Config, study: Any, rank: Rank, member: _Member) -> None:
     from mup_megatron.tuning.worker import work
 
     with member.progress as progress:
@@ -336,7 +336,7 @@ def _free_number(directory: Path, held: ExitStack) -> int:
     (directory / "tuning").mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
         with suppress(Busy):
-            held.enter_context(own_run_directory(directory / "tuning", runtime.Rank(), f".worker-{number}.lock"))
+            held.enter_context(own_run_directory(directory / "tuning", Rank(), f".worker-{number}.lock"))
             return number
     raise AssertionError
 
@@ -350,7 +350,7 @@ class _Member:
         held: what this process holds until it ends.
     """
 
-    def __init__(self, config: Config, rank: runtime.Rank, held: ExitStack) -> None:
+    def __init__(self, config: Config, rank: Rank, held: ExitStack) -> None:
         from mup_megatron.tuning.lease import Leases
 
         self._config, self._rank, self._held = config, rank, held
@@ -399,7 +399,7 @@ class _Member:
         if not self.leads and time.monotonic() - self._tried > _LEAD_SECONDS:
             self._tried = time.monotonic()
             with suppress(Busy):
-                self._held.enter_context(own_run_directory(self._directory, runtime.Rank(), ".pipeline.lock"))
+                self._held.enter_context(own_run_directory(self._directory, Rank(), ".pipeline.lock"))
                 self.leads = True
         return self.leads
 
@@ -407,7 +407,7 @@ class _Member:
 class _Heartbeat:
     """Tells the first rank that the others live; a rank lost with its node would be waited for otherwise for ever."""
 
-    def __init__(self, meeting: runtime.Meeting, rank: runtime.Rank) -> None:
+    def __init__(self, meeting: runtime.Meeting, rank: Rank) -> None:
         self._meeting, self._rank = meeting, rank
         self._count, self._at = 0, -math.inf
         self._heard = {other: ("", time.monotonic()) for other in range(1, rank.world_size)}
@@ -483,7 +483,7 @@ def _short(value: Value) -> str:
     return value if isinstance(value, str) else f"{value:.3g}"
 
 
-def _write_record(config: Config, layout: Layout, rank: runtime.Rank, study: Any, progress: Progress) -> None:
+def _write_record(config: Config, layout: Layout, rank: Rank, study: Any, progress: Progress) -> None:
     from mup_megatron.model import parametrize
     from mup_megatron.tuning.outcome import choose
 

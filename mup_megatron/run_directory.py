@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mup_megatron.errors import UserError
 from mup_megatron.files import write_whole as write_whole
-from mup_megatron.runtime import Rank
+from mup_megatron.ranks import Rank
 
 PLAN = "plan.json"
 """File, in a run's folder, of what tuning and this run's own target cost."""

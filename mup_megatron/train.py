@@ -22,7 +22,7 @@ import torch.distributed
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mup_megatron import runtime
+from mup_megatron import runtime, upstream
 from mup_megatron.checkpoint import METRICS, Checkpoints, check_folder, check_resume, hash_files, make_record
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
@@ -35,7 +35,9 @@ from mup_megatron.files import write_whole
 from mup_megatron.layout import resolve_layout
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
+from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import VERIFIED, own_run_directory
+from mup_megatron.setup import resolve_auto
 
 
 class Terminated(Exception):
@@ -60,7 +62,7 @@ class Watcher(Protocol):
 
 def train(
     config: Config,
-    rank: runtime.Rank,
+    rank: Rank,
     allowed_changes: Sequence[str] = (),
     *,
     watcher: Watcher | None = None,
@@ -83,8 +85,8 @@ def train(
         Terminated: SIGTERM came; the run was saved.
         Diverged: the loss became infinite or no number.
     """
-    runtime.prepare_process()
-    config = runtime.resolve_auto(config)
+    upstream.prepare_process()
+    config = resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
     from mup_megatron.engines.state import load_state, load_weights, save_state, state_bytes
     from mup_megatron.model import build_model, parametrize
@@ -161,7 +163,7 @@ def train(
             engine.close()
 
 
-def _newest_sound(checkpoints: Checkpoints, rank: runtime.Rank, progress: Progress) -> Path | None:
+def _newest_sound(checkpoints: Checkpoints, rank: Rank, progress: Progress) -> Path | None:
     """The newest checkpoint whose files match their checksums, which the ranks check together; None if there is none.
 
     Raises:
@@ -193,7 +195,7 @@ class _Loop:
         save: Callable[[Path], None],
         size: int,
         record: dict[str, Any],
-        rank: runtime.Rank,
+        rank: Rank,
         progress: Progress,
         watcher: Watcher | None,
     ) -> None:
@@ -207,7 +209,7 @@ class _Loop:
         """Steps `start` to `train_steps`; returns the last evaluation's loss."""
         training, watcher = self._training, self._watcher
         saved = start
-        with Metrics(self._config, start, self._rank) as metrics, runtime.sigterm() as terminated:
+        with Metrics(self._config, start, self._rank) as metrics, sigterm() as terminated:
             eval_loss = next(reversed(metrics.evaluations.values()), None)
             # Whoever looks on may not have heard of an evaluation that an earlier process made and saved behind.
             if watcher is not None and not all(watcher.evaluated(*each) for each in metrics.evaluations.items()):
@@ -315,7 +317,7 @@ class Metrics:
     What an interrupted run wrote after its last checkpoint is cut off, so that every step is there once.
     """
 
-    def __init__(self, config: Config, start: int, rank: runtime.Rank) -> None:
+    def __init__(self, config: Config, start: int, rank: Rank) -> None:
         directory = Path(config.run.dir)
         self._file = None
         self._writer: Any = None

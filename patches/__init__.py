@@ -1,7 +1,7 @@
 """Everything that touches upstream's insides, as records. See README.md in this folder for the table.
 
 Public names: `Patch`, `apply_patches`, `revert_patches`, `active_patches`, `ALL_PATCHES`. Patches are applied in one
-place, runtime.py, at process start. This package imports nothing of mup_megatron but `errors`.
+place, upstream.py, at process start. This package imports nothing of mup_megatron but `errors`.
 """
 
 from mup_megatron.patches.checkpoint import CHECKPOINT_PATCHES

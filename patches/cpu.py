@@ -36,6 +36,28 @@ def _set_cpu_rng_state(_original: Callable[..., None]) -> Callable[..., None]:
     return set_cuda_rng_state
 
 
+def seed_generators(seed: int, *, tensor: int, expert: int, expert_tensor: int) -> None:
+    """Seeds the generators that dropout draws from on a CPU, as megatron-core's model_parallel_cuda_manual_seed does.
+
+    The tracker's own `add` asks CUDA for a generator, so its states are set through its public `set_states`.
+
+    Args:
+        seed: with the offsets of the data-parallel and the pipeline-parallel rank in it.
+        tensor: this process's tensor-parallel rank.
+        expert: its expert-parallel rank.
+        expert_tensor: its tensor-parallel rank among those of an expert.
+    """
+    from megatron.core.tensor_parallel import random
+
+    seeds = {
+        random.get_data_parallel_rng_tracker_name(): seed,
+        random._MODEL_PARALLEL_RNG_TRACKER_NAME: seed + 2718 + tensor,
+        random.get_expert_parallel_rng_tracker_name(): seed + 1024 + 100 * expert + expert_tensor,
+    }
+    states = {name: torch.Generator().manual_seed(value).get_state() for name, value in seeds.items()}
+    random.get_cuda_rng_tracker().set_states(states)
+
+
 def _rotary_part(_original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def get_pos_emb_on_this_cp_rank(
         pos_emb: torch.Tensor, seq_dim: int, cp_group: torch.distributed.ProcessGroup

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron.patches.cpu import for_cpu
+from mup_megatron.patches.cpu import for_cpu, seed_generators
 from mup_megatron.patches.record import Patch
 
 _VERSIONS = ">=0.16.1,<0.20"
@@ -142,25 +142,14 @@ def _also_the_tracker(set_random_seed: Callable[..., None]) -> Callable[..., Non
     @functools.wraps(set_random_seed)
     def seed(seed_: int, *args: Any, **kwargs: Any) -> None:
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import random
 
         set_random_seed(seed_, *args, **kwargs)
-        # As model_parallel_cuda_manual_seed offsets them, which draws on CUDA's generators.
-        seed = seed_ + 100 * parallel_state.get_pipeline_model_parallel_rank()
-        tensor, expert = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_expert_model_parallel_rank(),
+        seed_generators(
+            seed_ + 100 * parallel_state.get_pipeline_model_parallel_rank(),
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            expert=parallel_state.get_expert_model_parallel_rank(),
+            expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
         )
-        names = {
-            random.get_data_parallel_rng_tracker_name(): seed,
-            random._MODEL_PARALLEL_RNG_TRACKER_NAME: seed + 2718 + tensor,
-            random.get_expert_parallel_rng_tracker_name(): seed
-            + 1024
-            + 100 * expert
-            + parallel_state.get_expert_tensor_parallel_rank(),
-        }
-        states = {name: torch.Generator().manual_seed(value).get_state() for name, value in names.items()}
-        random.get_cuda_rng_tracker().set_states(states)
 
     return seed
 

@@ -21,12 +21,14 @@ from mup_megatron.model import build_model, named_parameters, parametrize
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.controls import CONTROLS
+from mup_megatron.ranks import Rank
+from mup_megatron.setup import resolve_auto
 from tests.breakages import break_, replaced
 
 
-def start(rank: runtime.Rank, config: Config) -> tuple[Config, Layout, Parametrization, Any]:
+def start(rank: Rank, config: Config) -> tuple[Config, Layout, Parametrization, Any]:
     """Process groups, parametrization and this rank's model chunks."""
-    config = runtime.resolve_auto(config)
+    config = resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
     device = runtime.start_distributed(layout, rank, config.run.seed)
     parametrization = parametrize(config, prepare(config).vocab_size)
@@ -38,16 +40,16 @@ def values(model: Any) -> dict[str, Any]:
     return {name: parameter.detach().float().cpu().clone().numpy() for name, parameter in named_parameters(model)}
 
 
-def held(rank: runtime.Rank, *, config: Config, vocabulary: int) -> dict[str, tuple[int, ...]]:
+def held(rank: Rank, *, config: Config, vocabulary: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters that build_model makes on this rank, by global name."""
-    config = runtime.resolve_auto(config)
+    config = resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
     device = runtime.start_distributed(layout, rank, config.run.seed)
     chunks = build_model(config, parametrize(config, vocabulary), layout, rank.rank, device)
     return {name: tuple(parameter.shape) for name, parameter in named_parameters(chunks)}
 
 
-def train(rank: runtime.Rank, *, config: Config, steps: int, broken: str = "nothing") -> dict[str, Any]:
+def train(rank: Rank, *, config: Config, steps: int, broken: str = "nothing") -> dict[str, Any]:
     """Trains for some steps on real text; returns initial values, losses, norms and the optimizer's groups.
 
     `broken` names what is taken out of the library meanwhile (breakages.py).
@@ -56,14 +58,14 @@ def train(rank: runtime.Rank, *, config: Config, steps: int, broken: str = "noth
         return _train(rank, config, steps)
 
 
-def train_file(rank: runtime.Rank, *, path: Path) -> float | None:
+def train_file(rank: Rank, *, path: Path) -> float | None:
     """`mup-megatron train` on a config file, but for the command line."""
     from mup_megatron import train as training
 
     return training.train(load_config(path), rank)
 
 
-def command(rank: runtime.Rank, *, arguments: list[str]) -> tuple[int, str, str]:
+def command(rank: Rank, *, arguments: list[str]) -> tuple[int, str, str]:
     """`mup-megatron ARGUMENTS` on ranks that are there already; exit status, standard output and error."""
     from mup_megatron import cli
 
@@ -75,7 +77,7 @@ def command(rank: runtime.Rank, *, arguments: list[str]) -> tuple[int, str, str]
     return status, out.getvalue(), err.getvalue()
 
 
-def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:
+def _train(rank: Rank, config: Config, steps: int) -> dict[str, Any]:
     config, layout, parametrization, model = start(rank, config)
     initial = values(model)
     engine = build_engine(config, parametrization, model, layout)
@@ -97,7 +99,7 @@ def _train(rank: runtime.Rank, config: Config, steps: int) -> dict[str, Any]:
     }
 
 
-def built(rank: runtime.Rank, *, config: Config, kernels: str = "local") -> dict[str, Any]:
+def built(rank: Rank, *, config: Config, kernels: str = "local") -> dict[str, Any]:
     """Builds the model, of Transformer Engine's modules or not: values, what upstream reads of them, whose modules."""
     config, layout, parametrization, model = start(rank, config)
     if kernels != "local":
@@ -116,12 +118,12 @@ def built(rank: runtime.Rank, *, config: Config, kernels: str = "local") -> dict
     }
 
 
-def threads(rank: runtime.Rank) -> int:
+def threads(rank: Rank) -> int:
     """Threads of this process, most of them process groups'."""
     return len(os.listdir("/proc/self/task"))
 
 
-def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[str, Any]:
+def plain_and_ours(rank: Rank, *, config: Config, steps: int) -> dict[str, Any]:
     """Trains megatron-core's own GPTModel, and ours from the same weights, both in DeepSpeed engines."""
     import deepspeed
 
@@ -160,7 +162,7 @@ def plain_and_ours(rank: runtime.Rank, *, config: Config, steps: int) -> dict[st
     return {"losses": losses, "weights": weights}
 
 
-def first_update(rank: runtime.Rank, *, config: Config) -> dict[str, tuple[float, float]]:
+def first_update(rank: Rank, *, config: Config) -> dict[str, tuple[float, float]]:
     """One step; per parameter of this rank the largest change of a coordinate and the rate that the rule says."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -178,7 +180,7 @@ def first_update(rank: runtime.Rank, *, config: Config) -> dict[str, tuple[float
     return result
 
 
-def first_update_norms(rank: runtime.Rank, *, config: Config, rule: str) -> dict[str, float]:
+def first_update_norms(rank: Rank, *, config: Config, rule: str) -> dict[str, float]:
     """Spectral norms of what the first step adds to each matrix; `rule` base: with the base's rate."""
     config, layout, parametrization, model = start(rank, config)
     if rule == "base":
@@ -199,7 +201,7 @@ def first_update_norms(rank: runtime.Rank, *, config: Config, rule: str) -> dict
 
 
 def leg(
-    rank: runtime.Rank,
+    rank: Rank,
     *,
     config: Config,
     start_at: int,
@@ -229,7 +231,7 @@ def leg(
     return {"losses": losses, "rates": rates}
 
 
-def norms(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
+def norms(rank: Rank, *, config: Config) -> dict[str, float]:
     """The gradient norm that a step reports, and both norms worked out here from whole gradients (one rank)."""
     config, layout, parametrization, model = start(rank, config)
     engine = build_engine(config, parametrization, model, layout)
@@ -250,7 +252,7 @@ def norms(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
     }
 
 
-def row_squares(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
+def row_squares(rank: Rank, *, config: Config) -> dict[str, Any]:
     """Sums of squares of each row of every whole gradient, and the norm that a step reports (one rank)."""
     config, layout, parametrization, model = start(rank, config)
     engine = build_engine(config, parametrization, model, layout)
@@ -268,7 +270,7 @@ def row_squares(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
     }
 
 
-def batch_sums(rank: runtime.Rank, *, config: Config, steps: int) -> list[int]:
+def batch_sums(rank: Rank, *, config: Config, steps: int) -> list[int]:
     """Sums of the global batches' tokens, over ranks."""
     layout = resolve_layout(config, rank.world_size)
     runtime.start_distributed(layout, rank, config.run.seed)
@@ -279,7 +281,7 @@ def batch_sums(rank: runtime.Rank, *, config: Config, steps: int) -> list[int]:
 
 
 def rescaled(
-    rank: runtime.Rank, *, config: Config, tensor: str, theta: float, powers: dict[str, int], steps: int
+    rank: Rank, *, config: Config, tensor: str, theta: float, powers: dict[str, int], steps: int
 ) -> list[float]:
     """Losses when one tensor takes (A·θ, init/θ) and its lr, eps and weight decay θ to the given powers."""
     from mup_megatron.engines import deepspeed as engine_module
@@ -325,7 +327,7 @@ def rescaled(
     return losses
 
 
-def first_step(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
+def first_step(rank: Rank, *, config: Config) -> dict[str, Any]:
     """What flows through an untrained model, in its first block and out of it, and what one step changes (one rank)."""
     config, layout, parametrization, chunks = start(rank, config)
     (model,) = chunks
@@ -373,7 +375,7 @@ def _batch(config: Config, layout: Layout, rank: int) -> Any:
     return Batches(build_datasets(config, prepare(config))[0], config, layout, rank, torch.device("cpu"))[0]
 
 
-def saved_bytes(rank: runtime.Rank, *, config: Config) -> int:
+def saved_bytes(rank: Rank, *, config: Config) -> int:
     """Bytes of the storages that a forward pass with its loss keeps for the backward pass, parameters left out."""
     config, layout, _, (model,) = start(rank, config)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -393,7 +395,7 @@ def saved_bytes(rank: runtime.Rank, *, config: Config) -> int:
     return sum(kept.values())
 
 
-def core_attention(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
+def core_attention(rank: Rank, *, config: Config) -> dict[str, Any]:
     """What goes into the last layer's core attention and what comes out, in float64."""
     config, layout, _, (model,) = start(rank, config)
     seen: dict[str, Any] = {"layers": len(model.decoder.layers)}
@@ -409,7 +411,7 @@ def core_attention(rank: runtime.Rank, *, config: Config) -> dict[str, Any]:
     return seen
 
 
-def multi_token_calls(rank: runtime.Rank, *, config: Config) -> dict[str, list[float]]:
+def multi_token_calls(rank: Rank, *, config: Config) -> dict[str, list[float]]:
     """How much the readout and the embedding multiply, at each of their calls in a forward pass."""
     config, layout, _, (model,) = start(rank, config)
     calls: dict[str, list[float]] = {"readout": [], "embedding": []}
@@ -433,7 +435,7 @@ def multi_token_calls(rank: runtime.Rank, *, config: Config) -> dict[str, list[f
     return calls
 
 
-def branches(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
+def branches(rank: Rank, *, config: Config) -> dict[str, float]:
     """What each residual branch of the built model adds for an output of 1 and a bias of 2, by layer and branch."""
     _, _, _, model = start(rank, config)
     (chunk,) = model
@@ -453,7 +455,7 @@ def branches(rank: runtime.Rank, *, config: Config) -> dict[str, float]:
     }
 
 
-def expert_bias(rank: runtime.Rank, *, config: Config) -> list[tuple[Any, Any]]:
+def expert_bias(rank: Rank, *, config: Config) -> list[tuple[Any, Any]]:
     """Each router's expert bias after a step, and how many tokens the experts got in it."""
     from mup_megatron.engines import deepspeed as engine_module
 
@@ -475,7 +477,7 @@ def expert_bias(rank: runtime.Rank, *, config: Config) -> list[tuple[Any, Any]]:
 
 
 def decode(
-    rank: runtime.Rank, *, configs: dict[str, Config], vocabulary: int, positions: int, ways: dict[str, dict[str, Any]]
+    rank: Rank, *, configs: dict[str, Config], vocabulary: int, positions: int, ways: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
     """Logits of cached decoding against the full forward pass: largest difference over the largest logit.
 
@@ -483,7 +485,7 @@ def decode(
     """
     result: dict[str, dict[str, float]] = {}
     for name, config in configs.items():
-        config = runtime.resolve_auto(config)
+        config = resolve_auto(config)
         layout = resolve_layout(config, rank.world_size)
         if not result:
             device = runtime.start_distributed(layout, rank, config.run.seed)

@@ -374,13 +374,13 @@ def muon_slices() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _patch_off(name: str) -> Iterator[None]:
-    from mup_megatron import runtime
+    from mup_megatron import upstream
     from mup_megatron.patches import ALL_PATCHES
 
     patch = next(patch for patch in ALL_PATCHES if patch.name == name)
     patch.revert()
     try:
-        with replaced(runtime, "prepare_process", lambda: None):
+        with replaced(upstream, "prepare_process", lambda: None):
             yield
     finally:
         patch.apply()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from mup_megatron.runtime import UPSTREAM_WARNINGS
+from mup_megatron.upstream import UPSTREAM_WARNINGS
 from tests import reports
 from tests.commands import BIN, run
 from tests.configs import pipeline_file

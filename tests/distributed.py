@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mup_megatron import runtime
+from mup_megatron import runtime, upstream
+from mup_megatron.ranks import Rank
 
 MOST = 4
 _TIMEOUT = 180.0
@@ -38,14 +39,14 @@ class RankError(AssertionError):
 class Ranks:
     """A pool of up to four ranks on this machine; `prepare` runs in each before anything else."""
 
-    def __init__(self, prepare: Callable[[], None] = runtime.prepare_process) -> None:
+    def __init__(self, prepare: Callable[[], None] = upstream.prepare_process) -> None:
         self._prepare = prepare
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="mup-ranks-")
         self._jobs = 0
 
     def run(self, count: int, body: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """Runs `body(rank, **arguments)` on `count` ranks; `rank` is a runtime.Rank. Returns the results by rank."""
+        """Runs `body(rank, **arguments)` on `count` ranks; `rank` is a Rank. Returns the results by rank."""
         self._start(count)
         self._jobs += 1
         store = str(Path(self._folder.name) / f"store{self._jobs}")
@@ -85,7 +86,7 @@ class Ranks:
         # Children must not fight over two cores, and must not inherit this process's launcher variables.
         os.environ["OMP_NUM_THREADS"] = "1"
         # Forks of one process that has imported what takes long, and has done nothing yet.
-        usual = self._prepare is runtime.prepare_process
+        usual = self._prepare is upstream.prepare_process
         context = multiprocessing.get_context("forkserver" if usual else "spawn")
         context.set_forkserver_preload(["tests.imported"])
         while len(self._workers) < count:
@@ -132,7 +133,7 @@ def _serve(pipe: Connection, prepare: Callable[[], None]) -> None:
                 timeout=datetime.timedelta(seconds=60),
             )
             result = (
-                body(runtime.Rank(rank=number, world_size=count, local_rank=number, launched=True), **arguments),
+                body(Rank(rank=number, world_size=count, local_rank=number, launched=True), **arguments),
                 "",
             )
         except BaseException:

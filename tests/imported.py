@@ -1,8 +1,8 @@
 """What ranks import, imported once in the process that they are forked from (distributed.py)."""
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 
-runtime.prepare_process()
+upstream.prepare_process()
 
 import mup_megatron.engines.deepspeed  # noqa: E402
 import mup_megatron.engines.megatron  # noqa: E402, F401

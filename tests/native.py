@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mup_megatron import runtime
+from mup_megatron.ranks import Rank
 
 SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
 
@@ -61,12 +61,12 @@ def words(
     return [*(f"--{flag}" for flag in FLAGS), *said, *extra]
 
 
-def warm(rank: runtime.Rank) -> None:
+def warm(rank: Rank) -> None:
     """Imports what takes longest, so that one rank does not wait in a collective for another that has not."""
     import megatron.training.training  # noqa: F401
 
 
-def native(rank: runtime.Rank, *, words: list[str]) -> dict[str, Any]:
+def native(rank: Rank, *, words: list[str]) -> dict[str, Any]:
     """Runs a user's script to its end.
 
     Returns:

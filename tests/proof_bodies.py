@@ -8,10 +8,12 @@ from mup_megatron import runtime
 from mup_megatron.config import Config
 from mup_megatron.proof import coordinates
 from mup_megatron.proof.coord_check import coord_check
+from mup_megatron.ranks import Rank
+from mup_megatron.setup import resolve_auto
 from tests.breakages import replaced
 
 
-def check(rank: runtime.Rank, *, config: Config, options: dict[str, Any], alone: bool = False) -> dict[str, Any]:
+def check(rank: Rank, *, config: Config, options: dict[str, Any], alone: bool = False) -> dict[str, Any]:
     """The coordinate check; `alone` leaves out the addition over ranks."""
     if not alone:
         return coord_check(config, rank, **options)
@@ -23,7 +25,7 @@ def check(rank: runtime.Rank, *, config: Config, options: dict[str, Any], alone:
         return coord_check(config, rank, **options)
 
 
-def corners(rank: runtime.Rank, *, config: Config) -> dict[str, list[float]]:
+def corners(rank: Rank, *, config: Config) -> dict[str, list[float]]:
     """Losses at the corners of the plane, on the larger of two sizes."""
     found = {}
     for point in ("mup", "standard", "interpolate:1,1", "interpolate:0,0"):
@@ -32,14 +34,14 @@ def corners(rank: runtime.Rank, *, config: Config) -> dict[str, list[float]]:
     return found
 
 
-def rules_around_controls(rank: runtime.Rank, *, config: Config) -> tuple[str, str]:
+def rules_around_controls(rank: Rank, *, config: Config) -> tuple[str, str]:
     """The table of rules before and after every control was made of it."""
     from mup_megatron.data.prepare import prepare
     from mup_megatron.layout import resolve_layout
     from mup_megatron.model import parametrize
     from mup_megatron.proof.controls import CONTROLS
 
-    config = runtime.resolve_auto(config)
+    config = resolve_auto(config)
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, rank, config.run.seed)
     rules = parametrize(config, prepare(config).vocab_size)
@@ -50,7 +52,7 @@ def rules_around_controls(rank: runtime.Rank, *, config: Config) -> tuple[str, s
 
 
 def in_regime(
-    rank: runtime.Rank, *, config: Config, regime: str, fault: str | None, options: dict[str, Any]
+    rank: Rank, *, config: Config, regime: str, fault: str | None, options: dict[str, Any]
 ) -> dict[str, list[str]]:
     """Quantities that a regime finds out of bounds, by tensor or module; with a planted fault or without."""
     import contextlib

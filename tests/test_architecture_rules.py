@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mup_megatron import rules, runtime
+from mup_megatron import rules, upstream
 from mup_megatron.errors import ConfigError
 from mup_megatron.explain import explain
 from mup_megatron.layers.moe import global_expert_names
@@ -33,7 +33,7 @@ THIRD = pytest.approx(1 / 3)
 @pytest.fixture(scope="module", autouse=True)
 def _patched() -> Iterator[None]:
     """MLA's rotary embedding and the expert bias are made on the current device."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     yield
     revert_patches(ALL_PATCHES)
 

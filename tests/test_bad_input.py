@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import cli, runtime
+from mup_megatron import cli, upstream
 from mup_megatron.cli.common import console
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
@@ -75,7 +75,7 @@ VALUES = {
 
 
 def test_what_megatron_core_cannot_build() -> None:
-    runtime.prepare_process()
+    upstream.prepare_process()
     config = make(MLA, "llama", model__rope_type="yarn", model__rotary_base=1)
     with pytest.raises(UserError, match="model: megatron-core cannot build it: float division by zero"):
         parametrize(config, 375)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.base_file import beside_shapes
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
@@ -60,7 +60,7 @@ def test_where_no_query_row_grows_nothing_need_be_told(tmp_path: Path) -> None:
 
 def test_latent_attention(tmp_path: Path) -> None:
     """Query heads of 8 + 4 in the base and 12 + 8 in the target; the file of this project tells it."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     parametrization = parametrize(make(MLA, "llama"), VOCABULARY)
     file = tmp_path / "base.bsh"
     save_base_shapes(file, parametrization.shapes, {})

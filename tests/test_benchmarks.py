@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks import harness, table, tuning_cost
-from mup_megatron import runtime
+from mup_megatron.ranks import Rank
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
 
@@ -63,7 +63,7 @@ def test_rounds_alternate_and_warm_up_is_not_counted() -> None:
     assert {name: len(values) for name, values in seconds.items()} == {"a": 6, "b": 6, "c": 6}
 
 
-def compared(_rank: runtime.Rank) -> dict[str, Any]:
+def compared(_rank: Rank) -> dict[str, Any]:
     from benchmarks import contenders, steps
 
     return steps.compare(contenders.start(VOCABULARY, tiny=True), runs=2)
@@ -81,7 +81,7 @@ def test_contenders_step_side_by_side(ranks: Ranks) -> None:
     }
 
 
-def broken_native(_rank: runtime.Rank) -> tuple[float, float, list[str]]:
+def broken_native(_rank: Rank) -> tuple[float, float, list[str]]:
     """The native contender's multiplier, that of one whose multiplication was taken out, and what the check says."""
     from benchmarks import contenders
     from benchmarks.native import logits_multiplier
@@ -110,7 +110,7 @@ def test_native_multiplies_its_logits_and_the_check_would_notice_if_not(ranks: R
     assert "logits are multiplied by" in said[1]
 
 
-def groups_of_native(_rank: runtime.Rank) -> dict[str, tuple[float, float, float]]:
+def groups_of_native(_rank: Rank) -> dict[str, tuple[float, float, float]]:
     from benchmarks import contenders
     from benchmarks.native import native_groups, native_model
 
@@ -130,7 +130,7 @@ def test_native_has_its_own_rates(ranks: Ranks) -> None:
     assert groups["decoder.layers.1.mlp.linear_fc2.bias"] == pytest.approx((1e-3, 1e-8, 0.0))
 
 
-def tensor_peaks(_rank: runtime.Rank) -> list[float]:
+def tensor_peaks(_rank: Rank) -> list[float]:
     from benchmarks.memory import tensor_peak
 
     mebibyte = torch.zeros(2**18)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import cli, runtime
+from mup_megatron import cli, upstream
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.layout import resolve_layout
@@ -52,7 +52,7 @@ def test_flops_of_experts_and_further_tokens_by_hand() -> None:
 
 def test_flops_of_multi_latent_attention_by_hand() -> None:
     """Hidden 96, FFN 160, 8 heads of 12 + 8, values of 14, ranks 24 and 48."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     q, kv, proj = 96 * 24 + 24 * 8 * 20, 96 * (48 + 8) + 48 * 8 * (12 + 14), 8 * 14 * 96
     expected = 6 * (2 * (q + kv + proj + 3 * 96 * 160) + 384 * 96) + 3 * 2 * 8 * (20 + 14) * 32
     assert flops_per_token(parametrize(make(MLA, "llama"), 375)) == expected

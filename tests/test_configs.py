@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mup_megatron import runtime
+from mup_megatron import runtime, upstream
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.engines.deepspeed_config import deepspeed_config
@@ -18,6 +18,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import dry_run, named_parameters, parametrize
+from mup_megatron.setup import resolve_auto
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").rglob("*.yaml"))
 
@@ -74,7 +75,7 @@ def test_every_family_is_there() -> None:
     ],
 )
 def test_the_largest(name: str, layout: str, billions: float) -> None:
-    runtime.prepare_process()
+    upstream.prepare_process()
     config = load_config(next(path for path in CONFIGS if path.with_suffix("").as_posix().endswith(name)))
     assert str(resolve_layout(config, world_size(config))) == layout
     shapes = parametrize(config, known_vocab_size(config)).shapes.values()
@@ -87,8 +88,8 @@ def test_dry_run(path: Path) -> None:
 
     from mup_megatron.deepspeed.mpu import Mpu
 
-    runtime.prepare_process()
-    config = runtime.resolve_auto(load_config(path))
+    upstream.prepare_process()
+    config = resolve_auto(load_config(path))
     layout = resolve_layout(config, world_size(config))
     parametrization = parametrize(config, known_vocab_size(config))
     for rank in (0, layout.world_size - 1):
@@ -118,7 +119,7 @@ def test_dry_run(path: Path) -> None:
 
 
 def test_a_dry_run_can_fail() -> None:
-    config = runtime.resolve_auto(load_config(next(path for path in CONFIGS if path.stem == "125m")))
+    config = resolve_auto(load_config(next(path for path in CONFIGS if path.stem == "125m")))
     layout = resolve_layout(config, 8)
     parametrization = parametrize(config, known_vocab_size(config))
     del parametrization.tensors["decoder.final_layernorm.weight"]

@@ -20,7 +20,7 @@ import torch
 import yaml
 from torch.distributed.checkpoint import metadata as dcp
 
-from mup_megatron import cli, runtime
+from mup_megatron import cli, upstream
 from mup_megatron.config import Config
 from mup_megatron.config.schema import Model
 from mup_megatron.data.batches import _check_split
@@ -48,7 +48,7 @@ SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "lr_schedule": {"choice": ["cosin
 
 @pytest.fixture(autouse=True, scope="module")
 def _patched() -> None:
-    runtime.prepare_process()
+    upstream.prepare_process()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import pytest
 
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.runtime import Rank
+from mup_megatron.ranks import Rank
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.outcome import FINISHED
 from mup_megatron.tuning.study import Study

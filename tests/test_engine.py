@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron import runtime
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import refuse
 from mup_megatron.engines.megatron_config import muon_missing
 from mup_megatron.errors import ConfigError
 from mup_megatron.layout import resolve_layout
+from mup_megatron.setup import resolve_auto
 from tests import bodies
 from tests.configs import MIXED, MLA, make
 from tests.distributed import Ranks
@@ -266,7 +266,7 @@ def test_offloaded_optimizer(ranks: Ranks, stage: int) -> None:
     """DeepSpeedCPUAdam (compiled on first use) gives torch's AdamW's losses."""
     whole = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=0), steps=10)[0]
     config = prepared(parallel__zero_stage=stage, parallel__offload_optimizer=True, **TP2)
-    assert runtime.resolve_auto(config).optimizer.implementation == "deepspeed_cpu_adam"
+    assert resolve_auto(config).optimizer.implementation == "deepspeed_cpu_adam"
     for result in ranks.run(4, bodies.train, config=config, steps=10):
         np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)
 

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.checkpoint import RECORD, Checkpoints, check_resume, make_record
 from mup_megatron.config import Config, load_config, parse_config
 from mup_megatron.engines import refuse
@@ -40,7 +40,7 @@ TIMES = 5 if settings.default.max_examples > 100 else 1 / 3
 @pytest.fixture(autouse=True, scope="module")
 def _patched() -> None:
     """As every command begins."""
-    runtime.prepare_process()
+    upstream.prepare_process()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.errors import UserError
 from mup_megatron.layers.given import norms_left_out
 from mup_megatron.model import named_parameters, parametrize, unsharded_model
@@ -157,7 +157,7 @@ def test_norms_of_some_layers_are_refused() -> None:
 @pytest.mark.parametrize("growth", [MIXED, MOE], ids=["dense", "experts"])
 def test_without_norms_is_built_and_parametrised(growth: dict[str, Any]) -> None:
     """The key has the effect that the spec has: these tensors are not there; every other has the rules it had."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     places = ["final_layernorm", "input_layernorm", "pre_mlp_layernorm"]
     usual, config = make(growth, "llama"), make(growth, "llama", model__without_norms=places)
     built = [unsharded_model(made, made.model, 384) for made in (usual, config)]

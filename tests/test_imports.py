@@ -25,16 +25,17 @@ LEVELS = [
     {"checkpoint", "progress", "run_directory"},
     {"engines"},
     {"deepspeed"},
+    {"setup"},
     {"model"},
     {"data", "optim", "runtime", "mup"},
     {"layers"},
     {"base_file", "apply_rules"},
-    {"parametrization", "init"},
+    {"parametrization", "init", "upstream"},
     {"layout", "patches", "representatives"},
     {"shapes"},
     {"rules"},
     {"config"},
-    {"files", "disk", "locks"},
+    {"files", "disk", "locks", "ranks"},
     {"errors"},
 ]
 BESIDE = {
@@ -51,8 +52,9 @@ BESIDE = {
     "slurm",
     "proof",
     "cli",
+    "setup",
 }  # packages: their own modules
-ALSO = {("runtime", "patches"), ("optim", "parametrization")}
+ALSO = {("optim", "parametrization")}
 
 
 def room(module: str) -> str:

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.megatron_training.options import Settings
@@ -53,7 +53,7 @@ def test_a_model_that_is_no_gptmodel() -> None:
 
 def test_other_norms_here_than_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another chunk, or another rank, has left out none."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     config = make(MIXED)
     run = run_of()
     run._made = (config, parametrize(config, 384), resolve_layout(config, 1))
@@ -69,7 +69,7 @@ def test_other_norms_here_than_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_record_of_another_family(tmp_path: Path) -> None:
     """Of a tokenizer that tuning trained itself the record knows no path, and none is asked for."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     config = make(MIXED)
     study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
     record = make_record(
@@ -85,7 +85,7 @@ def test_a_record_of_another_family(tmp_path: Path) -> None:
 
 def test_a_record_of_a_vocabulary_padded_otherwise(tmp_path: Path) -> None:
     """375 entries are 384 rows by multiples of 128 and of 64, and 512 by multiples of 256."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     config = make(MIXED)
     study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
     record = make_record(

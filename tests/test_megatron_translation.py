@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout
@@ -22,6 +22,7 @@ from mup_megatron.megatron_training.options import add_options, known, read_opti
 from mup_megatron.megatron_training.translate import check_translation, config_of
 from mup_megatron.model import core_config, parametrize
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.setup import resolve_auto
 from mup_megatron.shapes import save_base_shapes
 from tests.configs import make
 
@@ -194,7 +195,7 @@ def table(parametrization: Parametrization) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_translation_is_explain(name: str, tmp_path: Path) -> None:
     """Tensor by tensor: shapes, bases, what grows, init, rates, epsilon, decay; and the forward multipliers."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     words, model, base, rates = ARCHITECTURES[name]
     ours, *_ = translated(words, base, tmp_path)
     ours = ours.derive({"training.precision": "fp32"})
@@ -212,10 +213,10 @@ def test_translation_is_explain(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_model_that_is_built_is_the_one_that_was_read(name: str, tmp_path: Path) -> None:
     """Field by field, upstream's TransformerConfig and the one that this project makes of the translation."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     words, _, base, _ = ARCHITECTURES[name]
     config, _, built, _ = translated(words, base, tmp_path)
-    config = runtime.resolve_auto(config)
+    config = resolve_auto(config)
     forward = parametrize(config, VOCABULARY).forward
     ours = core_config(config, config.model, forward, resolve_layout(config, 1), torch.device("cpu"))
     check_config(built.transformer, known())
@@ -248,7 +249,7 @@ def test_rows_of_the_vocabulary(words: str, rows: int, multiple: int, tmp_path: 
 
 def test_head_size_that_follows_moves_the_softmax(tmp_path: Path) -> None:
     """Head size 32 from 8: 1/sqrt(32) * sqrt(8/32)."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     words, _, base, _ = ARCHITECTURES["head-size"]
     config, *_ = translated(words, base, tmp_path)
     assert parametrize(config, VOCABULARY).forward.softmax_scale == pytest.approx(32**-0.5 / 2, rel=1e-15)
@@ -256,7 +257,7 @@ def test_head_size_that_follows_moves_the_softmax(tmp_path: Path) -> None:
 
 def test_base_file_without_the_head_size(tmp_path: Path) -> None:
     """A .bsh file as microsoft/mup writes it: an error where query rows grow, and the way out."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     words, _, base, _ = ARCHITECTURES["head-size"]
     config, *_ = translated(words, base, tmp_path)
     path = tmp_path / "model.bsh"

@@ -11,7 +11,7 @@ import torch
 from mup_megatron.config import Training
 from mup_megatron.model import parametrize
 from mup_megatron.optim import LearningRateSchedule, build_optimizer, parameter_groups, set_learning_rates
-from mup_megatron.runtime import resolve_auto
+from mup_megatron.setup import resolve_auto
 from tests.configs import MIXED, VOCABULARY, make
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mup_megatron import rules, runtime
+from mup_megatron import rules, upstream
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
@@ -23,7 +23,7 @@ FC2 = "decoder.layers.1.mlp.linear_fc2"
 
 @pytest.fixture(autouse=True, scope="module")
 def prepared() -> None:
-    runtime.prepare_process()
+    upstream.prepare_process()
 
 
 def apply(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -> Parametrization:

@@ -16,6 +16,7 @@ from mup_megatron import megatron_training, patches, runtime
 from mup_megatron.patches import ALL_PATCHES, Patch, PatchError, active_patches, apply_patches, revert_patches
 from mup_megatron.patches.cpu import for_cpu
 from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
+from mup_megatron.ranks import Rank
 from tests.breakages import break_
 from tests.distributed import Ranks
 
@@ -31,7 +32,7 @@ def _unpatched() -> Iterator[None]:
     revert_patches(ALL_PATCHES)
 
 
-def fork_draws(rank: runtime.Rank, broken: str = "nothing") -> dict[str, Any]:
+def fork_draws(rank: Rank, broken: str = "nothing") -> dict[str, Any]:
     """What dropout on a CPU sees inside and outside megatron-core's RNG fork."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

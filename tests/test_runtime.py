@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.runtime import Rank, read_rank
+from mup_megatron.ranks import Rank, read_rank, say_error
+from mup_megatron.setup import resolve_auto
 from tests.configs import MIXED, make
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -40,13 +41,13 @@ def test_contradictions(environment: dict[str, str]) -> None:
 
 
 def test_auto_on_a_cpu() -> None:
-    config = runtime.resolve_auto(make(MIXED, training__precision="auto"))
+    config = resolve_auto(make(MIXED, training__precision="auto"))
     assert (config.training.precision, config.optimizer.implementation, config.model.norm_implementation) == (
         "fp32",
         "torch",
         "torch",
     )
-    offloaded = runtime.resolve_auto(make(MIXED, parallel__offload_optimizer=True))
+    offloaded = resolve_auto(make(MIXED, parallel__offload_optimizer=True))
     assert offloaded.optimizer.implementation == "deepspeed_cpu_adam"
 
 
@@ -60,10 +61,10 @@ def test_auto_on_a_cpu() -> None:
 )
 def test_what_is_not_there_is_refused(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="computes on CUDA alone"):
-        runtime.resolve_auto(make(MIXED, **overrides))
+        resolve_auto(make(MIXED, **overrides))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="is not installed"):
-        runtime.resolve_auto(make(MIXED, **overrides))
+        resolve_auto(make(MIXED, **overrides))
 
 
 def test_apex_of_pypi_is_not_nvidias(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +72,10 @@ def test_apex_of_pypi_is_not_nvidias(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not runtime.importable("apex")
+    assert not upstream.importable("apex")
     (tmp_path / "apex" / "normalization.py").write_text("")
     sys.modules.pop("apex")
-    assert runtime.importable("apex")
+    assert upstream.importable("apex")
     sys.modules.pop("apex")
 
 
@@ -83,10 +84,10 @@ def test_a_rank_that_is_wrong_alone_says_so(
 ) -> None:
     """It waits first: where all are wrong, the first rank speaks and the launcher ends the others meanwhile."""
     waited: list[float] = []
-    monkeypatch.setattr("mup_megatron.runtime.time.sleep", waited.append)
-    runtime.say_error("no such file", runtime.Rank(rank=0, world_size=2, launched=True))
+    monkeypatch.setattr("mup_megatron.ranks.time.sleep", waited.append)
+    say_error("no such file", Rank(rank=0, world_size=2, launched=True))
     assert not waited
     assert capsys.readouterr().err == "mup-megatron: error: no such file\n"
-    runtime.say_error("no such file", runtime.Rank(rank=1, world_size=2, launched=True))
+    say_error("no such file", Rank(rank=1, world_size=2, launched=True))
     assert waited == [10.0]
     assert capsys.readouterr().err == "mup-megatron: error (rank 1): no such file\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mup_megatron import cli, model, representatives, runtime
+from mup_megatron import cli, model, representatives, upstream
 from mup_megatron.apply_rules import Rules
 from mup_megatron.config import Config
 from mup_megatron.explain import explain
@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def _patched() -> Iterator[None]:
     """MLA's rotary embedding and the expert bias are made on the current device."""
-    runtime.prepare_process()
+    upstream.prepare_process()
     model._SPECS.clear()
     yield
     model._SPECS.clear()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mup_megatron import cli, runtime
+from mup_megatron import cli, runtime, upstream
 from mup_megatron.config import load_config, parse_overrides
 from mup_megatron.errors import ConfigError, UserError, masked, shown
 from mup_megatron.generate import _config_here
@@ -103,7 +103,7 @@ def test_of_an_older_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_random_states_obey_the_umask(tmp_path: Path, umask: int) -> None:
-    runtime.prepare_process()
+    upstream.prepare_process()
     before = os.umask(umask)
     try:
         runtime.save_random_state(tmp_path, 3)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import cli, runtime
+from mup_megatron import cli
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.proof import stability
 from mup_megatron.proof.grid import Outcome
 from mup_megatron.proof.reverse import rise, small_model
+from mup_megatron.ranks import Rank
 from mup_megatron.report.stability import title
 from mup_megatron.tuning.space import one_process
 from tests import bodies
@@ -40,7 +41,7 @@ def asked(config: Config, **keys: Any) -> stability.Question:
 def ask(config: Config, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
     question = asked(config, **keys)
-    return stability.stability(config, question, folder, runtime.Rank(), workers=1, say=said.append), said
+    return stability.stability(config, question, folder, Rank(), workers=1, say=said.append), said
 
 
 def test_what_is_not_said(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError
+from mup_megatron.setup import resolve_auto
 from tests import bodies
 from tests.configs import MIXED, MLA, MOE, make
 from tests.distributed import Ranks
@@ -44,7 +45,7 @@ def prepare_with_it() -> None:
     from megatron.core.utils import local_multi_tensor_l2_norm
 
     clip_grads.l2_norm_impl = local_multi_tensor_l2_norm
-    runtime.prepare_process()
+    upstream.prepare_process()
 
 
 @pytest.fixture(scope="module")
@@ -75,4 +76,4 @@ def test_the_same_tensors(te_ranks: Ranks, model: str, tensor: int) -> None:
 def test_refused_where_it_cannot_compute(key: str) -> None:
     config = make(MIXED, "gpt3", **{f"model__{key}": TE})
     with pytest.raises(ConfigError, match=f"model.{key}: {TE} computes on CUDA alone"):
-        runtime.resolve_auto(config)
+        resolve_auto(config)

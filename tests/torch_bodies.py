@@ -10,8 +10,9 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import nn
 
-from mup_megatron import mup, runtime
+from mup_megatron import mup
 from mup_megatron.errors import UserError
+from mup_megatron.ranks import Rank
 
 CLASSES, LENGTH, BATCH = 16, 6, 8
 
@@ -89,7 +90,7 @@ def group_of(optimizer: Any, named: dict[str, Any]) -> dict[str, tuple[float, fl
     return {name: (groups[id(p)]["lr"], groups[id(p)]["weight_decay"]) for name, p in named.items()}
 
 
-def split(rank: runtime.Rank, *, how: str, steps: int = 6, mu: str = "ours") -> dict[str, Any]:
+def split(rank: Rank, *, how: str, steps: int = 6, mu: str = "ours") -> dict[str, Any]:
     """Trains the model split over the ranks; returns losses, the rates of each parameter and its infinite shape."""
     import deepspeed.comm
     import mup as microsofts
@@ -200,7 +201,7 @@ def given(how: str, net: Any, stage: int, world_size: int, more: dict[str, Any])
 
 
 def in_deepspeed(
-    rank: runtime.Rank, *, stage: int, how: str = "optimizer", steps: int = 6, plain: bool = False, **more: Any
+    rank: Rank, *, stage: int, how: str = "optimizer", steps: int = 6, plain: bool = False, **more: Any
 ) -> dict[str, Any]:
     """Trains in a DeepSpeed engine; returns losses, first updates over rates, rates and epsilons at each step.
 
@@ -233,7 +234,7 @@ def in_deepspeed(
     return {"losses": losses, "updates": updates, "rates": rates, "groups": groups, "names": names}
 
 
-def resumed(rank: runtime.Rank, *, stage: int, folder: str) -> dict[str, Any]:
+def resumed(rank: Rank, *, stage: int, folder: str) -> dict[str, Any]:
     """Trains two steps, saves by DeepSpeed's own means, and goes on in another engine; losses of both halves."""
     from mup_megatron.deepspeed import initialize
 
@@ -267,7 +268,7 @@ def full(parameter: torch.Tensor) -> torch.Tensor:
     return safe_get_full_fp32_param(parameter) if hasattr(parameter, "ds_tensor") else parameter.detach()
 
 
-def born_partitioned(rank: runtime.Rank, *, mu: str = "ours") -> dict[str, Any]:
+def born_partitioned(rank: Rank, *, mu: str = "ours") -> dict[str, Any]:
     """Base shapes of a model that ZeRO 3 partitioned as it was built: global sizes, and weights as of the whole."""
     import deepspeed
 
@@ -290,7 +291,7 @@ def born_partitioned(rank: runtime.Rank, *, mu: str = "ours") -> dict[str, Any]:
     return {"local": local, "equal": equal, "infshapes": shapes, "message": message}
 
 
-def megatrons(rank: runtime.Rank, *, config: Any, mpu: bool = True, hooked: bool = False) -> dict[str, Any]:
+def megatrons(rank: Rank, *, config: Any, mpu: bool = True, hooked: bool = False) -> dict[str, Any]:
     """megatron-core's model of the shims, split over the ranks, through `initialize`: rates, and losses of 3 steps."""
     from megatron.core import parallel_state
 
@@ -372,7 +373,7 @@ class Experts(nn.Module):
         return self.readout(hidden + output).square().mean() + 0.01 * loss
 
 
-def with_gate(rank: runtime.Rank, *, stage: int, optimizer: str, late: bool = False) -> dict[str, Any]:
+def with_gate(rank: Rank, *, stage: int, optimizer: str, late: bool = False) -> dict[str, Any]:
     """One step of `Experts` of width 128 over 32: what its gate drew, its group (stage 0), its update.
 
     `late`: its layer becomes a MuReadout between base shapes and initialize.

@@ -51,7 +51,7 @@ def _has_groups() -> bool:
 
 
 def _status(arguments: list[str]) -> int:
-    from mup_megatron.runtime import read_rank, say_error
+    from mup_megatron.ranks import read_rank, say_error
 
     # Ranks whose first one left say so themselves; torch's own account of it is a page long.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

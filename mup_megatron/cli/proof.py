@@ -61,15 +61,16 @@ def coordinate_check(
     as_json: AsJson = False,
 ) -> int:
     """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
-    from mup_megatron import runtime
+    from mup_megatron import upstream
     from mup_megatron.layout import smallest_world
     from mup_megatron.proof.controls import processes
+    from mup_megatron.ranks import read_rank
 
     settings = read_config(config, overrides)
     factors = _factors(widths)
     if thorough and (broken or parametrization):
         raise UserError(f"--thorough: judges mup; expected no {'--break' if broken else '--parametrization'}")
-    rank = runtime.read_rank()
+    rank = read_rank()
     if not rank.launched:
         ranks = nproc_per_node or processes(broken, factors) or gpus() or smallest_world(settings)
         if ranks > 1:
@@ -82,7 +83,7 @@ def coordinate_check(
             given += [*(["--thorough"] if thorough else []), *(["--own-batch"] if own_batch else [])]
             given += ["--beside" if beside else "--no-beside", *(["--json"] if as_json else [])]
             return start_ranks(["coord-check", config, *(overrides or []), *given], ranks)
-    runtime.prepare_process()
+    upstream.prepare_process()
     from mup_megatron.proof.coord_check import coord_check
     from mup_megatron.proof.told import lines, write
 
@@ -159,10 +160,10 @@ def stability(
 
     Any number of these commands may work on one folder, on any node that sees it: `srun mup-megatron stability ...`.
     """
-    from mup_megatron import runtime
+    from mup_megatron import upstream
 
     settings = read_config(config, overrides)
-    runtime.prepare_process()
+    upstream.prepare_process()
     from mup_megatron.proof import stability as proof
     from mup_megatron.report.stability import draw_stability
 
@@ -200,10 +201,10 @@ def stability(
 
 def _grid(body: Callable[[Any, int, Callable[[str], None]], None], workers: int | None, as_json: bool) -> int:
     """Runs `body(rank, workers, say)` on many runs of one process each; exit status."""
-    from mup_megatron import runtime
+    from mup_megatron.ranks import read_rank
     from mup_megatron.tuning import Stopped
 
-    rank = runtime.read_rank()
+    rank = read_rank()
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -245,11 +246,11 @@ def reverse(
 
     The config is the large run; `base:` names the small model's sizes.
     """
-    from mup_megatron import runtime
+    from mup_megatron import upstream
 
     settings = read_config(config, overrides)
     numbers = _numbers(rates, "--rates")
-    runtime.prepare_process()
+    upstream.prepare_process()
     from mup_megatron.proof import reverse as proof
     from mup_megatron.report.reverse import draw_reverse
 

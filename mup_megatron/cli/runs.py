@@ -30,10 +30,10 @@ from mup_megatron.files import write_output
 @app.command(epilog="Example: mup-megatron prepare configs/demo.yaml")
 def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train the tokenizer and write the indexed dataset; does nothing where they are there already."""
-    from mup_megatron import runtime
+    from mup_megatron import upstream
 
     settings = read_config(config, overrides)
-    runtime.prepare_process()
+    upstream.prepare_process()
     from mup_megatron.data.prepare import data_directory
     from mup_megatron.data.prepare import prepare as prepare_data
 
@@ -53,12 +53,13 @@ def explain(
     ] = None,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
-    from mup_megatron import runtime
+    from mup_megatron import upstream
     from mup_megatron.layout import resolve_layout, smallest_world
+    from mup_megatron.setup import resolve_auto
 
     settings = read_config(config, overrides)
-    runtime.prepare_process()
-    settings = runtime.resolve_auto(settings)
+    upstream.prepare_process()
+    settings = resolve_auto(settings)
     layout = resolve_layout(settings, world_size or smallest_world(settings))
     if rank >= layout.world_size:
         raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
@@ -136,7 +137,7 @@ def tune(
 
 
 def _join(config: str, overrides: list[str]) -> int:
-    from mup_megatron import runtime
+    from mup_megatron.ranks import read_rank
 
     settings = read_config(config, overrides)
 
@@ -148,7 +149,7 @@ def _join(config: str, overrides: list[str]) -> int:
         nonlocal led
         led = join_study(settings, rank)
 
-    return _ended(settings, runtime.read_rank(), body, lambda: led)
+    return _ended(settings, read_rank(), body, lambda: led)
 
 
 @app.command(epilog="Example: mup-megatron transfer configs/demo.yaml --output target.yaml")
@@ -164,12 +165,13 @@ def transfer(
     """Show the values of the transfer record, and what each becomes on this config's target."""
     import yaml
 
-    from mup_megatron import runtime
+    from mup_megatron import upstream
     from mup_megatron.layout import resolve_layout, smallest_world
+    from mup_megatron.setup import resolve_auto
 
     settings = read_config(config, overrides)
-    runtime.prepare_process()
-    settings = runtime.resolve_auto(settings)
+    upstream.prepare_process()
+    settings = resolve_auto(settings)
     layout = resolve_layout(settings, world_size or smallest_world(settings))
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.model import parametrize
@@ -202,12 +204,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
-    from mup_megatron import runtime
+    from mup_megatron import upstream
     from mup_megatron.layout import resolve_layout, smallest_world
+    from mup_megatron.setup import resolve_auto
 
     settings = read_config(config, overrides)
-    runtime.prepare_process()
-    settings = runtime.resolve_auto(settings)
+    upstream.prepare_process()
+    settings = resolve_auto(settings)
     ranks = world_size or smallest_world(settings)
     layout = resolve_layout(settings, ranks)
     from mup_megatron.data.prepare import known_vocab_size
@@ -239,11 +242,11 @@ def _on_ranks(
     body: Callable[[Any, Any], None],
 ) -> int:
     """Runs `body(config, rank)` here if a launcher started us, or one process is enough; else starts the ranks."""
-    from mup_megatron import runtime
     from mup_megatron.layout import resolve_layout, smallest_world
+    from mup_megatron.ranks import read_rank
 
     settings = read_config(config, overrides)
-    rank = runtime.read_rank()
+    rank = read_rank()
     if not rank.launched:
         ranks = processes or gpus() or smallest_world(settings)
         if settings.tuning.run != "only":
@@ -257,9 +260,9 @@ def _on_ranks(
 
 def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Callable[[], bool] | None = None) -> int:
     """Runs `body`; how it ended as an exit status, and, on the first rank or where `shows`, what there is to see."""
-    from mup_megatron import runtime
+    from mup_megatron import upstream
 
-    runtime.quiet_upstream()  # the next import brings megatron-core
+    upstream.quiet_upstream()  # the next import brings megatron-core
     from mup_megatron import train as training
     from mup_megatron.disk import full_disk
     from mup_megatron.tuning import Stopped

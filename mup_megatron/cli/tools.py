@@ -46,11 +46,12 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
-    from mup_megatron import runtime
+    from mup_megatron import upstream
+    from mup_megatron.ranks import Rank, device_of, read_rank
 
-    if runtime.read_rank().world_size > 1:
+    if read_rank().world_size > 1:
         raise UserError("generate runs in one process; expected no launcher before it")
-    runtime.prepare_process()
+    upstream.prepare_process()
     from mup_megatron import generate as generation
 
     draws = any(option is not None for option in (top_k, top_p, seed))
@@ -58,7 +59,7 @@ def generate(
     if seed is not None:
         given["seed"] = seed
     sampling = generation.Sampling(top_k=top_k, top_p=top_p, **given)
-    _, model, tokenizer = generation.load_model(Path(checkpoint), runtime.device_of(runtime.Rank()))
+    _, model, tokenizer = generation.load_model(Path(checkpoint), device_of(Rank()))
     tokens = generation.generate(model, tokenizer, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
     said = []
     if not as_json:

@@ -66,7 +66,7 @@ def norm_class(normalization: str, implementation: str, gains: Gains = "trained"
 
     Args:
         normalization: `LayerNorm` or `RMSNorm`.
-        implementation: `torch`, `apex` or `transformer_engine` (`auto` is resolved before, see runtime.py).
+        implementation: `torch`, `apex` or `transformer_engine` (`auto` is resolved before, see setup/auto.py).
         gains: whether gains (and LayerNorm's biases) are trained, frozen at 1 (0), or not there.
         per_head: whether it norms the heads of queries or keys, which tensor parallelism splits.
     """

@@ -47,7 +47,7 @@ def _once(decorator: Callable[[Function], Function]) -> Callable[[Function], Fun
             try:
                 return decorated(*args, **kwargs)
             except UserError as error:
-                from mup_megatron.runtime import read_rank, say_error
+                from mup_megatron.ranks import read_rank, say_error
 
                 say_error(str(error), read_rank())
                 sys.exit(2)

@@ -86,11 +86,11 @@ def prepare() -> None:
     """Applies the patches that this machine needs to run megatron.training. Idempotent."""
     import torch
 
-    from mup_megatron import runtime
+    from mup_megatron import upstream
     from mup_megatron.patches import apply_patches
     from mup_megatron.patches.megatron_training import TRAINING_PATCHES
 
-    runtime.prepare_process()
+    upstream.prepare_process()
     apply_patches(TRAINING_PATCHES, cuda=torch.cuda.is_available())
 
 

@@ -40,7 +40,8 @@ from mup_megatron.model import (
 )
 from mup_megatron.optim import megatron_overrides
 from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
-from mup_megatron.runtime import resolve_auto
+from mup_megatron.runtime import point_to_point
+from mup_megatron.setup import resolve_auto
 from mup_megatron.tuning.record import read_record, write_record
 
 KEY_PREFIX = "mup_megatron."
@@ -130,7 +131,9 @@ class MegatronRun:
         check_recorded(model, self.parametrization, self.layout, rank, chunk)
         initialise(model, self.parametrization, self.layout, rank)
         if not torch.cuda.is_available():
-            _communicate_over_gloo(config)
+            interleaved = config.virtual_pipeline_model_parallel_size is not None
+            for flag, value in point_to_point(split=True, interleaved=interleaved, cuda=False).items():
+                setattr(config, flag, value)
 
     def _parametrize(self, given: dict[str, Any], left_out: list[str]) -> tuple[Config, Parametrization, Layout]:
         from megatron.training.global_vars import get_tokenizer
@@ -304,11 +307,3 @@ def _check_family(path: Path, config: Config) -> None:
         if padded.model.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
             config = padded
     read_record(path, config)
-
-
-def _communicate_over_gloo(config: Any) -> None:
-    """What model.py sets on a CPU: gloo may still be sending an output when its memory is let go of."""
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
-    config.deallocate_pipeline_outputs = False
-    config.batch_p2p_sync = False
-    config.overlap_p2p_comm, config.batch_p2p_comm = interleaved, not interleaved

@@ -134,7 +134,7 @@ def _check_training(script: Path) -> None:
 
 def _announce_rank() -> None:
     """Tells megatron.training, which knows torchrun's variables alone, where this process stands."""
-    from mup_megatron.runtime import read_rank
+    from mup_megatron.ranks import read_rank
 
     rank = read_rank()
     for name, value in (("RANK", rank.rank), ("WORLD_SIZE", rank.world_size), ("LOCAL_RANK", rank.local_rank)):

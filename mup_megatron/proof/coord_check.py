@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from mup_megatron import runtime
+from mup_megatron import runtime, upstream
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
@@ -31,6 +31,8 @@ from mup_megatron.proof.regimes import REGIMES, Regime
 from mup_megatron.proof.slopes import Cell, slopes_of
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, judge, overall
+from mup_megatron.ranks import Rank
+from mup_megatron.setup import resolve_auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def parse_line(point: str | None, broken: str | None, config: Config) -> Line:
 
 def coord_check(
     config: Config,
-    rank: runtime.Rank,
+    rank: Rank,
     *,
     factors: Sequence[int] = (),
     growth: Mapping[str, Sequence[int]] | None = None,
@@ -128,7 +130,7 @@ def coord_check(
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
     if factors and growth:
         raise UserError("--growth: says how each size grows; expected no --widths")
-    runtime.prepare_process()
+    upstream.prepare_process()
     judged = parse_line(point, broken, config)
     drawn = [judged, *([STANDARD if judged is MUP else MUP] if beside else [])]
     chosen = control(broken) if broken is not None else None
@@ -195,7 +197,7 @@ class _Asked:
 
 def _asked(
     config: Config,
-    rank: runtime.Rank,
+    rank: Rank,
     broken: Control | None,
     name: str,
     factors: Sequence[int],
@@ -239,7 +241,7 @@ def _asked(
     keys = regime.keys(asked, steps)
     if keys is None:
         raise UserError(f"{regime.what}: the config is that already")
-    asked = runtime.resolve_auto(asked.derive(keys))
+    asked = resolve_auto(asked.derive(keys))
     if regime.regrows and regime.axis == "width":
         over = max(points[-1].sizes, key=lambda key: points[-1].sizes[key] / config.base.width.sizes[key])
         ratios = [point.sizes[over] / config.base.width.sizes[over] for point in points]
@@ -279,7 +281,7 @@ def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, 
 def _measure(
     family: Sequence[Member],
     drawn: Sequence[Line],
-    rank: runtime.Rank,
+    rank: Rank,
     steps: int,
     seeds: int,
     resumes: bool,

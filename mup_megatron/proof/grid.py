@@ -21,8 +21,9 @@ from typing import Any, Literal
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import Busy, own_run_directory, write_whole
-from mup_megatron.runtime import Rank, resolve_auto, sigterm
+from mup_megatron.setup import resolve_auto
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.process import ATTEMPTS, TrialProcess

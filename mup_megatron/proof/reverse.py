@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory, prepare
 from mup_megatron.errors import UserError
 from mup_megatron.proof.grid import Job, alone, comparable, run_grid
+from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import write_whole
 
 REVERSED, LARGE, SMALL = "small, reversed", "large, standard", "small, standard"
@@ -61,7 +62,7 @@ def reverse(
     rates: Sequence[float],
     seeds: int,
     directory: Path,
-    rank: runtime.Rank,
+    rank: Rank,
     *,
     beside: bool,
     workers: int,
@@ -88,7 +89,7 @@ def reverse(
     """
     if seeds < 1:
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
-    runtime.prepare_process()
+    upstream.prepare_process()
     small = small_model(config)
     large = config.derive({"parametrization.name": "standard"})
     models = {REVERSED: small}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mup_megatron import runtime
+from mup_megatron import upstream
 from mup_megatron.config import Config, Hparams
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError, UserError
@@ -31,6 +31,7 @@ from mup_megatron.proof.optimum import (
     transfer_cost,
     wider_is_worse,
 )
+from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import write_whole
 from mup_megatron.tuning.space import stretched
 
@@ -168,7 +169,7 @@ def stability(
     config: Config,
     asked: Question,
     directory: Path,
-    rank: runtime.Rank,
+    rank: Rank,
     *,
     workers: int,
     say: Callable[[str], None] = lambda line: None,
@@ -190,7 +191,7 @@ def stability(
         UserError: bad input, or no run of a curve came to an end.
         Stopped: SIGTERM; the same command goes on.
     """
-    runtime.prepare_process()
+    upstream.prepare_process()
     runs = grid(config, asked)
     say(f"{len(runs)} runs: {asked.over} over {asked.across}, {workers} at a time")
     with alone(directory):

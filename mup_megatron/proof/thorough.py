@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron import runtime
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.proof.coord_check import coord_check
 from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.told import lines, write
+from mup_megatron.ranks import Rank
 
 SAME = 1e-3
 """How far two runs of the same numbers may be from each other, relatively: sums in another order, and Adam's signs of
@@ -25,7 +25,7 @@ _NOISE = ".linear_qkv.bias[key]"
 
 
 def thorough(
-    config: Config, rank: runtime.Rank, directory: Path, *, beside: bool = True, **asked: Any
+    config: Config, rank: Rank, directory: Path, *, beside: bool = True, **asked: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs every regime and writes each one's result. Collective.
 
@@ -69,7 +69,7 @@ def thorough(
 
 
 def in_regime(
-    name: str, config: Config, rank: runtime.Rank, plain: Mapping[str, Any], *, beside: bool = False, **asked: Any
+    name: str, config: Config, rank: Rank, plain: Mapping[str, Any], *, beside: bool = False, **asked: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One regime's row of the table, and its result. Collective.
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from mup_megatron.runtime import Rank
+from mup_megatron.ranks import Rank
 
 ATTEMPTS = 2
 """Processes that may die under a run; it has then failed."""

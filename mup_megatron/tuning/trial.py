@@ -79,13 +79,14 @@ def main() -> None:
     wire = _Wire()
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from mup_megatron import runtime, train
+    from mup_megatron import runtime, train, upstream
     from mup_megatron.config import parse_config
     from mup_megatron.disk import full_disk
     from mup_megatron.errors import DiskFull
+    from mup_megatron.ranks import Rank
     from mup_megatron.run_directory import Busy
 
-    runtime.prepare_process()
+    upstream.prepare_process()
     from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
 
     wire.send(event="ready")
@@ -95,7 +96,7 @@ def main() -> None:
         try:
             config = parse_config(job["config"], job["source"])
             with full_disk(Path(config.run.dir), "files of the trial"):
-                loss = train.train(config, runtime.Rank(), watcher=watcher)
+                loss = train.train(config, Rank(), watcher=watcher)
             wire.send(event="stopped" if watcher.stopped else "complete", loss=loss)
         except train.Diverged as error:
             wire.send(event="diverged", reason=str(error))

@@ -21,8 +21,8 @@ from typing import Any
 from mup_megatron.config import Config
 from mup_megatron.disk import full_disk
 from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import Busy, own_run_directory
-from mup_megatron.runtime import Rank, sigterm
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
 from mup_megatron.tuning.outcome import Trial

@@ -1,0 +1,59 @@
+"""What a process does before it uses megatron-core and DeepSpeed; the one place that applies patches.
+
+Public names: `prepare_process`, `quiet_upstream`, `importable`, `UPSTREAM_WARNINGS`, `CUDA_ONLY`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+
+# What megatron-core and DeepSpeed warn of at import and construction whatever one does.
+UPSTREAM_WARNINGS = (
+    "Apex is not installed",
+    "Transformer Engine and Apex are not installed",
+    "full scope is deprecated",
+    "Could not determine rank from torch.distributed",
+    "If you are using transformer_engine as the transformer implementation",
+    "`load_state_dict` is deprecated and will be removed",  # dist_checkpointing's own call
+)
+
+CUDA_ONLY = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
+"""Packages that compute on CUDA alone."""
+
+
+def prepare_process() -> None:
+    """Quiets upstream and applies the patches that this machine needs. Idempotent; call before building anything.
+
+    Without CUDA, packages that compute on CUDA alone are as good as not installed: megatron-core takes their optimizer
+    and norm kernels where it can import them.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        for package in CUDA_ONLY:
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # an import of it raises ImportError
+    quiet_upstream()
+    from mup_megatron.patches import ALL_PATCHES, apply_patches
+
+    apply_patches(ALL_PATCHES, cuda=cuda)
+
+
+def quiet_upstream() -> None:
+    """Silences what upstream prints at import and on every rank; its errors stay."""
+    for logger in ("DeepSpeed", "megatron", "megatron.core"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    for message in UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+
+
+def importable(package: str) -> bool:
+    """Whether the package is there; for `apex`, whether it is NVIDIA's (PyPI's apex is another project)."""
+    if importlib.util.find_spec(package) is None:
+        return False
+    return package != "apex" or importlib.util.find_spec("apex.normalization") is not None

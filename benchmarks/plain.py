@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mup_megatron.config import Config
 from mup_megatron.layout import Layout
-from mup_megatron.model import ACTIVATIONS
+from mup_megatron.transformer_config import ACTIVATIONS
 
 
 def plain_model(config: Config, vocab_size: int, layout: Layout, device: torch.device, **more: Any) -> GPTModel:

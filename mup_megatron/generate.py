@@ -296,7 +296,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
 
 def _cast(model: GPTModel) -> None:
     """All bf16 but a router's expert bias, as the engines cast a model that they train."""
-    from mup_megatron.model import named_buffers
+    from mup_megatron.global_names import named_buffers
 
     kept = [(buffer, buffer.clone()) for _, buffer in named_buffers(model)]
     model.bfloat16()

@@ -2,8 +2,8 @@
 
 Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part:
 a list of model chunks, one unless the pipeline is interleaved), `dry_run` (a rank's part on the meta device),
-`unsharded_model`, `named_parameters`, `named_modules`, `named_buffers`; for a model that somebody else builds,
-`INIT_METHODS`, `attach`, `check_recorded`, `initialise` and `core_config`.
+`unsharded_model`; for a model that somebody else builds, `attach`, `check_recorded` and `initialise`. Global names are
+global_names.py's, megatron-core's config of a model is transformer_config.py's.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
 the real model is: the target, the base, and the base with every declared key enlarged, which tells what grows. Of each
@@ -14,44 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron import init
 from mup_megatron.apply_rules import apply_rules
 from mup_megatron.base_file import shapes_from_file
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.embedding import record_embedding, record_readout, scale_input, scale_output
-from mup_megatron.layers.moe import global_expert_names
-from mup_megatron.layers.record import InitMethod, recorded
+from mup_megatron.layers.record import recorded
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import WORD_EMBEDDINGS, ForwardMultipliers, Parametrization
 from mup_megatron.representatives import layer_kinds, replicate, representatives
-from mup_megatron.runtime import point_to_point
-from mup_megatron.shapes import Init, TensorShape, TensorSpec, join_shapes
-
-ACTIVATIONS = {
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-    "relu": torch.nn.functional.relu,
-    "squared_relu": lambda x: torch.square(torch.nn.functional.relu(x)),
-}
-
-
-INIT_METHODS = {
-    # The weights are filled by init.py; what goes into TransformerConfig only names the distribution.
-    "init_method": InitMethod(Init.WEIGHT),
-    "output_layer_init_method": InitMethod(Init.OUTPUT_PROJECTION),
-    "embedding_init_method": InitMethod(Init.EMBEDDING),
-}
+from mup_megatron.shapes import TensorShape, TensorSpec, join_shapes
+from mup_megatron.transformer_config import core_config
 
 
 class _OneRank:
@@ -196,61 +180,6 @@ def check_recorded(model: GPTModel, parametrization: Parametrization, layout: La
             raise UserError(
                 f"{name}: on rank {rank} recorded as {recorded(parameter)}, but the unsharded model has {tensor}"
             )
-
-
-def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by global name: layers and experts counted over the whole model, not over this rank's part.
-
-    The copy of a tied embedding that the last pipeline stage holds as its head bears the embedding's name.
-
-    Args:
-        model: this rank's part, or its chunks.
-
-    Raises:
-        UserError: a parameter that no shim recorded; names it.
-    """
-    for chunk in [model] if isinstance(model, GPTModel) else model:
-        global_name = _global_names(chunk)
-        for local_name, parameter in chunk.named_parameters():
-            name = global_name(local_name)
-            if recorded(parameter) is None:
-                raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
-            yield name, parameter
-
-
-def named_modules(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules by global name, as `named_parameters`; lists of modules and the chunks themselves are left out."""
-    for chunk in [model] if isinstance(model, GPTModel) else model:
-        global_name = _global_names(chunk)
-        for name, module in chunk.named_modules():
-            if name and not isinstance(module, torch.nn.ModuleList):
-                yield global_name(f"{name}.").removesuffix("."), module
-
-
-def named_buffers(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model keeps beside its parameters (a router's expert bias), by global name; the same on every rank."""
-    for chunk in [model] if isinstance(model, GPTModel) else model:
-        global_name = _global_names(chunk)
-        for prefix, module in chunk.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield global_name(f"{prefix}.{name}"), buffer
-
-
-def _global_names(chunk: GPTModel) -> Callable[[str], str]:
-    """From a chunk's own names to those of the whole model."""
-    global_expert_name = global_expert_names(chunk)
-
-    def global_name(local_name: str) -> str:
-        if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-            return WORD_EMBEDDINGS
-        name = global_expert_name(local_name)
-        if name.startswith("decoder.layers."):
-            _, _, index, rest = name.split(".", 3)
-            name = f"decoder.layers.{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
-        return name
-
-    return global_name
 
 
 def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Sequence[int] | None = None) -> GPTModel:
@@ -416,95 +345,3 @@ def attach(built: GPTModel, forward: ForwardMultipliers) -> None:
     if built.post_process:
         record_readout(built.output_layer, tied=built.share_embeddings_and_output_weights)
         scale_input(built.output_layer, forward.readout)
-
-
-def core_config(
-    config: Config, model: Model, forward: ForwardMultipliers, layout: Layout, device: torch.device
-) -> TransformerConfig:
-    """megatron-core's own config of a model.
-
-    Args:
-        config: the run, every `auto` resolved.
-        model: sizes, which need not be the config's own.
-        forward: multipliers; the config holds the softmax scale.
-        layout: how ranks split the model.
-        device: where it computes, which decides what is fused.
-    """
-    training = config.training
-    bf16 = training.precision == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    fused = device.type == "cuda"
-    split, interleaved = layout.pipeline > 1, layout.virtual_pipeline > 1
-    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    return kind(
-        **_attention(model),
-        **_experts(model),
-        mtp_num_layers=model.mtp_num_layers,
-        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        # All that are built: upstream tells the last layer, which the final norm follows, by its number.
-        num_layers=sum(len(chunk) for stage in layout.stages for chunk in stage),
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        kv_channels=model.head_size,
-        normalization=model.normalization,
-        layernorm_epsilon=model.layernorm_epsilon,
-        activation_func=ACTIVATIONS[model.activation_func],
-        gated_linear_unit=model.gated_linear_unit,
-        add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        softmax_scale=forward.softmax_scale,
-        perform_initialization=False,
-        use_cpu_initialization=device.type != "cuda",
-        **INIT_METHODS,
-        bf16=bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        tensor_model_parallel_size=layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
-        num_layers_in_first_pipeline_stage=config.parallel.num_layers_in_first_pipeline_stage if split else None,
-        num_layers_in_last_pipeline_stage=config.parallel.num_layers_in_last_pipeline_stage if split else None,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        context_parallel_size=layout.context,
-        **point_to_point(split=split, interleaved=interleaved, cuda=fused),
-        bias_dropout_fusion=fused,
-        masked_softmax_fusion=fused,
-        bias_activation_fusion=fused
-        and (model.gated_linear_unit or model.add_bias_linear)
-        and model.activation_func in ("gelu", "silu")
-        and (model.activation_func == "silu") == model.gated_linear_unit,
-        recompute_granularity=training.recompute_granularity,
-        recompute_method=training.recompute_method,
-        recompute_num_layers=training.recompute_num_layers,
-    )
-
-
-def _attention(model: Model) -> dict[str, Any]:
-    """TransformerConfig's attention fields that only some models have."""
-    if not model.multi_latent_attention:
-        return {"qk_layernorm": model.qk_layernorm}
-    names = [
-        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"),
-        *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    ]
-    return {name: getattr(model, name) for name in names}
-
-
-def _experts(model: Model) -> dict[str, Any]:
-    """TransformerConfig's fields of a mixture of experts."""
-    if model.num_moe_experts is None:
-        return {}
-    names = [name for name in type(model).model_fields if name.startswith("moe_")]
-    return {
-        **{name: getattr(model, name) for name in names},
-        "num_moe_experts": model.num_moe_experts,
-        "moe_ffn_hidden_size": model.moe_ffn_size,
-        "moe_grouped_gemm": False,
-    }

@@ -16,8 +16,9 @@ from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import build_engine
 from mup_megatron.engines.state import load_state, load_weights, save_state
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.model import build_model, named_parameters, parametrize
+from mup_megatron.model import build_model, parametrize
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.controls import CONTROLS

@@ -270,19 +270,19 @@ def sequence_in_order() -> contextlib.AbstractContextManager[None]:
 
 def experts_by_local_number() -> contextlib.AbstractContextManager[None]:
     """Experts are named, and so drawn, by their number on the rank."""
-    from mup_megatron import model
+    from mup_megatron import global_names
 
-    return replaced(model, "global_expert_names", lambda chunk: lambda name: name)
+    return replaced(global_names, "global_expert_names", lambda chunk: lambda name: name)
 
 
 def layers_by_local_number() -> contextlib.AbstractContextManager[None]:
     """Layers are named, and so drawn, by their number on the stage."""
-    from mup_megatron import model
+    from mup_megatron import global_names
 
-    original = model._global_names
+    original = global_names._global_names
     local = "decoder.layers."
     return replaced(
-        model,
+        global_names,
         "_global_names",
         lambda chunk: lambda name: name if name.startswith(local) else original(chunk)(name),
     )

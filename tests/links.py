@@ -30,7 +30,10 @@ def fix(page: Path) -> None:
 
     def renumber(match: re.Match[str]) -> str:
         symbol, target, _ = match.groups()
-        return f"[`{symbol}`]({target}#L{line_of(symbol, (page.parent / target).resolve())})"
+        line = line_of(symbol, (page.parent / target).resolve())
+        if line is None:
+            raise SystemExit(f"{page.name}: {target} does not define {symbol}")
+        return f"[`{symbol}`]({target}#L{line})"
 
     page.write_text(LINK.sub(renumber, page.read_text()))
 

@@ -82,7 +82,7 @@ def observe(out: Path, seen: dict[str, Any]) -> None:
 
 def parameters(chunks: list[Any]) -> list[tuple[str, Any]]:
     from mup_megatron import megatron_training
-    from mup_megatron.model import named_parameters
+    from mup_megatron.global_names import named_parameters
 
     if megatron_training.current() is None:
         return [pair for chunk in chunks for pair in chunk.named_parameters()]

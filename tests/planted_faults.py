@@ -19,7 +19,7 @@ import torch
 from mup_megatron import model
 from mup_megatron.apply_rules import Rules
 from mup_megatron.engines import deepspeed as deepspeed_engine
-from mup_megatron.model import named_buffers
+from mup_megatron.global_names import named_buffers
 from mup_megatron.parametrization import Parametrization, TensorHyperparameters
 from mup_megatron.proof import coordinates
 from mup_megatron.rules import Ratios

@@ -15,9 +15,10 @@ import pytest
 from mup_megatron import rules, upstream
 from mup_megatron.errors import ConfigError
 from mup_megatron.explain import explain
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.moe import global_expert_names
 from mup_megatron.layout import resolve_layout
-from mup_megatron.model import named_parameters, unsharded_model
+from mup_megatron.model import unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
 from mup_megatron.shapes import expert_number
 from tests import bodies

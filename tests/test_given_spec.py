@@ -24,8 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mup_megatron import upstream
 from mup_megatron.errors import UserError
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.given import norms_left_out
-from mup_megatron.model import named_parameters, parametrize, unsharded_model
+from mup_megatron.model import parametrize, unsharded_model
 from tests.configs import MIXED, MOE, make
 
 PLAIN = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import os
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ LEVELS = [
     {"deepspeed"},
     {"setup"},
     {"model"},
-    {"data", "optim", "runtime", "mup"},
+    {"transformer_config"},
+    {"data", "optim", "runtime", "mup", "global_names"},
     {"layers"},
     {"base_file", "apply_rules"},
     {"parametrization", "init", "upstream"},
@@ -106,6 +108,52 @@ def wrong_imports(package: Path) -> list[str]:
             if level(there) <= level(here) and (here, there) not in ALSO:
                 wrong.append(f"{path.relative_to(package)} imports {name}")
     return wrong
+
+
+# Circles on purpose: a factory names what it makes, and a config makes another by the loader that reads the schema.
+FACTORIES = {
+    ("mup_megatron.engines", "mup_megatron.engines.megatron"),
+    ("mup_megatron.engines", "mup_megatron.engines.deepspeed"),
+    ("mup_megatron.config.schema", "mup_megatron.config.load"),
+}
+
+
+def imported_modules(package: Path) -> dict[str, set[str]]:
+    """Every module of the package with those that it imports, also inside of functions."""
+
+    def name_of(path: Path) -> str:
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    names = {name_of(path) for path in modules(package)}
+
+    def module_of(name: str) -> str:
+        return name if name in names or "." not in name else module_of(name.rpartition(".")[0])
+
+    return {name_of(path): {module_of(name) for name in imports_of(path)} & names for path in modules(package)}
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, or none."""
+    edges = {
+        name: {other for other in found if other != name and (name, other) not in FACTORIES}
+        for name, found in imports.items()
+    }
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other(repository: Path) -> None:
+    imports = imported_modules(repository / "mup_megatron")
+    assert circle(imports) == []
+    # Negative control: the norms, which Transformer Engine's shims import, import these.
+    norm, engine = "mup_megatron.layers.norm", "mup_megatron.layers.transformer_engine"
+    assert norm in imports[engine]
+    imports[norm].add(engine)
+    assert set(circle(imports)) == {norm, engine}
 
 
 def test_every_room_has_a_level(repository: Path) -> None:

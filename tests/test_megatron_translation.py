@@ -20,10 +20,11 @@ from mup_megatron.layout import resolve_layout
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import add_options, known, read_options
 from mup_megatron.megatron_training.translate import check_translation, config_of
-from mup_megatron.model import core_config, parametrize
+from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.setup import resolve_auto
 from mup_megatron.shapes import save_base_shapes
+from mup_megatron.transformer_config import core_config
 from tests.configs import make
 
 pytestmark = pytest.mark.skipif(

@@ -13,9 +13,10 @@ from mup_megatron import cli, model, representatives, upstream
 from mup_megatron.apply_rules import Rules
 from mup_megatron.config import Config
 from mup_megatron.explain import explain
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.record import recorded
 from mup_megatron.layout import resolve_layout
-from mup_megatron.model import named_parameters, parametrize, unsharded_model
+from mup_megatron.model import parametrize, unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
 from mup_megatron.shapes import TensorSpec
 from tests import bodies

@@ -299,7 +299,8 @@ def megatrons(rank: Rank, *, config: Any, mpu: bool = True, hooked: bool = False
     from mup_megatron.data.prepare import prepare
     from mup_megatron.deepspeed import initialize
     from mup_megatron.engines.deepspeed_config import deepspeed_config
-    from mup_megatron.model import named_parameters, unsharded_model
+    from mup_megatron.global_names import named_parameters
+    from mup_megatron.model import unsharded_model
     from tests.bodies import start
 
     config, layout, parametrization, (net,) = start(rank, config)

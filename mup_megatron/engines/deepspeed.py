@@ -31,8 +31,8 @@ from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert
 from mup_megatron.engines.deepspeed_gradients import gradient_parts
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layout import Layout
-from mup_megatron.model import named_parameters
 from mup_megatron.optim import allocate, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.parametrization import Parametrization
 

@@ -24,8 +24,8 @@ from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layout import Layout
-from mup_megatron.model import named_parameters
 from mup_megatron.optim import allocate, megatron_overrides, set_learning_rates
 from mup_megatron.parametrization import Parametrization
 

@@ -30,8 +30,8 @@ from mup_megatron import init
 from mup_megatron.config import Optimizer
 from mup_megatron.engines import WEIGHT, Engine
 from mup_megatron.errors import UserError
+from mup_megatron.global_names import named_buffers, named_parameters
 from mup_megatron.layout import Layout
-from mup_megatron.model import named_buffers, named_parameters
 from mup_megatron.optim import MOMENTS
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.shapes import Init, TensorSpec

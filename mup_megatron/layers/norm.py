@@ -1,8 +1,9 @@
-"""Norms: torch's and Apex's, recorded, and the choice among them and Transformer Engine's.
+"""Norms: torch's and Apex's, recorded. Transformer Engine's is in transformer_engine.py; spec.py chooses.
 
 megatron-core picks its norm class when it is imported (Apex's if Apex is importable), and its torch norm refuses
-sequence parallelism although torch's norms compute it well; here the class is the config's, and gains are marked
-`sequence_parallel` as megatron-core's own fused norms mark them. Public names: `norm_class`, `record_gains`.
+sequence parallelism although torch's norms compute it well. Here the config names the class, and gains are marked
+`sequence_parallel` as megatron-core's own fused norms mark them. Public names: `LayerNorm`, `RMSNorm`, `apex_norm`,
+`record_gains`, `Gains`.
 """
 
 from __future__ import annotations
@@ -61,27 +62,8 @@ class RMSNorm(torch.nn.RMSNorm):
         record_gains(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
 
 
-def norm_class(normalization: str, implementation: str, gains: Gains = "trained", per_head: bool = False) -> Any:
-    """The norm to put into a layer spec.
-
-    Args:
-        normalization: `LayerNorm` or `RMSNorm`.
-        implementation: `torch`, `apex` or `transformer_engine` (`auto` is resolved before, see setup/auto.py).
-        gains: whether gains (and LayerNorm's biases) are trained, frozen at 1 (0), or not there.
-        per_head: whether it norms the heads of queries or keys, which tensor parallelism splits.
-    """
-    norm: Any
-    if implementation == "torch":
-        norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
-    elif implementation == "apex":
-        norm = _apex_norm()
-    else:
-        from mup_megatron.layers.transformer_engine import TENorm as norm
-    return type(norm.__name__, (norm,), {"gains": gains, "per_head": per_head})
-
-
-def _apex_norm() -> Any:
-
+def apex_norm() -> Any:
+    """NVIDIA Apex's LayerNorm by megatron-core, recorded; Apex is imported only where a config asks for it."""
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
     class ApexLayerNorm(FusedLayerNorm):

@@ -1,6 +1,7 @@
 """megatron-core's layer specs with the shims in their places.
 
-Public names: `block_spec` (the decoder), `mtp_spec` (multi-token prediction).
+Public names: `block_spec` (the decoder), `mtp_spec` (multi-token prediction), `norm_class` (the norm that a config
+names). Transformer Engine is imported only where the config asks for it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mup_megatron.config import Model
 from mup_megatron.layers import linear
+from mup_megatron.layers import norm as norms
 from mup_megatron.layers.attention import MegatronAttention, MLASelfAttention, SdpaAttention
 from mup_megatron.layers.moe import OneExpertMLP, SharedExpertMLP, TopKRouter
-from mup_megatron.layers.norm import norm_class
 from mup_megatron.layers.residual import scaled_bias_dropout_add
 
 
@@ -164,6 +165,25 @@ def _core_attention(model: Model) -> type:
 def _norm(model: Model, per_head: bool = False) -> Any:
     implementation = "torch" if model.norm_implementation == "auto" else model.norm_implementation
     return norm_class(model.normalization, implementation, model.norm_gains, per_head=per_head)
+
+
+def norm_class(normalization: str, implementation: str, gains: norms.Gains = "trained", per_head: bool = False) -> Any:
+    """The norm to put into a layer spec.
+
+    Args:
+        normalization: `LayerNorm` or `RMSNorm`.
+        implementation: `torch`, `apex` or `transformer_engine` (`auto` is resolved before, see setup/auto.py).
+        gains: whether gains (and LayerNorm's biases) are trained, frozen at 1 (0), or not there.
+        per_head: whether it norms the heads of queries or keys, which tensor parallelism splits.
+    """
+    norm: Any
+    if implementation == "torch":
+        norm = {"LayerNorm": norms.LayerNorm, "RMSNorm": norms.RMSNorm}[normalization]
+    elif implementation == "apex":
+        norm = norms.apex_norm()
+    else:
+        from mup_megatron.layers.transformer_engine import TENorm as norm
+    return type(norm.__name__, (norm,), {"gains": gains, "per_head": per_head})
 
 
 def _replace_linears(mlp: Any, shims: Any) -> None:

@@ -23,25 +23,19 @@ from mup_megatron import checkpoint
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.explain import print_table
+from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.translate import check_translation, config_of
-from mup_megatron.model import (
-    INIT_METHODS,
-    attach,
-    check_recorded,
-    core_config,
-    initialise,
-    named_parameters,
-    parametrize,
-)
+from mup_megatron.model import attach, check_recorded, initialise, parametrize
 from mup_megatron.optim import megatron_overrides
 from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.runtime import point_to_point
 from mup_megatron.setup import resolve_auto
+from mup_megatron.transformer_config import INIT_METHODS, core_config
 from mup_megatron.tuning.record import read_record, write_record
 
 KEY_PREFIX = "mup_megatron."

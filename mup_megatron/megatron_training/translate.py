@@ -17,7 +17,7 @@ from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.schema import PRESETS
 from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.model import ACTIVATIONS
+from mup_megatron.transformer_config import ACTIVATIONS
 
 SOURCE = "Megatron's options"
 # The tokenizers of Megatron's options by the names of this project's configs.

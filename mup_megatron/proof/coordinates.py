@@ -26,9 +26,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from mup_megatron.data.batches import Batch
 from mup_megatron.engines import WEIGHT, Engine, build_engine
 from mup_megatron.engines.state import load_state, load_weights, save_state
+from mup_megatron.global_names import named_modules, named_parameters
 from mup_megatron.init import local_rows
 from mup_megatron.layout import Layout
-from mup_megatron.model import build_model, named_modules, named_parameters
+from mup_megatron.model import build_model
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.family import Member
 from mup_megatron.shapes import TensorSpec

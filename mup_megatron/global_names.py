@@ -1,0 +1,72 @@
+"""Names of a model's parts over the whole model: layers, stages and experts are counted globally, not on this rank.
+
+Public names: `named_parameters`, `named_modules`, `named_buffers`. A parameter has one name in every layout, which the
+table (parametrization.py), initial values (init.py) and checkpoints know it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from mup_megatron.errors import UserError
+from mup_megatron.layers.moe import global_expert_names
+from mup_megatron.layers.record import recorded
+from mup_megatron.parametrization import WORD_EMBEDDINGS
+
+
+def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters by global name: layers and experts counted over the whole model, not over this rank's part.
+
+    The copy of a tied embedding that the last pipeline stage holds as its head bears the embedding's name.
+
+    Args:
+        model: this rank's part, or its chunks.
+
+    Raises:
+        UserError: a parameter that no shim recorded; names it.
+    """
+    for chunk in [model] if isinstance(model, GPTModel) else model:
+        global_name = _global_names(chunk)
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(local_name)
+            if recorded(parameter) is None:
+                raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
+            yield name, parameter
+
+
+def named_modules(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules by global name, as `named_parameters`; lists of modules and the chunks themselves are left out."""
+    for chunk in [model] if isinstance(model, GPTModel) else model:
+        global_name = _global_names(chunk)
+        for name, module in chunk.named_modules():
+            if name and not isinstance(module, torch.nn.ModuleList):
+                yield global_name(f"{name}.").removesuffix("."), module
+
+
+def named_buffers(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model keeps beside its parameters (a router's expert bias), by global name; the same on every rank."""
+    for chunk in [model] if isinstance(model, GPTModel) else model:
+        global_name = _global_names(chunk)
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield global_name(f"{prefix}.{name}"), buffer
+
+
+def _global_names(chunk: GPTModel) -> Callable[[str], str]:
+    """From a chunk's own names to those of the whole model."""
+    global_expert_name = global_expert_names(chunk)
+
+    def global_name(local_name: str) -> str:
+        if local_name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+            return WORD_EMBEDDINGS
+        name = global_expert_name(local_name)
+        if name.startswith("decoder.layers."):
+            _, _, index, rest = name.split(".", 3)
+            name = f"decoder.layers.{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
+        return name
+
+    return global_name

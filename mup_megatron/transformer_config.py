@@ -1,0 +1,125 @@
+"""megatron-core's TransformerConfig of a model, from the run's config, the forward multipliers and the layout.
+
+Public names: `core_config`, `ACTIVATIONS`, `INIT_METHODS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mup_megatron.config import Config, Model
+from mup_megatron.layers.record import InitMethod
+from mup_megatron.layout import Layout
+from mup_megatron.parametrization import ForwardMultipliers
+from mup_megatron.runtime import point_to_point
+from mup_megatron.shapes import Init
+
+ACTIVATIONS = {
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "relu": torch.nn.functional.relu,
+    "squared_relu": lambda x: torch.square(torch.nn.functional.relu(x)),
+}
+
+
+INIT_METHODS = {
+    # The weights are filled by init.py; what goes into TransformerConfig only names the distribution.
+    "init_method": InitMethod(Init.WEIGHT),
+    "output_layer_init_method": InitMethod(Init.OUTPUT_PROJECTION),
+    "embedding_init_method": InitMethod(Init.EMBEDDING),
+}
+
+
+def core_config(
+    config: Config, model: Model, forward: ForwardMultipliers, layout: Layout, device: torch.device
+) -> TransformerConfig:
+    """megatron-core's own config of a model.
+
+    Args:
+        config: the run, every `auto` resolved.
+        model: sizes, which need not be the config's own.
+        forward: multipliers; the config holds the softmax scale.
+        layout: how ranks split the model.
+        device: where it computes, which decides what is fused.
+    """
+    training = config.training
+    bf16 = training.precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    fused = device.type == "cuda"
+    split, interleaved = layout.pipeline > 1, layout.virtual_pipeline > 1
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    return kind(
+        **_attention(model),
+        **_experts(model),
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
+        # All that are built: upstream tells the last layer, which the final norm follows, by its number.
+        num_layers=sum(len(chunk) for stage in layout.stages for chunk in stage),
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        kv_channels=model.head_size,
+        normalization=model.normalization,
+        layernorm_epsilon=model.layernorm_epsilon,
+        activation_func=ACTIVATIONS[model.activation_func],
+        gated_linear_unit=model.gated_linear_unit,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        softmax_scale=forward.softmax_scale,
+        perform_initialization=False,
+        use_cpu_initialization=device.type != "cuda",
+        **INIT_METHODS,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
+        num_layers_in_first_pipeline_stage=config.parallel.num_layers_in_first_pipeline_stage if split else None,
+        num_layers_in_last_pipeline_stage=config.parallel.num_layers_in_last_pipeline_stage if split else None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        context_parallel_size=layout.context,
+        **point_to_point(split=split, interleaved=interleaved, cuda=fused),
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=fused,
+        bias_activation_fusion=fused
+        and (model.gated_linear_unit or model.add_bias_linear)
+        and model.activation_func in ("gelu", "silu")
+        and (model.activation_func == "silu") == model.gated_linear_unit,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+    )
+
+
+def _attention(model: Model) -> dict[str, Any]:
+    """TransformerConfig's attention fields that only some models have."""
+    if not model.multi_latent_attention:
+        return {"qk_layernorm": model.qk_layernorm}
+    names = [
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"),
+        *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ]
+    return {name: getattr(model, name) for name in names}
+
+
+def _experts(model: Model) -> dict[str, Any]:
+    """TransformerConfig's fields of a mixture of experts."""
+    if model.num_moe_experts is None:
+        return {}
+    names = [name for name in type(model).model_fields if name.startswith("moe_")]
+    return {
+        **{name: getattr(model, name) for name in names},
+        "num_moe_experts": model.num_moe_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_size,
+        "moe_grouped_gemm": False,
+    }

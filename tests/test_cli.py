@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from mup_megatron import cli
+from mup_megatron.cli import common
 from tests.configs import HEAD_SIZE, MIXED, make
 
 KEYS = {
@@ -216,3 +218,38 @@ def test_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "training a SentencePiece model" in first
     assert cli.run(["prepare", config]) == 0
     assert capsys.readouterr().out == first.splitlines()[-1] + "\n"
+
+
+# Where a number does not do for an option.
+_GIVEN = {"--widths": "1,2,4", "--growth": "hidden_size=1,2,4", "--parametrization": "standard", "--output": "folder"}
+# Two that exclude each other: --thorough judges mup, and breaks no rule; --join starts no ranks.
+_WITHOUT = {"--parametrization", "--break", "--join"}
+
+
+def every_option(command: str, leave_out: set[str]) -> list[str]:
+    """A command line with every option of a command, none at its default."""
+    words: list[str] = []
+    for parameter in typer.main.get_command(common.app).commands[command].params:  # type: ignore[attr-defined]
+        name = next((name for name in parameter.opts if name.startswith("--")), None)
+        if name is None or name in leave_out:
+            continue
+        if parameter.is_flag:
+            words.append(parameter.secondary_opts[0] if parameter.default else name)
+        else:
+            words += [name, _GIVEN.get(name, "2")]
+    return words
+
+
+@pytest.mark.parametrize("leave_out", [{"--thorough", "--join"}, _WITHOUT], ids=["all", "thorough"])
+@pytest.mark.parametrize("command", ["train", "pipeline", "tune", "coord-check"])
+def test_every_option_reaches_the_ranks(
+    command: str, leave_out: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are started with the words that were typed: an option that is added tomorrow reaches them too."""
+    started: list[tuple[list[str], int]] = []
+    monkeypatch.setattr("mup_megatron.launch.start_ranks", lambda words, ranks: started.append((words, ranks)) or 7)
+    path = write(tmp_path, make(MIXED, "gpt3", run__dir=str(tmp_path / "run")))
+    typed = [command, *every_option(command, leave_out), path, "hparams.lr=0.5", "training.clip_grad=2"]
+    assert "--nproc-per-node" in typed
+    assert cli.run(typed) == 7
+    assert started == [(typed, 2)]

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import typer
 
-from mup_megatron.cli.common import app
+from mup_megatron.cli.common import app, typed
 from mup_megatron.errors import DiskFull, UserError
 
 # They register their commands, in the order of the help.
@@ -37,7 +37,11 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Runs a command line; returns its exit status. Process groups that it started are ended."""
     others = _has_groups()
-    status = _status(arguments)
+    before = typed.set(arguments)
+    try:
+        status = _status(arguments)
+    finally:
+        typed.reset(before)
     if _has_groups() and not others:
         from mup_megatron.runtime import stop_distributed
 

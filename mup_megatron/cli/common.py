@@ -1,11 +1,12 @@
 """What all commands share: the app they register with, options and arguments by name.
 
-Public names: `app`, `read_config`, `gpus`, `console`, and the annotated types.
+Public names: `app`, `typed`, `start_typed`, `read_config`, `gpus`, `console`, and the annotated types.
 """
 
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from typing import Annotated, Any
 
 import typer
@@ -37,6 +38,20 @@ Workers = Annotated[int | None, typer.Option(min=1, help="Runs at a time; one pe
 Control = Annotated[
     bool, typer.Option(help="Afterwards train the same target in standard and in fan_in too, with the same values.")
 ]
+
+
+typed: ContextVar[list[str]] = ContextVar("typed")
+"""The command line that is being run."""
+
+
+def start_typed(ranks: int) -> int:
+    """Runs the command that was typed, as it was typed, once per rank on this machine; its exit status.
+
+    A rank reads the words itself, so that no option can be forgotten on the way to it.
+    """
+    from mup_megatron.launch import start_ranks
+
+    return start_ranks(typed.get(), ranks)
 
 
 def read_config(path: str, overrides: list[str] | None) -> Any:

@@ -12,7 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
-from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, Processes, Workers, app, gpus, read_config
+from mup_megatron.cli.common import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    Processes,
+    Workers,
+    app,
+    gpus,
+    read_config,
+    start_typed,
+)
 from mup_megatron.errors import UserError
 
 
@@ -74,15 +84,7 @@ def coordinate_check(
     if not rank.launched:
         ranks = nproc_per_node or processes(broken, factors) or gpus() or smallest_world(settings)
         if ranks > 1:
-            from mup_megatron.launch import start_ranks
-
-            options = {"--parametrization": parametrization, "--break": broken, "--output": output, "--widths": widths}
-            given = [word for name, value in options.items() if value for word in (name, value)]
-            given += [word for each in growth or [] for word in ("--growth", each)]
-            given += ["--steps", str(steps), "--seeds", str(seeds)]
-            given += [*(["--thorough"] if thorough else []), *(["--own-batch"] if own_batch else [])]
-            given += ["--beside" if beside else "--no-beside", *(["--json"] if as_json else [])]
-            return start_ranks(["coord-check", config, *(overrides or []), *given], ranks)
+            return start_typed(ranks)
     upstream.prepare_process()
     from mup_megatron.proof.coord_check import coord_check
     from mup_megatron.proof.told import lines, write

@@ -22,6 +22,7 @@ from mup_megatron.cli.common import (
     console,
     gpus,
     read_config,
+    start_typed,
 )
 from mup_megatron.errors import UserError
 from mup_megatron.files import write_output
@@ -97,8 +98,7 @@ def train(
 
         training.train(settings, rank, allow_change or [])
 
-    allowed = _allowed(allow_change)
-    return _on_ranks(["train", config, *(overrides or []), *allowed], config, overrides, nproc_per_node, body)
+    return _on_ranks(config, overrides, nproc_per_node, body)
 
 
 @app.command(epilog="Example: mup-megatron pipeline configs/demo.yaml --nproc-per-node 2 --control")
@@ -116,8 +116,7 @@ def pipeline(
 
         run_pipeline(settings, rank, control=control, allowed_changes=tuple(allow_change or ()))
 
-    arguments = ["pipeline", config, *(overrides or []), *_allowed(allow_change), *(["--control"] if control else [])]
-    return _on_ranks(arguments, config, overrides, nproc_per_node, body)
+    return _on_ranks(config, overrides, nproc_per_node, body)
 
 
 @app.command(epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2")
@@ -230,12 +229,7 @@ def plan(
     budget.check_share(settings, planned)
 
 
-def _allowed(keys: list[str] | None) -> list[str]:
-    return [word for key in keys or [] for word in ("--allow-change", key)]
-
-
 def _on_ranks(
-    arguments: list[str],
     config: str,
     overrides: list[str] | None,
     processes: int | None,
@@ -252,9 +246,7 @@ def _on_ranks(
         if settings.tuning.run != "only":
             resolve_layout(settings, ranks)
         if ranks > 1:
-            from mup_megatron.launch import start_ranks
-
-            return start_ranks(arguments, ranks)
+            return start_typed(ranks)
     return _ended(settings, rank, body)
 
 

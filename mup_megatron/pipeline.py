@@ -23,6 +23,7 @@ import yaml
 from mup_megatron import runtime, train, upstream
 from mup_megatron.checkpoint import check_folder
 from mup_megatron.config import Config, parse_config
+from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
 from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
@@ -214,7 +215,8 @@ def _decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, 
     if tune or config.tuning.run != "only":
         extrapolated = record.extrapolated(config, found)
         write_whole(directory / PLAN, json.dumps({**plan.as_json(), "extrapolated": extrapolated}, indent=1))
-    prepare(config, progress.say)
+    prepared = prepare(config, progress.say)
+    check_parts(config, prepared.blend[0], validation=tune or bool(config.training.eval_interval))
     return tune
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from mup_megatron import cli, upstream
 from mup_megatron.config import Config
 from mup_megatron.config.schema import Model
-from mup_megatron.data.batches import _check_split
+from mup_megatron.data.parts import check_parts
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.prepare import Prepared, prepare
 from mup_megatron.engines.deepspeed_config import check_settings, deepspeed_config
@@ -259,11 +259,8 @@ def read_all(prefix: Path, config: Config) -> None:
     """As training begins: the check, the split, every document."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    documents, tokens = check_indexed_dataset(str(prefix), 257)
-    whole = Prepared(
-        blend=([str(prefix)], None), tokenizer=None, vocab_size=257, documents=documents, tokens=tokens, digest=""
-    )
-    _check_split(config, whole, "training", (0.0, 1.0))
+    _, tokens = check_indexed_dataset(str(prefix), 257)
+    check_parts(config, [str(prefix)], validation=False)
     data = IndexedDataset(str(prefix))
     read = [np.array(data[number]) for number in range(len(data))]
     del data

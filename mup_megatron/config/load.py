@@ -105,6 +105,9 @@ def override(data: dict[str, Any], key: str, value: Any, source: str | None) -> 
     data[last] = value
 
 
+_HINTS = {"data.corpus": "; text of your own goes under data.files, such as data: {files: [my.txt]} without corpus"}
+
+
 def _first_problem(error: ValidationError, source: str | None) -> ConfigError:
     """The first problem that pydantic found, in one sentence."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
@@ -118,7 +121,7 @@ def _first_problem(error: ValidationError, source: str | None) -> ConfigError:
         return ConfigError(key, "missing", source)
     same_key = [other for other in problems if [str(p) for p in other["loc"] if not _is_union_branch(p)] == path]
     expected = " or ".join(dict.fromkeys(_expected(other) for other in same_key))
-    return ConfigError(key, f"expected {expected}, found {shown(given)}", source)
+    return ConfigError(key, f"expected {expected}, found {shown(given)}{_HINTS.get(key, '')}", source)
 
 
 def _is_union_branch(part: str | int) -> bool:

@@ -42,7 +42,9 @@ class Data(Section):
     """A built-in corpus: `stdlib` is the Python standard library's source. If unset: `files` or `data_path` is given;
     where there is no `data:` section at all, `stdlib`."""
     files: list[str] = []
-    """Your own text: UTF-8 files. A line of a .jsonl file is a document, any other file is one document."""
+    """Your own text: UTF-8 files, relative to the working directory. A line of a .jsonl file is a document, any other
+    file is one. Only where that leaves a part of `split` empty (a single .txt, a few of them) is each file cut into
+    about a hundred documents, at paragraphs, and nothing is lost."""
     json_key: str = "text"
     """Key of the text in each line of a .jsonl file."""
     data_path: list[str | float | int] = []

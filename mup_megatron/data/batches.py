@@ -18,6 +18,7 @@ import torch
 
 from mup_megatron.config import Config
 from mup_megatron.data.cache import own_cache
+from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import Prepared, data_directory, still_there
 from mup_megatron.data.tokenizer import load_tokenizer
 from mup_megatron.disk import full_disk
@@ -85,9 +86,7 @@ def build_datasets(
     for number, size in enumerate(sizes):
         if not size:
             splits[number] = None  # upstream would build it, and never end if it has no documents
-    for name, size, bounds in zip(("training", "validation"), sizes, splits, strict=False):
-        if size:
-            _check_split(config, prepared, name, bounds)
+    check_parts(config, prepared.blend[0], validation=bool(sizes[1]))  # megatron-core loops for ever over an empty one
     with ExitStack() as held:
         held.enter_context(full_disk(cache, "the index of samples", lambda: 12 * sum(sizes)))  # at least
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -98,24 +97,6 @@ def build_datasets(
             raise UserError(f"{cache}: cannot read the index of the samples ({error}); remove that folder") from None
     still_there(config, prepared)
     return train, valid
-
-
-def _check_split(config: Config, prepared: Prepared, name: str, bounds: tuple[float, float] | None) -> None:
-    """Whether a split holds any text in every dataset; over an empty one megatron-core 0.16 and 0.19 loop for ever.
-
-    Raises:
-        ConfigError: names the split.
-    """
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    for prefix in prepared.blend[0]:
-        dataset = IndexedDataset(prefix)
-        lengths = dataset.sequence_lengths.copy()  # the dataset unmaps its file when it goes
-        start, stop = (round(bound * len(lengths)) for bound in bounds or (0.0, 0.0))
-        if not lengths[start:stop].sum():
-            raise config.error(
-                "data.split", f"{config.data.split} leaves no {name} text of the {len(lengths)} documents in {prefix}"
-            )
 
 
 class Batches:

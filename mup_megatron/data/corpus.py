@@ -1,4 +1,4 @@
-"""Where documents come from. Public names: `documents`, `source_files`."""
+"""Where documents come from. Public names: `documents`, `source_files`, `cuts_files`, `cut`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mup_megatron.config import Config
+from mup_megatron.data.parts import is_left_empty
 from mup_megatron.errors import UserError, shown
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "ensurepip"}
+_JSON_LINES = (".jsonl", ".json")
+_DOCUMENTS = 100
+"""That a text is cut into, so that two of a hundred are for validation."""
+_SMALLEST_DOCUMENT = 200
+"""In characters."""
 
 
 def source_files(config: Config) -> list[Path]:
@@ -26,18 +32,20 @@ def source_files(config: Config) -> list[Path]:
     files = [Path(name) for name in config.data.files]
     for path in files:
         if not path.is_file():
-            raise config.error("data.files", f"no such file: {path}")
+            looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+            raise config.error("data.files", f"no such file: {path}{looked}")
     return files
 
 
 def documents(config: Config) -> Iterator[str]:
-    """Documents of the corpus: a .py or text file is one, a line of a .jsonl file is one.
+    """Documents of the corpus: a line of a .jsonl file is one, any other file is one, or several where `cuts_files`.
 
     Raises:
         UserError: a file cannot be read as UTF-8, or a JSONL line has no text.
     """
+    cuts = cuts_files(config)
     for path in source_files(config):
-        if path.suffix in (".jsonl", ".json"):
+        if path.suffix in _JSON_LINES:
             yield from _json_lines(path, config)
             continue
         errors = "replace" if config.data.corpus else "strict"
@@ -45,8 +53,36 @@ def documents(config: Config) -> Iterator[str]:
             text = path.read_text(encoding="utf-8", errors=errors)
         except UnicodeDecodeError:
             raise config.error("data.files", f"{path} is not UTF-8 text") from None
-        if text.strip():
-            yield text
+        except OSError as error:
+            raise config.error("data.files", f"cannot read {path}: {error.strerror}") from None
+        yield from (piece for piece in (cut(text) if cuts else [text]) if piece.strip())
+
+
+def cuts_files(config: Config) -> bool:
+    """Whether text files are cut into several documents: where one each would leave a part of data.split empty.
+
+    So a single .txt, or a few, have validation text; of many files each stays one document. Raises UserError.
+    """
+    if not config.data.files or any(path.suffix in _JSON_LINES for path in map(Path, config.data.files)):
+        return False
+    return is_left_empty(config.data.split, len(source_files(config)))
+
+
+def cut(text: str) -> list[str]:
+    """Cuts a text into documents, 100 to 200 of them unless it is short; joined they are the text.
+
+    A document ends with a paragraph (an empty line) where there is one in its second half, else with a line, else with
+    a word, else at the largest size: a hundredth of the text, and 200 characters at least.
+    """
+    size = max(_SMALLEST_DOCUMENT, -(-len(text) // _DOCUMENTS))
+    pieces, start = [], 0
+    while len(text) - start > size:
+        middle, end = start + size // 2, start + size
+        found = ((text.rfind(sign, middle, end), sign) for sign in ("\n\n", "\n", " "))
+        end = next((place + len(sign) for place, sign in found if place >= 0), end)
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
 
 
 def _json_lines(path: Path, config: Config) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """`mup-megatron prepare`: train the tokenizer, write megatron-core's indexed dataset. Done once, then found again.
 
-Public names: `prepare`, `Prepared`, `prepared_tokenizer`.
+Public names: `prepare`, `Prepared`, `prepared_tokenizer`, `blend_of`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.data.corpus import documents, source_files
+from mup_megatron.data.corpus import cuts_files, documents, source_files
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from mup_megatron.data.whole import File, partial_name, problem, put_in_place, remove_partials, write
@@ -29,6 +29,7 @@ _RECORD = "prepared.json"
 _LOCK = ".prepare.lock"
 _FORMAT = 2
 _TOKENS = 1  # of the digest: changes when the same input gives other tokens
+_TOKENS_OF_CUT_FILES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ def _make(config: Config, directory: Path, digest: str, say: Callable[[str], Non
         tokenizer = load_tokenizer(config, partials.get("tokenizer.model"))
         vocab_size = _checked_vocab_size(config, tokenizer)
         if config.data.data_path:
-            blend = _blend(config)
+            blend = blend_of(config)
             counts = [check_indexed_dataset(prefix, vocab_size) for prefix in blend[0]]
             written, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
         else:
@@ -217,7 +218,7 @@ def _make_directory(directory: Path) -> None:
 def _digest(config: Config) -> str:
     """Hash of what decides the tokens: the data section, and size and time of change of every source file."""
     data = config.data.model_dump(exclude={"dir", "cache_dir", "split"})
-    files = [Path(f"{prefix}.bin") for prefix in _blend(config)[0]] if config.data.data_path else source_files(config)
+    files = [Path(f"{prefix}.bin") for prefix in blend_of(config)[0]] if config.data.data_path else source_files(config)
     if config.data.tokenizer.path:
         files.append(Path(config.data.tokenizer.path))
     stamps = []
@@ -228,7 +229,8 @@ def _digest(config: Config) -> str:
             raise config.error("data", f"no such file: {path}") from None
         stamps.append((str(path), stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
     version = sys.version if config.data.corpus else ""
-    return hashlib.sha256(json.dumps([_TOKENS, data, stamps, version]).encode()).hexdigest()
+    tokens = _TOKENS_OF_CUT_FILES if cuts_files(config) else _TOKENS
+    return hashlib.sha256(json.dumps([tokens, data, stamps, version]).encode()).hexdigest()
 
 
 def _read_record(path: Path, digest: str) -> Prepared | None:
@@ -323,7 +325,7 @@ def _tokens(config: Config, tokenizer: Any, text: str, vocab_size: int, number: 
     return ids
 
 
-def _blend(config: Config) -> tuple[list[str], list[float] | None]:
+def blend_of(config: Config) -> tuple[list[str], list[float] | None]:
     """`data.data_path` as megatron-core's blend: prefixes, or alternating weights and prefixes.
 
     Raises:

@@ -1,0 +1,46 @@
+"""What is wrong with a run's data, as far as it shows before anything is prepared: for `plan`.
+
+Public name: `problem_ahead`.
+"""
+
+from __future__ import annotations
+
+from mup_megatron.config import Config
+from mup_megatron.data.corpus import documents, source_files
+from mup_megatron.data.parts import empty_part, part_bounds
+from mup_megatron.data.prepare import blend_of, known_vocab_size
+from mup_megatron.data.index import check_indexed_dataset
+from mup_megatron.errors import UserError
+
+_READ_BYTES = 64 * 2**20
+"""Of text that is read for it; a larger corpus is only looked for."""
+
+
+def problem_ahead(config: Config) -> str | None:
+    """What `prepare`, or the first trial, would refuse; None if nothing shows.
+
+    Reads a small corpus whole, tokenizes and writes nothing.
+
+    Args:
+        config: the run; where it tunes or evaluates, there must be validation text.
+    """
+    try:
+        if config.data.data_path:
+            vocab_size = known_vocab_size(config)
+            counts = [check_indexed_dataset(prefix, vocab_size)[0] for prefix in blend_of(config)[0]]
+        else:
+            sizes = [path.stat().st_size for path in source_files(config)]
+            if sum(sizes) > _READ_BYTES:
+                return None
+            counts = [sum(1 for _ in documents(config))]
+    except UserError as error:
+        return str(error)
+    evaluates = bool(config.training.eval_interval or (config.tuning.search and config.tuning.run != "never"))
+    for count in counts:
+        if not count:
+            return "data: the corpus is empty: no document has any text"
+        bounds = part_bounds(config.data.split, count)
+        for name, (start, stop) in list(zip(("training", "validation"), bounds, strict=False))[: 1 + evaluates]:
+            if start == stop:
+                return f"data.split: {empty_part(config, name, count)}"
+    return None

@@ -1,0 +1,81 @@
+"""Training, validation and test text: which documents each takes by `data.split`, and whether each has enough.
+
+Public names: `part_bounds`, `is_left_empty`, `empty_part`, `check_parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from mup_megatron.config import Config
+
+_NAMES = ("training", "validation", "test")
+
+
+def part_bounds(split: str, documents: int) -> list[tuple[int, int]]:
+    """First document of each part and the one after its last, as megatron-core rounds them.
+
+    Args:
+        split: shares of training, validation and test, such as "98,2,0".
+        documents: of the data set.
+    """
+    shares = [float(share) for share in split.split(",")]
+    shares += [0.0] * (len(_NAMES) - len(shares))
+    ends = [round(end * documents) for end in accumulate(share / sum(shares) for share in shares)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def is_left_empty(split: str, documents: int) -> bool:
+    """Whether a part that has a share gets no document."""
+    shares = [float(share) for share in split.split(",")]
+    return any(
+        share and start == stop for share, (start, stop) in zip(shares, part_bounds(split, documents), strict=False)
+    )
+
+
+def check_parts(config: Config, prefixes: Iterable[str], *, validation: bool) -> None:
+    """Whether every data set has training text, and validation text where it is needed.
+
+    Args:
+        config: the run.
+        prefixes: of its data sets (`Prepared.blend[0]`).
+        validation: whether anything is evaluated.
+
+    Raises:
+        ConfigError: names the part and what would be enough.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)
+        lengths = dataset.sequence_lengths.copy()  # the dataset unmaps its file when it goes
+        for name, (start, stop) in zip(_NAMES, part_bounds(config.data.split, len(lengths)), strict=True):
+            if name == "test" or (name == "validation" and not validation):
+                continue
+            if not lengths[start:stop].sum():
+                raise config.error("data.split", empty_part(config, name, len(lengths), f" in {prefix}"))
+
+
+def empty_part(config: Config, name: str, documents: int, where: str = "") -> str:
+    """The sentence about a part that gets no text, with what would give it some."""
+    number = _NAMES.index(name)
+    shares = [float(share) for share in config.data.split.split(",")]
+    if number >= len(shares) or not shares[number]:
+        way = "a share for it, such as 98,2,0"
+    else:
+        enough = next((n for n in range(1, 10_000) if not _is_empty(config.data.split, n, number)), documents)
+        way = f"{enough} documents or more" if enough > documents else "documents that hold text"
+        if 1 < documents < enough and name == "validation":
+            way += f", or a larger share, such as {_larger(documents)}"
+    return f"{config.data.split} leaves no {name} text of the {documents} documents{where}; expected {way}"
+
+
+def _is_empty(split: str, documents: int, number: int) -> bool:
+    start, stop = part_bounds(split, documents)[number]
+    return start == stop
+
+
+def _larger(documents: int) -> str:
+    """A split with a document or more in training and in validation."""
+    return next(split for split in ("95,5,0", "90,10,0", "80,20,0", "50,50,0") if not is_left_empty(split, documents))

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from mup_megatron import cli, upstream
 from mup_megatron.config import Config
 from mup_megatron.config.schema import Model
-from mup_megatron.data.parts import check_parts
 from mup_megatron.data.index import check_indexed_dataset
-from mup_megatron.data.prepare import Prepared, prepare
+from mup_megatron.data.parts import check_parts
+from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.deepspeed_config import check_settings, deepspeed_config
 from mup_megatron.engines.state import saved_shapes
 from mup_megatron.errors import UserError

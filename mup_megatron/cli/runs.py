@@ -35,10 +35,12 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
 
     settings = read_config(config, overrides)
     upstream.prepare_process()
+    from mup_megatron.data.parts import check_parts, needs_validation
     from mup_megatron.data.prepare import data_directory
     from mup_megatron.data.prepare import prepare as prepare_data
 
     prepared = prepare_data(settings, print)
+    check_parts(settings, prepared.blend[0], validation=needs_validation(settings))
     print(f"prepared: {prepared.tokens:,} tokens, vocabulary {prepared.vocab_size}, {data_directory(settings)}")
 
 
@@ -212,6 +214,7 @@ def plan(
     settings = resolve_auto(settings)
     ranks = world_size or smallest_world(settings)
     layout = resolve_layout(settings, ranks)
+    from mup_megatron.data.ahead import problem_ahead
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.tuning import budget
 
@@ -226,6 +229,8 @@ def plan(
             f"device-hours at {utilization:.0%} of {device_tflops:g} TFLOP/s: tuning {hours['tuning']:.3g}, target "
             f"{hours['target']:.3g}"
         )
+    if problem := problem_ahead(settings):
+        print(f"warning: {problem}", file=sys.stderr)
     budget.check_share(settings, planned)
 
 

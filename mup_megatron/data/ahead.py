@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from mup_megatron.config import Config
 from mup_megatron.data.corpus import documents, source_files
-from mup_megatron.data.parts import empty_part, part_bounds
-from mup_megatron.data.prepare import blend_of, known_vocab_size
 from mup_megatron.data.index import check_indexed_dataset
+from mup_megatron.data.parts import empty_part, needs_validation, part_bounds
+from mup_megatron.data.prepare import blend_of, known_vocab_size
 from mup_megatron.errors import UserError
 
 _READ_BYTES = 64 * 2**20
@@ -35,12 +35,13 @@ def problem_ahead(config: Config) -> str | None:
             counts = [sum(1 for _ in documents(config))]
     except UserError as error:
         return str(error)
-    evaluates = bool(config.training.eval_interval or (config.tuning.search and config.tuning.run != "never"))
     for count in counts:
         if not count:
             return "data: the corpus is empty: no document has any text"
         bounds = part_bounds(config.data.split, count)
-        for name, (start, stop) in list(zip(("training", "validation"), bounds, strict=False))[: 1 + evaluates]:
+        for name, (start, stop) in list(zip(("training", "validation"), bounds, strict=False))[
+            : 1 + needs_validation(config)
+        ]:
             if start == stop:
                 return f"data.split: {empty_part(config, name, count)}"
     return None

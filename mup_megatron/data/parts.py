@@ -1,6 +1,7 @@
 """Training, validation and test text: which documents each takes by `data.split`, and whether each has enough.
 
-Public names: `part_bounds`, `is_left_empty`, `empty_part`, `check_parts`.
+Public names: `part_bounds`, `is_left_empty`, `empty_part`, `needs_validation`,
+`check_parts`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ def is_left_empty(split: str, documents: int) -> bool:
     return any(
         share and start == stop for share, (start, stop) in zip(shares, part_bounds(split, documents), strict=False)
     )
+
+
+def needs_validation(config: Config) -> bool:
+    """Whether anything is evaluated: the target, or trials."""
+    return bool(config.training.eval_interval or (config.tuning.search and config.tuning.run != "never"))
 
 
 def check_parts(config: Config, prefixes: Iterable[str], *, validation: bool) -> None:

@@ -5,6 +5,7 @@ Public names: `train_sentencepiece`, `load_tokenizer`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,17 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1][-200:]
-        raise UserError(
-            f"data.tokenizer.vocab_size: cannot train {vocab_size} pieces on this corpus ({reason}); expected a longer "
-            "corpus or a smaller vocabulary"
-        ) from None
+        raise UserError(f"data.tokenizer.vocab_size: {_problem(str(error), vocab_size)}") from None
     path.write_bytes(model.getvalue())
+
+
+def _problem(error: str, vocab_size: int) -> str:
+    """What SentencePiece's error says of the size: it names the largest, or the smallest, that the corpus allows."""
+    if largest := re.search(r"size too high .*<= (\d+)", error):
+        return f"{vocab_size} is more than the corpus holds; expected at most {largest[1]}, or more text"
+    if smallest := re.search(r"smaller than required_chars\D*\d+ vs (\d+)", error):
+        return f"{vocab_size} is less than the corpus's characters need; expected at least {smallest[1]}"
+    return f"cannot train {vocab_size} pieces on this corpus; expected more text, or another size"
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

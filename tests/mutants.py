@@ -354,8 +354,7 @@ OPTIMIZER = (
         _OPTIM,
         "if tensor.shape.spec.frozen:\n            continue",
         "if False:\n            continue",
-        "test_optim.py",
-        "test_architectures.py",
+        "test_optim.py::test_frozen_gains_have_no_group",
     ),
     _mutant(
         "groups: Adam's decay is L2",

@@ -44,6 +44,14 @@ def test_groups() -> None:
     assert len({group["rule"] for group in result}) == len(result)
 
 
+def test_frozen_gains_have_no_group() -> None:
+    """Of 28 parameters, five norms' gains and biases are frozen: no optimizer keeps moments of them."""
+    _, result = groups(model__norm_gains="frozen")
+    names = [name for group in result for name in group["names"]]
+    assert not [name for name in names if "norm" in name]
+    assert len(names) == 28 - 2 * 5
+
+
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
 def test_optimizers(name: str, kind: type) -> None:
     growth = {"model__num_query_groups": 4, "base__num_query_groups": 2} if name == "sgd" else {}

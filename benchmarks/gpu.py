@@ -30,7 +30,7 @@ from mup_megatron.config import parse_config
 from mup_megatron.data.batches import Batch
 from mup_megatron.layout import resolve_layout
 from mup_megatron.ranks import Rank
-from mup_megatron.report.run import read_run
+from mup_megatron.report.run_data import read_run
 from mup_megatron.run_directory import CONTROLS
 from mup_megatron.setup import resolve_auto
 from mup_megatron.shapes import Fused, Init, TensorSpec

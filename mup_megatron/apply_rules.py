@@ -14,7 +14,7 @@ from mup_megatron import rules
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.parametrization import (
-    OPTIMIZER_RULES,
+    UPDATE_RULES,
     WORD_EMBEDDINGS,
     BaseValues,
     ForwardMultipliers,
@@ -82,7 +82,7 @@ class Rules:
 
     def __init__(self, config: Config, shapes: Mapping[str, TensorShape], base_head_size: int) -> None:
         self._config, self._shapes = config, shapes
-        self._rule = OPTIMIZER_RULES[config.optimizer.name]
+        self._rule = UPDATE_RULES[config.optimizer.name]
         self._base = BaseValues(config.hparams.lr, config.optimizer.eps, config.hparams.weight_decay)
         exponent = config.parametrization.depth_exponent if _is_mup(config) else None
         self._depth = rules.depth_factors(
@@ -157,9 +157,9 @@ class Rules:
             lr *= _exact(depth.lr)
         eps = rules.epsilon(m_out=ratios.m_out, forward=ratios.forward) * _exact(depth.eps)
         decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed and lr else Fraction(0)
-        return GroupKey(rule=rule, lr=lr, eps=eps if rule == "adam" else rules.ONE, weight_decay=decay)
+        return GroupKey(update_rule=rule, lr=lr, eps=eps if rule == "adam" else rules.ONE, weight_decay=decay)
 
-    def _rule_of(self, spec: TensorSpec) -> rules.Rule:
+    def _rule_of(self, spec: TensorSpec) -> rules.UpdateRule:
         """Megatron-core's Muon takes what has two dimensions and is no embedding and no readout; AdamW the rest."""
         if self._rule == "muon" and (len(spec.shape) != 2 or spec.init is Init.EMBEDDING or spec.readout):
             return "adam"

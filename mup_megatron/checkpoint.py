@@ -1,6 +1,6 @@
 """What a checkpoint records beyond weights, how it is written whole or not at all, and the guard on resume.
 
-Public names: `Checkpoints`, `make_record`, `check_resume`, `check_folder`, `hash_files`.
+Public names: `Checkpoints`, `make_manifest`, `check_resume`, `check_folder`, `hash_files`.
 
 A checkpoint is a folder `step_00000100/`: weights and optimizer (engines/state.py), random states, `mup.json` (format,
 step, config, layout, base shapes, multipliers, data and its position, tokenizer, versions, files) and `SHA256SUMS` of
@@ -27,7 +27,7 @@ from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 
 FORMAT = 2
-RECORD = "mup.json"
+MANIFEST = "mup.json"
 SUMS = "SHA256SUMS"
 METRICS = "metrics.jsonl"
 """File, in a run's folder, of its steps and evaluations."""
@@ -59,7 +59,7 @@ _FREE = (
 )
 
 
-def make_record(
+def make_manifest(
     config: Config, parametrization: Parametrization, layout: Layout, data_digest: str, step: int
 ) -> dict[str, Any]:
     """What is written beside the weights, as plain data."""
@@ -226,20 +226,20 @@ class Checkpoints:
             UserError: it is damaged, or of another format.
         """
         try:
-            record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+            record = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path / RECORD}: damaged ({error})") from None
+            raise UserError(f"{path / MANIFEST}: damaged ({error})") from None
         if not isinstance(record, dict) or not {"format", "step"} <= set(record):
-            raise UserError(f"{path / RECORD}: expected a JSON object with format, step and config")
+            raise UserError(f"{path / MANIFEST}: expected a JSON object with format, step and config")
         if record["format"] != FORMAT:
             raise UserError(f"{path}: written in format {shown(record['format'])}; this version reads format {FORMAT}")
         parts = {"config": dict, "base_shapes": dict, "data_digest": str, "step": int}
         for key, kind in parts.items():
             if not isinstance(record.get(key), kind):
-                raise UserError(f"{path / RECORD}: {key} is missing or no {kind.__name__}")
+                raise UserError(f"{path / MANIFEST}: {key} is missing or no {kind.__name__}")
         named = re.fullmatch(r"step_(\d{8,})", path.name)
         if record["step"] != (int(named[1]) if named else max(record["step"], 0)):
-            raise UserError(f"{path / RECORD}: step is {shown(record['step'])}; expected the folder's")
+            raise UserError(f"{path / MANIFEST}: step is {shown(record['step'])}; expected the folder's")
         return record
 
     def problem(self, path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
@@ -257,17 +257,17 @@ class Checkpoints:
         except (OSError, UnicodeDecodeError):
             return f"{SUMS} cannot be read"
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
-        if len(sums) != len(lines) or RECORD not in sums:
+        if len(sums) != len(lines) or MANIFEST not in sums:
             return f"{SUMS} is cut short"
         try:
             unlisted = {entry.name for entry in path.iterdir()} - {SUMS} - set(sums)
-            recorded = json.loads((path / RECORD).read_text(encoding="utf-8")).get("files", [])
+            recorded = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("files", [])
         except (OSError, ValueError, AttributeError, RecursionError):
-            return f"{RECORD} cannot be read"
+            return f"{MANIFEST} cannot be read"
         if unlisted:
             return f"{min(unlisted)} is not in {SUMS}"
         if lost := [str(name) for name in recorded if name not in sums]:
-            return f"{min(lost)}, which {RECORD} lists, is not in {SUMS}"
+            return f"{min(lost)}, which {MANIFEST} lists, is not in {SUMS}"
         for name in sorted(sums)[share[0] :: share[1]]:
             if "/" in name or not (path / name).is_file():
                 return f"{name} is missing"
@@ -297,12 +297,12 @@ class Checkpoints:
 
         Args:
             step: updates done.
-            record: from `make_record`.
+            record: from `make_manifest`.
             sums: of every other file in the folder, from `hash_files`.
         """
         partial, final = self.partial(step), self.directory / f"step_{step:08d}"
-        _write(partial / RECORD, json.dumps({**record, "files": sorted(sums)}, indent=1))
-        sums = {**sums, RECORD: _sha256(partial / RECORD)}
+        _write(partial / MANIFEST, json.dumps({**record, "files": sorted(sums)}, indent=1))
+        sums = {**sums, MANIFEST: _sha256(partial / MANIFEST)}
         _write(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

@@ -1,6 +1,6 @@
 """What the parametrization does to every tensor, under the config's layout: for people a table, for programs JSON.
 
-Public names: `explain`, `holds`, `print_table`, `family`, `shown_init`. No process group is started, no weight
+Public names: `explain`, `holds`, `print_table`, `without_numbers`, `shown_init`. No process group is started, no weight
 allocated.
 """
 
@@ -159,10 +159,11 @@ def print_table(config: Config, parametrization: Parametrization, layout: Layout
     )
     console.print(
         f"base: lr {hparams.lr:.6g}, init std {hparams.init_method_std:.6g}, weight decay {hparams.weight_decay:.6g}, "
-        f"{config.optimizer.name}" + (f" eps {config.optimizer.eps:.6g}" if parametrization.rule != "sgd" else "")
+        f"{config.optimizer.name}"
+        + (f" eps {config.optimizer.eps:.6g}" if parametrization.update_rule != "sgd" else "")
     )
     console.print(_growth(config), highlight=False)
-    for warning in sorted({family(line) for line in parametrization.clip_warnings()}):
+    for warning in sorted({without_numbers(line) for line in parametrization.clip_warnings()}):
         console.print(f"warning {warning}", style="yellow", highlight=False)
     for key, group in parametrization.groups.items():
         tensors = [tensor for tensor in group if holds(config, layout, rank, tensor.shape.name)]
@@ -214,7 +215,7 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
             _times(tensor.forward_multiplier),
         )
         row = (
-            family(shape.name),
+            without_numbers(shape.name),
             _sizes(shape.spec.shape),
             _sizes(local_shape(shape.spec, layout.slice_of(shape.spec, 0)[1])),
             _sizes(shape.base_shape),
@@ -239,7 +240,7 @@ def shown_init(parameter: Mapping[str, Any]) -> str:
     return f"{std:.4g}" if std else parameter.get("init", "0")
 
 
-def family(name: str) -> str:
+def without_numbers(name: str) -> str:
     """A parameter's name with the numbers of layer and expert left out."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mup_megatron import runtime
-from mup_megatron.checkpoint import RECORD, SUMS, Checkpoints
+from mup_megatron.checkpoint import MANIFEST, SUMS, Checkpoints
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.data.prepare import prepared_tokenizer
 from mup_megatron.errors import UserError
@@ -327,7 +327,7 @@ def _find(path: Path) -> Path:
 def _config_here(record: dict[str, Any], path: Path) -> Config:
     """The record's config for this process: one rank, what is installed here, the run's folder where it is now."""
     # How it was tuned is another run's business, and may hold what is refused today.
-    config = parse_config({**record["config"], "tuning": {}}, str(path / RECORD))
+    config = parse_config({**record["config"], "tuning": {}}, str(path / MANIFEST))
     keys: dict[str, Any] = {"parallel": {"engine": config.parallel.engine, "tensor_model_parallel_size": 1}}
     if {"apex", "transformer_engine"} & {getattr(config.model, key) for key in Model.PLAIN_KERNELS}:
         keys["model"] = config.model.with_plain_kernels.model_dump()  # compute the same, everywhere

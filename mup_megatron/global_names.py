@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mup_megatron.errors import UserError
 from mup_megatron.layers.moe import global_expert_names
-from mup_megatron.layers.record import recorded
+from mup_megatron.layers.tensor_spec import spec_of
 from mup_megatron.parametrization import WORD_EMBEDDINGS
 
 
@@ -32,7 +32,7 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
         global_name = _global_names(chunk)
         for local_name, parameter in chunk.named_parameters():
             name = global_name(local_name)
-            if recorded(parameter) is None:
+            if spec_of(parameter) is None:
                 raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
             yield name, parameter
 

@@ -2,7 +2,7 @@
 
 Public names: `parametrize` (shapes and rules of the whole model, nothing in memory), `build_model` (this rank's part:
 a list of model chunks, one unless the pipeline is interleaved), `dry_run` (a rank's part on the meta device),
-`unsharded_model`; for a model that somebody else builds, `attach`, `check_recorded` and `initialise`. Global names are
+`unsharded_model`; for a model that somebody else builds, `attach`, `check_specs` and `initialise`. Global names are
 global_names.py's, megatron-core's config of a model is transformer_config.py's.
 
 Shapes are found by building the model with megatron-core itself on the meta device, unsharded, whatever the layout of
@@ -28,9 +28,9 @@ from mup_megatron.base_file import shapes_from_file
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_parameters
-from mup_megatron.layers.embedding import record_embedding, record_readout, scale_input, scale_output
-from mup_megatron.layers.record import recorded
+from mup_megatron.layers.embedding import scale_input, scale_output, set_embedding_specs, set_readout_spec
 from mup_megatron.layers.spec import block_spec, mtp_spec
+from mup_megatron.layers.tensor_spec import spec_of
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import WORD_EMBEDDINGS, ForwardMultipliers, Parametrization
 from mup_megatron.representatives import layer_kinds, replicate, representatives
@@ -97,7 +97,7 @@ def initialise(
     """Fills this rank's part of the model with its initial values.
 
     Args:
-        model: this rank's part, or its chunks; recorded (`check_recorded`).
+        model: this rank's part, or its chunks; recorded (`check_specs`).
         parametrization: of the same model.
         layout: how ranks split the model.
         rank: global rank of this process.
@@ -150,11 +150,11 @@ def _chunks(
             for chunk in range(layout.virtual_pipeline)
         ]
     for chunk, model in enumerate(chunks):
-        check_recorded(model, parametrization, layout, rank, chunk)
+        check_specs(model, parametrization, layout, rank, chunk)
     return chunks
 
 
-def check_recorded(model: GPTModel, parametrization: Parametrization, layout: Layout, rank: int, chunk: int) -> None:
+def check_specs(model: GPTModel, parametrization: Parametrization, layout: Layout, rank: int, chunk: int) -> None:
     """Whether a chunk holds the layers that the layout says, every parameter recorded as in the unsharded model.
 
     Args:
@@ -176,9 +176,9 @@ def check_recorded(model: GPTModel, parametrization: Parametrization, layout: La
         )
     for name, parameter in named_parameters(model):
         tensor = parametrization.tensors.get(name)
-        if tensor is None or recorded(parameter) != tensor.shape.spec:
+        if tensor is None or spec_of(parameter) != tensor.shape.spec:
             raise UserError(
-                f"{name}: on rank {rank} recorded as {recorded(parameter)}, but the unsharded model has {tensor}"
+                f"{name}: on rank {rank} recorded as {spec_of(parameter)}, but the unsharded model has {tensor}"
             )
 
 
@@ -251,7 +251,7 @@ def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpe
             parameters = named_parameters(unsharded_model(config, model, vocabulary, representatives(kinds)))
         except (AssertionError, ValueError, ZeroDivisionError) as error:  # what megatron-core asserts of a config
             raise config.error("model", f"megatron-core cannot build it: {error or type(error).__name__}") from error
-        built = {name: spec for name, parameter in parameters if (spec := recorded(parameter)) is not None}
+        built = {name: spec for name, parameter in parameters if (spec := spec_of(parameter)) is not None}
         _SPECS[key] = replicate(built, kinds, model.num_moe_experts or 1)
     return _SPECS[key]
 
@@ -340,8 +340,8 @@ def _gpt_model(
 def attach(built: GPTModel, forward: ForwardMultipliers) -> None:
     """Records and scales what no layer spec reaches: embedding and readout."""
     if hasattr(built, "embedding"):
-        record_embedding(built.embedding)
+        set_embedding_specs(built.embedding)
         scale_output(built.embedding, forward.embedding)
     if built.post_process:
-        record_readout(built.output_layer, tied=built.share_embeddings_and_output_weights)
+        set_readout_spec(built.output_layer, tied=built.share_embeddings_and_output_weights)
         scale_input(built.output_layer, forward.readout)

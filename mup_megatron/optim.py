@@ -18,7 +18,7 @@ from mup_megatron import rules
 from mup_megatron.config import Config, Training
 from mup_megatron.parametrization import Parametrization
 
-MOMENTS: dict[rules.Rule, tuple[str, ...]] = {
+MOMENTS: dict[rules.UpdateRule, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "muon": ("momentum_buffer",),
@@ -79,7 +79,7 @@ def megatron_overrides(
     for name, parameter in named_parameters:
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
-        if parametrization.rule == "muon" and tensor.group.rule == "adam":
+        if parametrization.update_rule == "muon" and tensor.group.update_rule == "adam":
             # By this mark upstream leaves a matrix to Adam; it forgets the position embedding.
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         rules[str(tensor.group)] = tensor

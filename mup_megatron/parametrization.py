@@ -18,7 +18,7 @@ from mup_megatron import rules
 from mup_megatron.config import Config
 from mup_megatron.shapes import Init, TensorShape, TensorSpec
 
-OPTIMIZER_RULES: dict[str, rules.Rule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
+UPDATE_RULES: dict[str, rules.UpdateRule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -63,20 +63,20 @@ class GroupKey:
     """The multipliers that parameters of one optimizer group share; parameters with equal ones share a group.
 
     Args:
-        rule: how the optimizer's update scales.
+        update_rule: how the optimizer's update scales.
         lr: factor on the base learning rate; exact where it can be, as all of them.
         eps: factor on the base epsilon; 1 where the optimizer has no epsilon.
         weight_decay: factor on the base decay; 0 where Megatron does not decay.
     """
 
-    rule: rules.Rule
+    update_rule: rules.UpdateRule
     lr: Fraction | float
     eps: Fraction | float
     weight_decay: Fraction | float
 
     def __str__(self) -> str:
         """What identifies the group in an optimizer and in checkpoints, whatever its rates are."""
-        muon = "muon, " if self.rule == "muon" else ""
+        muon = "muon, " if self.update_rule == "muon" else ""
         return f"{muon}lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
 
 
@@ -118,7 +118,7 @@ class TensorHyperparameters:
         changed = dataclasses.replace(
             group,
             lr=group.lr if lr is None else lr,
-            eps=group.eps if eps is None or group.rule != "adam" else eps,
+            eps=group.eps if eps is None or group.update_rule != "adam" else eps,
             weight_decay=group.weight_decay if decay is None or not group.weight_decay else decay,
         )
         return dataclasses.replace(self, group=changed)
@@ -136,7 +136,7 @@ class TensorHyperparameters:
     @property
     def eps_multiplier(self) -> float | None:
         """Factor on the base epsilon; None where the optimizer has no epsilon."""
-        return float(self.group.eps) if self.group.rule == "adam" else None
+        return float(self.group.eps) if self.group.update_rule == "adam" else None
 
     @property
     def eps(self) -> float | None:
@@ -173,9 +173,9 @@ class Parametrization:
     tensors: Mapping[str, TensorHyperparameters]
 
     @property
-    def rule(self) -> rules.Rule:
+    def update_rule(self) -> rules.UpdateRule:
         """How the optimizer's update scales; Muon's of matrices alone, see `TensorHyperparameters.group`."""
-        return OPTIMIZER_RULES[self.config.optimizer.name]
+        return UPDATE_RULES[self.config.optimizer.name]
 
     @cached_property
     def groups(self) -> dict[GroupKey, list[TensorHyperparameters]]:

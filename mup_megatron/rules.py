@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-Rule = Literal["adam", "sgd", "muon"]
+UpdateRule = Literal["adam", "sgd", "muon"]
 """Optimizers by how their update scales with the gradient: Adam, AdamW and Lion are one rule."""
 
 ONE = Fraction(1)
@@ -82,7 +82,7 @@ def init_std(*, m_in: Fraction, forward: Fraction = ONE, output_like: bool = Fal
     return float(1 / (forward * m_in)) if output_like else float(1 / forward) / math.sqrt(m_in)
 
 
-def learning_rate(rule: Rule, *, m_in: Fraction, m_out: Fraction, forward: Fraction = ONE) -> Fraction | float:
+def learning_rate(rule: UpdateRule, *, m_in: Fraction, m_out: Fraction, forward: Fraction = ONE) -> Fraction | float:
     """Multiplier of the learning rate.
 
     For Muon, the update is taken to have unit spectral norm; what an implementation's scale mode applies already is
@@ -151,7 +151,7 @@ class DepthFactors:
     eps: float = 1.0
 
 
-def depth_factors(rule: Rule, m_layers: Fraction, exponent: float | None) -> DepthFactors:
+def depth_factors(rule: UpdateRule, m_layers: Fraction, exponent: float | None) -> DepthFactors:
     """Factors of the depth rule (docs/parametrization.md, section 5).
 
     Args:

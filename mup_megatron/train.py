@@ -23,7 +23,7 @@ import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron import runtime, upstream
-from mup_megatron.checkpoint import METRICS, Checkpoints, check_folder, check_resume, hash_files, make_record
+from mup_megatron.checkpoint import METRICS, Checkpoints, check_folder, check_resume, hash_files, make_manifest
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
@@ -103,7 +103,7 @@ def train(
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
         parametrization = parametrize(config, prepared.vocab_size)
-        record = make_record(config, parametrization, layout, prepared.digest, step=0)
+        record = make_manifest(config, parametrization, layout, prepared.digest, step=0)
 
         checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
         latest = _newest_sound(checkpoints, rank, progress)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron.config import Config, Model
-from mup_megatron.layers.record import InitMethod
+from mup_megatron.layers.tensor_spec import InitMethod
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import ForwardMultipliers
 from mup_megatron.runtime import point_to_point

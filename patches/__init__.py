@@ -8,7 +8,7 @@ from mup_megatron.patches.checkpoint import CHECKPOINT_PATCHES
 from mup_megatron.patches.cpu import CPU_PATCHES
 from mup_megatron.patches.deepspeed import DEEPSPEED_PATCHES
 from mup_megatron.patches.moe import MOE_PATCHES
-from mup_megatron.patches.record import Patch, PatchError, active_patches, apply_patches, revert_patches
+from mup_megatron.patches.patch import Patch, PatchError, active_patches, apply_patches, revert_patches
 
 ALL_PATCHES: tuple[Patch, ...] = (*CPU_PATCHES, *CHECKPOINT_PATCHES, *DEEPSPEED_PATCHES, *MOE_PATCHES)
 

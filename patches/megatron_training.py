@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mup_megatron.patches.cpu import for_cpu, seed_generators
-from mup_megatron.patches.record import Patch
+from mup_megatron.patches.patch import Patch
 
 _VERSIONS = ">=0.16.1,<0.20"
 

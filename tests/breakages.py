@@ -37,8 +37,8 @@ def norms_not_marked_sequence_parallel() -> contextlib.AbstractContextManager[No
     """The norm shim forgets to mark its gains."""
     from mup_megatron.layers import norm
 
-    original = norm.record_gains
-    return replaced(norm, "record_gains", lambda module, size, _marked, *more: original(module, size, False, *more))
+    original = norm.set_gain_specs
+    return replaced(norm, "set_gain_specs", lambda module, size, _marked, *more: original(module, size, False, *more))
 
 
 def no_mpu() -> contextlib.AbstractContextManager[None]:
@@ -233,13 +233,13 @@ def no_norm_shim() -> contextlib.AbstractContextManager[None]:
 def no_embedding_record() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
-    return replaced(model, "record_embedding", lambda embedding: None)
+    return replaced(model, "set_embedding_specs", lambda embedding: None)
 
 
 def no_readout_record() -> contextlib.AbstractContextManager[None]:
     from mup_megatron import model
 
-    return replaced(model, "record_readout", lambda output_layer, *, tied: None)
+    return replaced(model, "set_readout_spec", lambda output_layer, *, tied: None)
 
 
 def no_finalize_model_grads() -> contextlib.AbstractContextManager[None]:

@@ -636,7 +636,7 @@ GUARDS = (
     _mutant(
         "guard: a patch on another signature",
         "a symbol that upstream changed is wrapped all the same",
-        "patches/record.py",
+        "patches/patch.py",
         "if found != self.parameters:",
         "if False:",
         "test_patches.py",

@@ -29,7 +29,7 @@ def corners(rank: Rank, *, config: Config) -> dict[str, list[float]]:
     """Losses at the corners of the plane, on the larger of two sizes."""
     found = {}
     for point in ("mup", "standard", "interpolate:1,1", "interpolate:0,0"):
-        result = coord_check(config, rank, factors=(1, 4), steps=3, seeds=1, point=point, beside=False)
+        result = coord_check(config, rank, factors=(1, 4), steps=3, seeds=1, point=point, compare=False)
         found[point] = result["cells"][-1]["coordinates"]["losses"]
     return found
 
@@ -65,7 +65,7 @@ def in_regime(
 
     with FAULTS[fault].plant() if fault else contextlib.nullcontext():
         repeats = bool(REGIMES[regime].repeat)
-        plain = coord_check(config, rank, beside=False, **{**options, "seeds": 1}) if repeats else {}
+        plain = coord_check(config, rank, compare=False, **{**options, "seeds": 1}) if repeats else {}
         row, result = run(regime, config, rank, plain, **options)
     if repeats:
         return {name: [each["quantity"]] for name, each in row.get("apart", {}).items()}

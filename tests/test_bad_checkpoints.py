@@ -16,7 +16,7 @@ import torch
 import yaml
 from packaging.version import Version
 
-from mup_megatron.checkpoint import FORMAT, RECORD, SUMS
+from mup_megatron.checkpoint import FORMAT, MANIFEST, SUMS
 from tests import bodies
 from tests.commands import losses
 from tests.configs import MIXED, make
@@ -84,7 +84,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-FILES = ("__0_0.distcp", ".metadata", RECORD, SUMS, "random_0.safetensors", "common.pt", "metadata.json")
+FILES = ("__0_0.distcp", ".metadata", MANIFEST, SUMS, "random_0.safetensors", "common.pt", "metadata.json")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_all_of_them_are_damaged(ranks: Ranks, run: Path) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    record = json.loads((path / RECORD).read_text())
+    record = json.loads((path / MANIFEST).read_text())
     change(record)
-    (path / RECORD).write_text(json.dumps(record))
+    (path / MANIFEST).write_text(json.dumps(record))
 
 
 def plant_in_tensors(path: Path, payload: bytes) -> None:
@@ -166,7 +166,7 @@ SEALED: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"written in format {FORMAT + 1}; this version reads format {FORMAT}",
     ),
     "no config": (lambda path: rewrite(path, lambda record: record.update(config=None)), "config is missing or no"),
-    "no record": (lambda path: (path / RECORD).write_text("[]"), "expected a JSON object"),
+    "no record": (lambda path: (path / MANIFEST).write_text("[]"), "expected a JSON object"),
     "step below zero": (lambda path: rewrite(path, lambda record: record.update(step=-4)), "step"),
     "another step": (lambda path: rewrite(path, lambda record: record.update(step=3)), "step"),
 }

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint.metadata
 
-from mup_megatron.checkpoint import FORMAT, RECORD, SUMS, Checkpoints, check_resume, hash_files, make_record
+from mup_megatron.checkpoint import FORMAT, MANIFEST, SUMS, Checkpoints, check_resume, hash_files, make_manifest
 from mup_megatron.engines.state import saved_shapes
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
@@ -26,7 +26,7 @@ from tests.configs import MIXED, VOCABULARY, make
 def record(growth: dict[str, Any] = MIXED, processes: int = 1, **overrides: Any) -> dict[str, Any]:
     config = make(growth, "gpt3", **overrides)
     layout = resolve_layout(config, processes)
-    made = make_record(config, parametrize(config, VOCABULARY), layout, "digest", step=3)
+    made = make_manifest(config, parametrize(config, VOCABULARY), layout, "digest", step=3)
     return json.loads(json.dumps(made))  # as it comes back from disk
 
 
@@ -141,7 +141,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["weights", RECORD, SUMS])
+@pytest.mark.parametrize("name", ["weights", MANIFEST, SUMS])
 @pytest.mark.parametrize("damage", [flip, lambda path: path.write_bytes(path.read_bytes()[:-3]), Path.unlink])
 def test_damage_is_recognised(tmp_path: Path, name: str, damage: Any) -> None:
     """A flipped bit, a cut, a missing file: in what is saved, in the record, in the checksums."""
@@ -169,11 +169,11 @@ def test_every_file_is_listed(tmp_path: Path) -> None:
         name = line.split()[1]
         without = shutil.copytree(path, tmp_path / "without")
         (without / SUMS).write_text("".join(other for other in lines if other != line))
-        expected = f"{SUMS} is cut short" if name == RECORD else f"{name} is not in {SUMS}"
+        expected = f"{SUMS} is cut short" if name == MANIFEST else f"{name} is not in {SUMS}"
         for share in ((0, 1), (0, 4), (3, 4)):
             assert checkpoints.problem(without, share) == expected
         (without / name).unlink()
-        expected = f"{SUMS} is cut short" if name == RECORD else f"{name}, which {RECORD} lists, is not in {SUMS}"
+        expected = f"{SUMS} is cut short" if name == MANIFEST else f"{name}, which {MANIFEST} lists, is not in {SUMS}"
         assert checkpoints.problem(without) == expected
         shutil.rmtree(without)
     (path / "__1_0.distcp").write_text("planted")
@@ -194,7 +194,7 @@ def test_checksums_are_sha256sum_s(tmp_path: Path) -> None:
 def test_damaged_records(tmp_path: Path, content: bytes) -> None:
     checkpoints = Checkpoints(tmp_path, kept=1)
     path = write(checkpoints, 5)
-    (path / RECORD).write_bytes(content)
+    (path / MANIFEST).write_bytes(content)
     with pytest.raises(UserError, match=r"mup\.json"):
         checkpoints.read(path)
 

@@ -42,13 +42,13 @@ def config_of(architecture: str = "gpt3", **keys: Any) -> Config:
 
 
 def check(ranks: Ranks, config: Config, count: int = 1, **options: Any) -> dict[str, Any]:
-    defaults = {"factors": FACTORS, "steps": 3, "seeds": 3, "beside": False}
+    defaults = {"factors": FACTORS, "steps": 3, "seeds": 3, "compare": False}
     return ranks.run(count, proof_bodies.check, config=config, options={**defaults, **options})[0]
 
 
 @pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_mup_passes_and_standard_fails(ranks: Ranks, architecture: str) -> None:
-    result = check(ranks, config_of(architecture), beside=True)
+    result = check(ranks, config_of(architecture), compare=True)
     assert result["verdict"] == "passed", lines(result)
     assert not result["silent"]
     assert not result["not_finite"]
@@ -62,7 +62,7 @@ def test_the_families_of_the_evidence(ranks: Ranks, repository: Path, tmp_path: 
     """At their own values, over their own path, hidden size 32 to 512."""
     config = load_config(repository / "configs" / "proof" / f"{name}.yaml")
     result = ranks.run(
-        1, proof_bodies.check, config=config.derive({"data.dir": str(tmp_path)}), options={"beside": False}
+        1, proof_bodies.check, config=config.derive({"data.dir": str(tmp_path)}), options={"compare": False}
     )[0]
     assert [size["size"] for size in result["sizes"]] == [32, 64, 128, 256, 512]
     # Eight experts share 16 tokens: which tokens come to which moves with width, and 3 seeds leave it undecided.
@@ -91,7 +91,7 @@ def broken(ranks: Ranks, rule: str, architecture: str = "gpt3") -> None:
     count = max(factors) if CONTROLS[rule].growing_tensor else 1
     keys = {"model__num_attention_heads": 4, "base__num_attention_heads": 4} if count > 1 else {}
     config = config_of(architecture, **keys)
-    result = check(ranks, config, count, factors=factors, broken=rule, beside=True)
+    result = check(ranks, config, count, factors=factors, broken=rule, compare=True)
     assert result["verdict"] == "failed", lines(result)
     whole = [name for name, each in result["verdicts"]["mup"].items() if each["verdict"] == "out of bounds"]
     assert not whole
@@ -189,7 +189,7 @@ def test_a_size_of_one_rank_alone_is_seen(ranks: Ranks) -> None:
         2,
         proof_bodies.check,
         config=config_of("llama", **LAYOUTS["tp2"]),
-        options={"seeds": 1, "beside": False, **options},
+        options={"seeds": 1, "compare": False, **options},
         alone=True,
     )[0]
     assert compare(whole, split, ()) > 1e-3

@@ -33,7 +33,7 @@ from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
 from mup_megatron.report.page import page
-from mup_megatron.report.run import read_run
+from mup_megatron.report.run_data import read_run
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.outcome import choose
 from mup_megatron.tuning.record import make_record

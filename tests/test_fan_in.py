@@ -137,7 +137,7 @@ def test_off_the_base_they_are_three(ranks: Ranks) -> None:
 
 def slopes(ranks: Ranks, point: str) -> dict[tuple[str, str, int], float]:
     config = make(PLAIN, "llama", hparams__lr=2e-3, hparams__weight_decay=0.0)
-    options = {"factors": (1, 4, 16), "steps": 3, "seeds": 1, "beside": False, "point": point}
+    options = {"factors": (1, 4, 16), "steps": 3, "seeds": 1, "compare": False, "point": point}
     result = ranks.run(1, proof_bodies.check, config=config, options=options)[0]
     assert result["judged"] == point
     assert not result["passed"]

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mup_megatron import upstream
-from mup_megatron.checkpoint import RECORD, Checkpoints, check_resume, make_record
+from mup_megatron.checkpoint import MANIFEST, Checkpoints, check_resume, make_manifest
 from mup_megatron.config import Config, load_config, parse_config
 from mup_megatron.engines import refuse
 from mup_megatron.engines.deepspeed_config import deepspeed_config
@@ -232,7 +232,7 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes, sta
 
 def checkpoint_record() -> tuple[dict[str, Any], Config]:
     config = make(MIXED)
-    made = make_record(config, parametrize(config, VOCABULARY), resolve_layout(config, 1), "digest", step=4)
+    made = make_manifest(config, parametrize(config, VOCABULARY), resolve_layout(config, 1), "digest", step=4)
     return json.loads(json.dumps(made)), config
 
 
@@ -263,7 +263,7 @@ def try_checkpoint(path: Path, current: dict[str, Any]) -> None:
 def test_mutated_checkpoint_records(checkpoint: Any, mutations: Any, part: str | None) -> None:
     record, path = checkpoint
     changed = mutate(record, mutations) if part is None else {**record, part: mutate({part: record[part]}, mutations)}
-    (path / RECORD).write_text(json.dumps(changed), encoding="utf-8")
+    (path / MANIFEST).write_text(json.dumps(changed), encoding="utf-8")
     try_checkpoint(path, record)
 
 
@@ -271,7 +271,7 @@ def test_mutated_checkpoint_records(checkpoint: Any, mutations: Any, part: str |
 @given(st.one_of(st.binary(max_size=60), VALUES.map(lambda value: json.dumps(value).encode())))
 def test_any_checkpoint_record(checkpoint: Any, content: bytes) -> None:
     record, path = checkpoint
-    (path / RECORD).write_bytes(content)
+    (path / MANIFEST).write_bytes(content)
     try_checkpoint(path, record)
 
 

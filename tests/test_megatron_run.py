@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mup_megatron import upstream
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
+from mup_megatron.megatron_training.megatron_run import KEY_PREFIX, MegatronRun, _check_family
 from mup_megatron.megatron_training.options import Settings
-from mup_megatron.megatron_training.run import KEY_PREFIX, MegatronRun, _check_family
 from mup_megatron.megatron_training.script import run_script
 from mup_megatron.model import parametrize
 from mup_megatron.tuning.record import make_record, write_record

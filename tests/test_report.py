@@ -17,7 +17,7 @@ import pytest
 
 from mup_megatron import cli
 from mup_megatron.report.page import write_page
-from mup_megatron.report.run import Curve, Run
+from mup_megatron.report.run_data import Curve, Run
 from mup_megatron.report.summary import _verdict
 from mup_megatron.run_directory import CONTROLS
 from tests.commands import metrics

@@ -14,7 +14,7 @@ from mup_megatron.apply_rules import Rules
 from mup_megatron.config import Config
 from mup_megatron.explain import explain
 from mup_megatron.global_names import named_parameters
-from mup_megatron.layers.record import recorded
+from mup_megatron.layers.tensor_spec import spec_of
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize, unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
@@ -70,7 +70,7 @@ def _patched() -> Iterator[None]:
 
 def whole(config: Config, sizes: Any) -> list[tuple[str, TensorSpec | None]]:
     """Every tensor of the model, each built by megatron-core."""
-    return [(name, recorded(p)) for name, p in named_parameters(unsharded_model(config, sizes, VOCABULARY))]
+    return [(name, spec_of(p)) for name, p in named_parameters(unsharded_model(config, sizes, VOCABULARY))]
 
 
 def replicated(config: Config, sizes: Any) -> list[tuple[str, TensorSpec]]:

@@ -24,7 +24,7 @@ from mup_megatron.pipeline import apply_record
 from mup_megatron.report import pictures
 from mup_megatron.report.page import _search, write_page
 from mup_megatron.report.pictures import draw_search, extent_of
-from mup_megatron.report.run import read_run
+from mup_megatron.report.run_data import read_run
 from mup_megatron.report.summary import summary
 from mup_megatron.tuning import budget
 from mup_megatron.tuning.family import digest

@@ -99,9 +99,9 @@ def coordinate_check(
     if thorough:
         from mup_megatron.proof.thorough import thorough as check_thoroughly
 
-        result, plain = check_thoroughly(settings, rank, folder, beside=beside, **asked)
+        result, plain = check_thoroughly(settings, rank, folder, compare=beside, **asked)
     else:
-        result = plain = coord_check(settings, rank, point=parametrization, broken=broken, beside=beside, **asked)
+        result = plain = coord_check(settings, rank, point=parametrization, broken=broken, compare=beside, **asked)
     if rank.is_first:
         from mup_megatron.report.coordinates import draw_coordinates
 

@@ -13,7 +13,7 @@ from pydantic import PrivateAttr
 from mup_megatron.config.model import PRESETS, Base, Growth, Model
 from mup_megatron.config.section import Section
 from mup_megatron.config.study import Data, Range, Run, Slurm, Tokenizer, Tuning
-from mup_megatron.config.training import Hparams, Optimizer, Parallel, Parametrization, Training
+from mup_megatron.config.training import Hparams, Optimizer, Parallel, ParametrizationSection, Training
 from mup_megatron.errors import ConfigError
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Parallel",
-    "Parametrization",
+    "ParametrizationSection",
     "Range",
     "Run",
     "Section",
@@ -48,7 +48,7 @@ class Config(Section):
     """The sizes where hyperparameters are defined; what is named here grows."""
     proxy: Growth = Growth()
     """The sizes of the model that is tuned, where they differ from the base's; only keys of `base:`."""
-    parametrization: Parametrization = Parametrization()
+    parametrization: ParametrizationSection = ParametrizationSection()
     """Which rules scale init, rates, epsilon, decay and multipliers with the sizes."""
     hparams: Hparams
     """Hyperparameters at the base; tuning replaces those that it searches."""

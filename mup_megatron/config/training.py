@@ -20,7 +20,7 @@ from mup_megatron.config.section import (
 )
 
 
-class Parametrization(Section):
+class ParametrizationSection(Section):
     """Which rules hold. Section numbers are those of docs/parametrization.md."""
 
     name: Literal["mup", "standard", "fan_in"] = "mup"

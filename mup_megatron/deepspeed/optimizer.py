@@ -16,14 +16,14 @@ from mup_megatron.mup.parameters import clean_names
 
 # By class name, since Apex's and DeepSpeed's need not be importable. What divides each coordinate of the gradient by
 # its own size is Adam's rule; the sign is the extreme of that.
-_RULES: dict[str, rules.Rule] = {
+_RULES: dict[str, rules.UpdateRule] = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"), "adam"),
     **dict.fromkeys(("FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "DeepSpeedCPUAdagrad"), "adam"),
     **dict.fromkeys(("Lion", "FusedLion", "DeepSpeedCPULion"), "adam"),
     "SGD": "sgd",
 }
 _MU = {"muadam": MuAdam, "muadamw": MuAdamW, "musgd": MuSGD}
-_CONFIG_RULES: dict[str, rules.Rule] = {"adam": "adam", "adamw": "adam", "lion": "adam", "sgd": "sgd"}
+_CONFIG_RULES: dict[str, rules.UpdateRule] = {"adam": "adam", "adamw": "adam", "lion": "adam", "sgd": "sgd"}
 _ADAMS = ("adam", "adamw")
 _EPS = 1e-8  # of Adam, torch's and DeepSpeed's
 

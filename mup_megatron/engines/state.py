@@ -70,7 +70,9 @@ def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:
     """What `save_state` writes at least, by all ranks together: float32 weights and moments."""
     moments = {rule: len(kinds) for rule, kinds in MOMENTS.items() if rule == "adam" or optimizer.momentum}
     tensors = parametrization.tensors.values()
-    return sum(4 * math.prod(tensor.shape.spec.shape) * (1 + moments.get(tensor.group.rule, 0)) for tensor in tensors)
+    return sum(
+        4 * math.prod(tensor.shape.spec.shape) * (1 + moments.get(tensor.group.update_rule, 0)) for tensor in tensors
+    )
 
 
 def load_state(
@@ -91,12 +93,12 @@ def load_state(
     """
     kinds = sorted({key.partition(".")[0] for key in saved_shapes(directory)} - {_BUFFER})
     engine.prepare_state(kinds, step)
-    for rule in dict.fromkeys(tensor.group.rule for tensor in parametrization.tensors.values()):
+    for rule in dict.fromkeys(tensor.group.update_rule for tensor in parametrization.tensors.values()):
         own = [kind for kind in kinds if kind in (WEIGHT, *MOMENTS[rule])]
         parameters = {
             name: parameter
             for name, parameter in named_parameters(engine.chunks)
-            if parametrization.tensors[name].group.rule == rule
+            if parametrization.tensors[name].group.update_rule == rule
         }
         specs = {name: parametrization.tensors[name].shape.spec for name in parameters}
         loaded = _load(directory, specs, own, layout, rank)

@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mup_megatron.layers.record import record
+from mup_megatron.layers.tensor_spec import set_spec
 from mup_megatron.shapes import FixedFanOut, Fused, Init, TensorSpec
 
 _CAUSAL = "mup_is_causal"
@@ -184,14 +184,14 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
         config = self.config
         normed: FixedFanOut | None = "hidden_like" if config.qk_layernorm else None
         runs = (("rank", config.kv_lora_rank), ("rope", config.qk_pos_emb_head_dim))
-        _record_down_projection(
+        _set_down_projection_spec(
             self.linear_kv_down_proj,
             config.hidden_size,
             fused=Fused(runs=runs),
             block_fixed_fan_out=(("rank", normed),) if normed else (),
         )
         if config.q_lora_rank is not None:
-            _record_down_projection(
+            _set_down_projection_spec(
                 self.linear_q_down_proj, config.hidden_size, rows=config.q_lora_rank, fixed_fan_out=normed
             )
         if self.pg_collection.tp.size() > 1:
@@ -233,12 +233,12 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
-def _record_down_projection(
+def _set_down_projection_spec(
     layer: Any, hidden: int, *, rows: int | None = None, fused: Fused | None = None, **rules: Any
 ) -> None:
     """Records a down-projection, [rank, hidden], whose rows tensor parallelism splits."""
     size = sum(fused.fan_outs.values()) if fused else rows
-    record(
+    set_spec(
         layer.weight,
         TensorSpec(
             shape=(size or 0, hidden), fan_in=1, fan_out=0, init=Init.WEIGHT, partition_dim=0, fused=fused, **rules

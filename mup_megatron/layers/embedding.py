@@ -1,7 +1,7 @@
 """Embedding and readout, which GPTModel builds itself: recorded after construction, scaled by module hooks.
 
 No spec reaches these layers, and a hook holds on every path that calls them: training, evaluation, generation and
-multi-token prediction. Public names: `record_embedding`, `record_readout`, `scale_output`, `scale_input`.
+multi-token prediction. Public names: `set_embedding_specs`, `set_readout_spec`, `scale_output`, `scale_input`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
-from mup_megatron.layers.record import record
+from mup_megatron.layers.tensor_spec import set_spec
 from mup_megatron.shapes import Init, TensorSpec
 
 
-def record_embedding(embedding: LanguageModelEmbedding) -> None:
+def set_embedding_specs(embedding: LanguageModelEmbedding) -> None:
     """Records word and position embeddings, [fan-in, fan-out]; the vocabulary is split, positions are whole."""
     words = embedding.word_embeddings
-    record(words.weight, _words((words.num_embeddings, words.embedding_dim)))
+    set_spec(words.weight, _words((words.num_embeddings, words.embedding_dim)))
     if embedding.add_position_embedding:
         positions = embedding.position_embeddings.weight
-        record(positions, TensorSpec(shape=tuple(positions.shape), fan_in=0, fan_out=1, init=Init.EMBEDDING))
+        set_spec(positions, TensorSpec(shape=tuple(positions.shape), fan_in=0, fan_out=1, init=Init.EMBEDDING))
 
 
 def _words(shape: tuple[int, int]) -> TensorSpec:
     return TensorSpec(shape=shape, fan_in=0, fan_out=1, init=Init.EMBEDDING, partition_dim=0)
 
 
-def record_readout(output_layer: tensor_parallel.ColumnParallelLinear, *, tied: bool) -> None:
+def set_readout_spec(output_layer: tensor_parallel.ColumnParallelLinear, *, tied: bool) -> None:
     """Records the language-model head, [vocabulary, hidden].
 
     A tied head has no tensor of its own, but on the last of several pipeline stages, where it is a copy of the
@@ -47,7 +47,7 @@ def record_readout(output_layer: tensor_parallel.ColumnParallelLinear, *, tied: 
         readout=True,
         fixed_fan_out="output_like",
     )
-    record(output_layer.weight, _words(shape) if tied else head)
+    set_spec(output_layer.weight, _words(shape) if tied else head)
 
 
 def scale_output(module: torch.nn.Module, multiplier: float) -> None:

@@ -3,7 +3,7 @@
 Upstream's layers take global sizes and divide them by the tensor-parallel size inside; here the sizes are recorded
 before that. Weights are [fan-out, fan-in]. Public names: `ColumnParallelLinear`, `QKVColumnParallelLinear`,
 `QueryUpColumnParallelLinear`, `KeyValueUpColumnParallelLinear`, `FC1ColumnParallelLinear`, `RowParallelLinear`; the
-mixins `RecordsColumns`, `RecordsRows` over any of upstream's layers, and `QKV`, `QueryUp`, `KeyValueUp`, `FC1`, which
+mixins `ColumnSpecs`, `RowSpecs` over any of upstream's layers, and `QKV`, `QueryUp`, `KeyValueUp`, `FC1`, which
 say what the rows are.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mup_megatron.layers.record import InitMethod, record
+from mup_megatron.layers.tensor_spec import InitMethod, set_spec
 from mup_megatron.shapes import Fused, Init, TensorSpec
 
 
-class RecordsColumns:
+class ColumnSpecs:
     """Over a column-parallel layer of upstream's: the fan-out (dimension 0) is what tensor parallelism splits."""
 
     weight: Any
@@ -38,7 +38,7 @@ class RecordsColumns:
         upstream.__init__(input_size, output_size, config=config, init_method=init_method, stride=stride, **kwargs)
         fused, expert = self.fused(config, output_size), kwargs.get("is_expert", False)
         if self.weight is not None:
-            record(
+            set_spec(
                 self.weight,
                 TensorSpec(
                     shape=(output_size, input_size),
@@ -53,7 +53,7 @@ class RecordsColumns:
                 ),
             )
         if kwargs.get("bias", True):
-            record(
+            set_spec(
                 self.bias,
                 TensorSpec(
                     shape=(output_size,),
@@ -76,7 +76,7 @@ class RecordsColumns:
         return {}
 
 
-class RecordsRows:
+class RowSpecs:
     """Over a row-parallel layer of upstream's: the fan-in (dimension 1) is split, the bias is whole everywhere."""
 
     weight: Any
@@ -88,7 +88,7 @@ class RecordsRows:
         upstream: Any = super()
         upstream.__init__(input_size, output_size, config=config, init_method=init_method, **kwargs)
         expert = kwargs.get("is_expert", False)
-        record(
+        set_spec(
             self.weight,
             TensorSpec(
                 shape=(output_size, input_size),
@@ -100,7 +100,9 @@ class RecordsRows:
             ),
         )
         if kwargs["bias"]:
-            record(self.bias, TensorSpec(shape=(output_size,), fan_in=None, fan_out=0, init=Init.ZEROS, expert=expert))
+            set_spec(
+                self.bias, TensorSpec(shape=(output_size,), fan_in=None, fan_out=0, init=Init.ZEROS, expert=expert)
+            )
 
 
 class QKV:
@@ -148,7 +150,7 @@ class FC1:
         return Fused(runs=(("gate", rows // 2), ("up", rows // 2))) if config.gated_linear_unit else None
 
 
-class ColumnParallelLinear(RecordsColumns, tensor_parallel.ColumnParallelLinear):
+class ColumnParallelLinear(ColumnSpecs, tensor_parallel.ColumnParallelLinear):
     """megatron-core's ColumnParallelLinear, recorded."""
 
 
@@ -168,5 +170,5 @@ class FC1ColumnParallelLinear(FC1, ColumnParallelLinear):
     """The same for the MLP's first layer."""
 
 
-class RowParallelLinear(RecordsRows, tensor_parallel.RowParallelLinear):
+class RowParallelLinear(RowSpecs, tensor_parallel.RowParallelLinear):
     """megatron-core's RowParallelLinear, recorded."""

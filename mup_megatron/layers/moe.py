@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.moe import router, shared_experts
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from mup_megatron.layers.record import record
+from mup_megatron.layers.tensor_spec import set_spec
 from mup_megatron.shapes import Init, TensorSpec
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -26,13 +26,13 @@ class TopKRouter(router.TopKRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         experts, hidden = self.config.num_moe_experts, self.config.hidden_size
-        record(
+        set_spec(
             self.weight,
             TensorSpec(shape=(experts, hidden), fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),
         )
         if self.bias is not None:
             # megatron-core draws it as it draws the weight.
-            record(self.bias, TensorSpec(shape=(experts,), fan_in=None, fan_out=0, init=Init.WEIGHT))
+            set_spec(self.bias, TensorSpec(shape=(experts,), fan_in=None, fan_out=0, init=Init.WEIGHT))
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Router logits [s, b, experts], by torch.
@@ -60,7 +60,7 @@ class SharedExpertMLP(shared_experts.SharedExpertMLP):
         super().__init__(*args, **kwargs)
         if self.gate_weight is not None:
             shape = (1, self.config.hidden_size)
-            record(
+            set_spec(
                 self.gate_weight,
                 TensorSpec(shape=shape, fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),
             )

@@ -3,7 +3,7 @@
 megatron-core picks its norm class when it is imported (Apex's if Apex is importable), and its torch norm refuses
 sequence parallelism although torch's norms compute it well. Here the config names the class, and gains are marked
 `sequence_parallel` as megatron-core's own fused norms mark them. Public names: `LayerNorm`, `RMSNorm`, `apex_norm`,
-`record_gains`, `Gains`.
+`set_gain_specs`, `Gains`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mup_megatron.layers.record import record
+from mup_megatron.layers.tensor_spec import set_spec
 from mup_megatron.shapes import Init, TensorSpec
 
 Gains = Literal["trained", "frozen", "none"]
 
 
-def record_gains(norm: Any, size: int, sequence_parallel: bool, gains: Gains, per_head: bool) -> None:
+def set_gain_specs(norm: Any, size: int, sequence_parallel: bool, gains: Gains, per_head: bool) -> None:
     """Records what a norm scales (and shifts) by, and marks it as megatron-core's own norms do.
 
     Args:
@@ -33,7 +33,7 @@ def record_gains(norm: Any, size: int, sequence_parallel: bool, gains: Gains, pe
         parameter = getattr(norm, name, None)
         if parameter is not None:
             frozen = gains == "frozen"
-            record(parameter, TensorSpec(shape=(size,), fan_in=None, fan_out=0, init=init, frozen=frozen))
+            set_spec(parameter, TensorSpec(shape=(size,), fan_in=None, fan_out=0, init=init, frozen=frozen))
             parameter.requires_grad_(not frozen)
             # A norm of single heads sees a part of the heads on each tensor-parallel rank: its gradients are summed
             # over them as those of a part of the sequence are.
@@ -48,7 +48,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
-        record_gains(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
+        set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -59,7 +59,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
-        record_gains(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
+        set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
 
 
 def apex_norm() -> Any:
@@ -74,6 +74,6 @@ def apex_norm() -> Any:
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
             super().__init__(config, hidden_size, eps)
-            record_gains(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
+            set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
 
     return ApexLayerNorm

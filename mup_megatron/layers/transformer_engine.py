@@ -14,13 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 
 from mup_megatron.errors import UserError
-from mup_megatron.layers.linear import FC1, QKV, KeyValueUp, QueryUp, RecordsColumns, RecordsRows
-from mup_megatron.layers.norm import Gains, record_gains
+from mup_megatron.layers.linear import FC1, QKV, ColumnSpecs, KeyValueUp, QueryUp, RowSpecs
+from mup_megatron.layers.norm import Gains, set_gain_specs
 
 _OLDEST = "1.10.0"
 
 
-class ColumnParallelLinear(RecordsColumns, te.TEColumnParallelLinear):
+class ColumnParallelLinear(ColumnSpecs, te.TEColumnParallelLinear):
     """megatron-core's TEColumnParallelLinear, recorded."""
 
 
@@ -40,7 +40,7 @@ class FC1ColumnParallelLinear(FC1, ColumnParallelLinear):
     """The same for the MLP's first layer."""
 
 
-class RowParallelLinear(RecordsRows, te.TERowParallelLinear):
+class RowParallelLinear(RowSpecs, te.TERowParallelLinear):
     """megatron-core's TERowParallelLinear, recorded."""
 
 
@@ -69,5 +69,5 @@ class TENorm:
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
         """An instance of Transformer Engine's class."""
         norm: Any = te.TENorm(config, hidden_size, eps)
-        record_gains(norm, hidden_size, config.sequence_parallel, cls.gains, cls.per_head)
+        set_gain_specs(norm, hidden_size, config.sequence_parallel, cls.gains, cls.per_head)
         return norm

@@ -22,7 +22,7 @@ from mup_megatron.errors import UserError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from mup_megatron.megatron_training.run import MegatronRun
+    from mup_megatron.megatron_training.megatron_run import MegatronRun
 
 Function = Callable[..., Any]
 _MARK = "__mup_megatron_training__"
@@ -108,7 +108,7 @@ def reads_arguments(validate_args: Function) -> Function:
         result = validate_args(args, defaults)
         _current = None
         if settings is not None:
-            from mup_megatron.megatron_training.run import MegatronRun
+            from mup_megatron.megatron_training.megatron_run import MegatronRun
 
             _current = MegatronRun(args, settings)
         return result

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mup_megatron.config.load import parse_yaml
-from mup_megatron.config.schema import Growth, Hparams, Parametrization
+from mup_megatron.config.schema import Growth, Hparams, ParametrizationSection
 from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.option_check import Known
 
@@ -190,8 +190,8 @@ def _read_config(path: str) -> dict[str, Any]:
         if name not in _MULTIPLIERS:
             raise UserError(f"{path}: hparams.{name}: unknown key; known here: {', '.join(_MULTIPLIERS)}")
     for name in sections.get("parametrization", {}):
-        if name not in Parametrization.model_fields:
-            known = ", ".join(Parametrization.model_fields)
+        if name not in ParametrizationSection.model_fields:
+            known = ", ".join(ParametrizationSection.model_fields)
             raise UserError(f"{path}: parametrization.{name}: unknown key; known here: {known}")
     return sections
 

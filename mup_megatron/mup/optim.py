@@ -49,7 +49,7 @@ def MuSGD(params: Any, impl: Any = torch.optim.SGD, **kwargs: Any) -> Any:
 
 
 def split_groups(
-    params: Iterable[Any], rule: rules.Rule, defaults: dict[str, Any], *, eps: float | None
+    params: Iterable[Any], rule: rules.UpdateRule, defaults: dict[str, Any], *, eps: float | None
 ) -> list[dict[str, Any]]:
     """Optimizer groups in µP: each group given is split into one per set of equal multipliers.
 

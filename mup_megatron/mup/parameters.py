@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mup_megatron.errors import UserError
-from mup_megatron.layers.record import recorded
+from mup_megatron.layers.tensor_spec import spec_of
 from mup_megatron.mup.infshape import InfShape
 
 # What wrappers put into the names of parameters: torch.compile, activation checkpointing, FSDP 1.
@@ -94,7 +94,7 @@ def infshape_of(parameter: Any) -> InfShape:
 
 def global_shape(parameter: Any) -> tuple[int, ...]:
     """Shape of the whole parameter, however it is split: shims' records, ZeRO 3's partitions, DTensors."""
-    spec = recorded(parameter)
+    spec = spec_of(parameter)
     if spec is not None:
         return spec.shape
     return tuple(getattr(parameter, "ds_shape", parameter.shape))  # a DTensor's shape is global already

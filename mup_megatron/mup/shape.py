@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from mup_megatron import shapes
 from mup_megatron.errors import UserError
-from mup_megatron.layers.record import recorded
+from mup_megatron.layers.tensor_spec import spec_of
 from mup_megatron.mup import drawn
 from mup_megatron.mup.foreign import gates, is_transposed, read_layers
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
@@ -249,7 +249,7 @@ def _specs(source: Any) -> dict[str, TensorSpec] | None:
     if not isinstance(source, torch.nn.Module):
         return None
     clean = clean_names(name for name, _ in source.named_parameters())
-    specs = {clean[name]: recorded(parameter) for name, parameter in source.named_parameters()}
+    specs = {clean[name]: spec_of(parameter) for name, parameter in source.named_parameters()}
     if not any(specs.values()):
         return None
     lacking = [name for name, spec in specs.items() if spec is None]

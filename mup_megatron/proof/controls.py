@@ -28,14 +28,14 @@ class Control:
     """How a rule is taken out.
 
     Args:
-        rule: what is taken out, for people.
+        taken_out: the rule, for people.
         break_: the parametrization without it.
         regime: name of the one (`regimes.REGIMES`) under which the rule matters.
         growing_tensor: whether the tensor-parallel size has to grow with the width.
         factors: sizes over the base's, where not any will do.
     """
 
-    rule: str
+    taken_out: str
     break_: Break
     regime: str = "plain"
     growing_tensor: bool = False
@@ -63,7 +63,7 @@ def interpolate(init: float, lr: float) -> Break:
                 block: base * (value / base * forward) ** init if base else 0.0
                 for (block, value), base in zip(tensor.init_std.items(), bases, strict=True)
             }
-            power = 2 if parametrization.rule == "sgd" else 1
+            power = 2 if parametrization.update_rule == "sgd" else 1
             eps = (tensor.eps_multiplier or 1.0) / forward
             return dataclasses.replace(tensor, init_std=std).retuned(
                 lr=(tensor.lr_multiplier * forward**power) ** lr,
@@ -181,7 +181,7 @@ def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrizat
     """Muon's rate is the same at all widths: a coordinate of an update keeps its size, as it is commonly used."""
 
     def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(lr=rules.ONE) if tensor.group.rule == "muon" else tensor
+        return tensor.retuned(lr=rules.ONE) if tensor.group.update_rule == "muon" else tensor
 
     return parametrization.replaced(change)
 
@@ -203,19 +203,19 @@ def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametriz
 
 
 CONTROLS: dict[str, Control] = {
-    "embedding_rate": Control(rule="the embedding's rate", break_=_embedding_rate),
-    "hidden_init": Control(rule="init of hidden tensors", break_=_hidden_init),
-    "hidden_rate": Control(rule="rate of hidden tensors", break_=_hidden_rate),
-    "readout_multiplier": Control(rule="forward multiplier of the readout", break_=_readout_multiplier),
-    "attention_scale": Control(rule="attention scale", break_=_attention_scale, regime="head_size"),
-    "output_like_init": Control(rule="g, init of output-like tensors", break_=_output_like_init, regime="untied"),
-    "eps": Control(rule="Adam's epsilon", break_=_epsilon, regime="eps"),
-    "decay": Control(rule="independent weight decay", break_=_weight_decay, regime="decay"),
-    "depth_factor": Control(rule="depth factor of branches", break_=_depth_factor, regime="depth"),
-    "sgd_rate": Control(rule="SGD's rate", break_=_sgd_rate, regime="sgd"),
-    "muon_rate": Control(rule="Muon's rate", break_=_muon_rate, regime="muon"),
+    "embedding_rate": Control(taken_out="the embedding's rate", break_=_embedding_rate),
+    "hidden_init": Control(taken_out="init of hidden tensors", break_=_hidden_init),
+    "hidden_rate": Control(taken_out="rate of hidden tensors", break_=_hidden_rate),
+    "readout_multiplier": Control(taken_out="forward multiplier of the readout", break_=_readout_multiplier),
+    "attention_scale": Control(taken_out="attention scale", break_=_attention_scale, regime="head_size"),
+    "output_like_init": Control(taken_out="g, init of output-like tensors", break_=_output_like_init, regime="untied"),
+    "eps": Control(taken_out="Adam's epsilon", break_=_epsilon, regime="eps"),
+    "decay": Control(taken_out="independent weight decay", break_=_weight_decay, regime="decay"),
+    "depth_factor": Control(taken_out="depth factor of branches", break_=_depth_factor, regime="depth"),
+    "sgd_rate": Control(taken_out="SGD's rate", break_=_sgd_rate, regime="sgd"),
+    "muon_rate": Control(taken_out="Muon's rate", break_=_muon_rate, regime="muon"),
     "local_shard": Control(
-        rule="global widths (read from a local shard)",
+        taken_out="global widths (read from a local shard)",
         break_=_local_shard,
         growing_tensor=True,
         factors=(1, 2, 4),

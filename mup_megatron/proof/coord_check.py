@@ -1,7 +1,8 @@
 """The coordinate check: sizes of activations, gradients and updates over width, after a few steps, in any layout.
 
-Public names: `coord_check`, `parse_line`. Every model of the family is trained for some steps on one batch, once
-per seed, in the parametrization that is judged and in one that is drawn beside it (Tensor Programs V, appendix D.1).
+Public names: `coord_check`, `parse_parametrization`, `MeasuredParametrization`. Every model of the family is trained
+for some steps on one batch, once per seed, in the parametrization that is judged and in one to compare it with (Tensor
+Programs V, appendix D.1).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mup_megatron.proof.controls import Break, Control, control, interpolate
 from mup_megatron.proof.coordinates import measure
 from mup_megatron.proof.family import Member, default_factors, grown, models, own_path, scaled
 from mup_megatron.proof.regimes import REGIMES, Regime
-from mup_megatron.proof.slopes import Cell, slopes_of
+from mup_megatron.proof.slopes import Measurement, slopes_of
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, judge, overall
 from mup_megatron.ranks import Rank
@@ -36,8 +37,8 @@ from mup_megatron.setup import resolve_auto
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """One parametrization that is measured.
+class MeasuredParametrization:
+    """A parametrization that models of the family are trained in: the one that is judged, or one to compare it with.
 
     Args:
         label: for people.
@@ -53,12 +54,12 @@ class Line:
 _TOKENS = 16
 """Of a sequence, in the check's own batch."""
 
-MUP = Line(label="mup")
-STANDARD = Line(label="standard", name="standard")
-FAN_IN = Line(label="fan_in", name="fan_in")
+MUP = MeasuredParametrization(label="mup")
+STANDARD = MeasuredParametrization(label="standard", name="standard")
+FAN_IN = MeasuredParametrization(label="fan_in", name="fan_in")
 
 
-def parse_line(point: str | None, broken: str | None, config: Config) -> Line:
+def parse_parametrization(point: str | None, broken: str | None, config: Config) -> MeasuredParametrization:
     """What is judged.
 
     Args:
@@ -72,11 +73,11 @@ def parse_line(point: str | None, broken: str | None, config: Config) -> Line:
     if broken is not None:
         if point not in (None, "mup"):
             raise UserError(f"--break {broken}: takes a rule out of mup; expected no --parametrization {point}")
-        return Line(label=f"mup without {control(broken).rule}", break_=control(broken).break_)
+        return MeasuredParametrization(label=f"mup without {control(broken).taken_out}", break_=control(broken).break_)
     point = point or config.parametrization.name
-    for line in (MUP, STANDARD, FAN_IN):
-        if point == line.label:
-            return line
+    for known in (MUP, STANDARD, FAN_IN):
+        if point == known.label:
+            return known
     kind, _, numbers = point.partition(":")
     try:
         init, lr = (float(number) for number in numbers.split(","))
@@ -84,7 +85,7 @@ def parse_line(point: str | None, broken: str | None, config: Config) -> Line:
             raise ValueError
     except ValueError:
         raise UserError(f"--parametrization {point}: expected mup, standard, fan_in, or interpolate:0.5,1") from None
-    return Line(label=point, break_=interpolate(init, lr))
+    return MeasuredParametrization(label=point, break_=interpolate(init, lr))
 
 
 def coord_check(
@@ -98,7 +99,7 @@ def coord_check(
     point: str | None = None,
     broken: str | None = None,
     regime: str = "plain",
-    beside: bool = True,
+    compare: bool = True,
     own_batch: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -111,10 +112,10 @@ def coord_check(
         growth: key of `base:` to factors of its own, instead.
         steps: optimizer steps.
         seeds: repetitions, with seeds from the config's on.
-        point: the parametrization that is judged; see `parse_line`.
+        point: the parametrization that is judged; see `parse_parametrization`.
         broken: a rule to take out (`controls.CONTROLS`), in the regime that excites it.
         regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
-        beside: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
+        compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
         own_batch: the config's own batch, length and rate, which may hide what happens as widths grow (`_few_tokens`).
         say: takes lines of progress.
 
@@ -131,18 +132,19 @@ def coord_check(
     if factors and growth:
         raise UserError("--growth: says how each size grows; expected no --widths")
     upstream.prepare_process()
-    judged = parse_line(point, broken, config)
-    drawn = [judged, *([STANDARD if judged is MUP else MUP] if beside else [])]
+    judged = parse_parametrization(point, broken, config)
+    compare_with = [STANDARD if judged is MUP else MUP] if compare else []
+    measured = [judged, *compare_with]
     chosen = control(broken) if broken is not None else None
     asked = _asked(config, rank, chosen, regime, factors, growth or {}, steps, own_batch)
     for member in asked.family:
         refuse(member.config, member.layout)
-    cells, rules = _measure(asked.family, drawn, rank, steps, seeds, asked.regime.resumes, say)
+    measurements, tables = _measure(asked.family, measured, rank, steps, seeds, asked.regime.resumes, say)
     family, axis = asked.family, asked.regime.axis
-    theory = Theory(rules, [member.size for member in family], axis)
-    slopes = {line.label: slopes_of(cells, line.label, family, steps, theory, axis) for line in drawn}
+    theory = Theory(tables, [member.size for member in family], axis)
+    slopes = {each.label: slopes_of(measurements, each.label, family, steps, theory, axis) for each in measured}
     verdicts = {label: judge(held) for label, held in slopes.items()}
-    not_finite = _not_finite(cells)
+    not_finite = _not_finite(measurements)
     verdict = overall(verdicts[judged.label])
     named = {
         state: [name for name, each in verdicts[judged.label].items() if each["verdict"] == state]
@@ -168,11 +170,11 @@ def coord_check(
         "tokens": training.global_batch_size * training.seq_length,
         "set": asked.keys,
         "bounds": BOUNDS,
-        "silent": sorted({name for cell in cells for name in cell.coordinates.silent}),
+        "silent": sorted({name for each in measurements for name in each.coordinates.silent}),
         "not_finite": not_finite,
         "verdicts": verdicts,
         "slopes": {label: [dataclasses.asdict(each) for each in held] for label, held in slopes.items()},
-        "cells": [dataclasses.asdict(cell) for cell in cells],
+        "cells": [each.as_written() for each in measurements],
         "config": config.model_dump(),
     }
     return {key: _plain(value) for key, value in result.items()}
@@ -280,19 +282,19 @@ def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, 
 
 def _measure(
     family: Sequence[Member],
-    drawn: Sequence[Line],
+    measured: Sequence[MeasuredParametrization],
     rank: Rank,
     steps: int,
     seeds: int,
     resumes: bool,
     say: Callable[[str], None],
-) -> tuple[list[Cell], list[Parametrization]]:
-    """Every cell, and the whole rules of every size. Sizes of one layout follow each other."""
+) -> tuple[list[Measurement], list[Parametrization]]:
+    """Every measurement, and µP's own table of every size. Sizes of one layout follow each other."""
     if rank.is_first:
         prepare(family[0].config, say)  # the others wait for rank 0 where the process groups start
     meeting = None if torch.distributed.is_initialized() else runtime.Meeting(rank)
-    cells: list[Cell] = []
-    rules: list[Parametrization] = []
+    measurements: list[Measurement] = []
+    tables: list[Parametrization] = []
     datasets: dict[int, Any] = {}
     started: Layout | None = None
     seed = family[0].config.run.seed
@@ -304,29 +306,29 @@ def _measure(
                 device = runtime.start_distributed(member.layout, rank, seed, meeting)
                 started = member.layout
             prepared = prepare(member.config)
-            rules.append(parametrize(member.config, prepared.vocab_size))
+            tables.append(parametrize(member.config, prepared.vocab_size))
             for number in range(seeds):
                 seeded = dataclasses.replace(member, config=member.config.derive({"run.seed": seed + number}))
                 if number not in datasets:
                     datasets[number] = build_datasets(seeded.config, prepared)[0]
                 batch = Batches(datasets[number], seeded.config, member.layout, rank.rank, device)[0]
-                for line in drawn:
-                    config = seeded.config.derive({"parametrization.name": line.name})
+                for each in measured:
+                    config = seeded.config.derive({"parametrization.name": each.name})
                     parametrization = parametrize(config, prepared.vocab_size)
-                    if line.break_ is not None:
-                        parametrization = line.break_(parametrization, member.layout)
+                    if each.break_ is not None:
+                        parametrization = each.break_(parametrization, member.layout)
                     whole = dataclasses.replace(seeded, config=config)
                     coordinates = measure(whole, parametrization, rank.rank, device, batch, steps, resumes=resumes)
-                    cells.append(
-                        Cell(line=line.label, seed=seed + number, factor=member.factor, coordinates=coordinates)
+                    measurements.append(
+                        Measurement(label=each.label, seed=seed + number, factor=member.factor, coordinates=coordinates)
                     )
                     say(
-                        f"{line.label}: {member.factor} x base, seed {seed + number}: loss "
+                        f"{each.label}: {member.factor} x base, seed {seed + number}: loss "
                         + " ".join(f"{loss:.4f}" for loss in coordinates.losses)
                     )
     finally:
         parallel_state.destroy_model_parallel()
-    return cells, rules
+    return measurements, tables
 
 
 def _groups(layout: Layout) -> tuple[int, ...]:
@@ -341,12 +343,12 @@ def _groups(layout: Layout) -> tuple[int, ...]:
     )
 
 
-def _not_finite(cells: Sequence[Cell]) -> list[str]:
+def _not_finite(measurements: Sequence[Measurement]) -> list[str]:
     """Where a loss was no finite number."""
     return [
-        f"{cell.line}: {cell.factor} x base, seed {cell.seed}, step {step}"
-        for cell in cells
-        for step, loss in enumerate(cell.coordinates.losses)
+        f"{each.label}: {each.factor} x base, seed {each.seed}, step {step}"
+        for each in measurements
+        for step, loss in enumerate(each.coordinates.losses)
         if not math.isfinite(loss)
     ]
 

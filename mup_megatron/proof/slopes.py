@@ -1,13 +1,15 @@
 """From the coordinates of a family's models to slopes: which there are, and what theory says of each.
 
-Public names: `Cell`, `slopes_of`.
+Public names: `Measurement`, `slopes_of`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mup_megatron.proof.coordinates import QUANTITIES, Coordinates
 from mup_megatron.proof.family import Axis, Member
@@ -19,19 +21,35 @@ Table = dict[tuple[str, str], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One model of the family, one seed, one line."""
+class Measurement:
+    """The coordinates of one model of the family, in one parametrization and from one seed.
 
-    line: str
+    Args:
+        label: of the parametrization.
+        seed: of the run.
+        factor: the model's size over the base's.
+        coordinates: sizes of activations, gradients and updates.
+    """
+
+    label: str
     seed: int
     factor: float
     coordinates: Coordinates
 
+    def as_written(self) -> dict[str, Any]:
+        """As the JSON file of a check has it, under the names that earlier files use."""
+        return {
+            "line": self.label,
+            "seed": self.seed,
+            "factor": self.factor,
+            "coordinates": dataclasses.asdict(self.coordinates),
+        }
+
 
 def slopes_of(
-    cells: Sequence[Cell], label: str, family: Sequence[Member], steps: int, theory: Theory, axis: Axis
+    measurements: Sequence[Measurement], label: str, family: Sequence[Member], steps: int, theory: Theory, axis: Axis
 ) -> list[Slope]:
-    """Every slope of a line.
+    """Every slope of one parametrization.
 
     An update is judged by the length of the way up to it. Adam's later updates are as large as successive gradients
     agree, between a tenth of the rate and the rate; at small widths that moves by a factor from step to step (the
@@ -39,32 +57,32 @@ def slopes_of(
     that is no power of width. A step in which something does not move is seen by itself.
 
     Args:
-        cells: of all lines.
-        label: of the line.
+        measurements: of all parametrizations.
+        label: of this one.
         family: models, smallest first.
         steps: optimizer steps.
         theory: of the same family.
         axis: what grows.
     """
     tables = {
-        (cell.seed, cell.factor): _tables(cell.coordinates, member.config.model.num_layers, axis)
+        (each.seed, each.factor): _tables(each.coordinates, member.config.model.num_layers, axis)
         for member in family
-        for cell in cells
-        if cell.line == label and cell.factor == member.factor
+        for each in measurements
+        if each.label == label and each.factor == member.factor
     }
     order = dict.fromkeys(key for table in tables.values() for key in table)
     seeds = sorted({seed for seed, _ in tables})
-    cells_ = [[tables[seed, member.factor] for member in family] for seed in seeds]
+    by_seed = [[tables[seed, member.factor] for member in family] for seed in seeds]
     found = []
     for quantity, name in order:
         first = next(table[quantity, name] for table in tables.values() if (quantity, name) in table)
         for step in range(len(first)):
             if quantity == "change" and step == 0:
                 continue
-            each = _slope(cells_, quantity, name, step, [member.size for member in family], theory)
+            each = _slope(by_seed, quantity, name, step, [member.size for member in family], theory)
             if each is not None:
                 found.append(each)
-    found += [each for name in order if (each := _first_update(cells_, name, theory)) is not None]
+    found += [each for name in order if (each := _first_update(by_seed, name, theory)) is not None]
     return found
 
 

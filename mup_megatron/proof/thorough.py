@@ -25,7 +25,7 @@ _NOISE = ".linear_qkv.bias[key]"
 
 
 def thorough(
-    config: Config, rank: Rank, directory: Path, *, beside: bool = True, **asked: Any
+    config: Config, rank: Rank, directory: Path, *, compare: bool = True, **asked: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs every regime and writes each one's result. Collective.
 
@@ -33,7 +33,7 @@ def thorough(
         config: the run.
         rank: this process.
         directory: for the regimes' results, in a folder `regimes`.
-        beside: as for `coord_check`, of the plain regime.
+        compare: as for `coord_check`, of the plain regime.
         asked: arguments of `coord_check`.
 
     Returns:
@@ -48,7 +48,7 @@ def thorough(
     for name, regime in REGIMES.items():
         say(f"regime {name}: {regime.what}")
         try:
-            row, result = in_regime(name, config, rank, plain, beside=beside and name == "plain", **asked)
+            row, result = in_regime(name, config, rank, plain, compare=compare and name == "plain", **asked)
         except UserError as error:
             if name == "plain":
                 raise
@@ -69,7 +69,7 @@ def thorough(
 
 
 def in_regime(
-    name: str, config: Config, rank: Rank, plain: Mapping[str, Any], *, beside: bool = False, **asked: Any
+    name: str, config: Config, rank: Rank, plain: Mapping[str, Any], *, compare: bool = False, **asked: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One regime's row of the table, and its result. Collective.
 
@@ -78,15 +78,15 @@ def in_regime(
         config: the run.
         rank: this process.
         plain: result of the plain regime, for what has to repeat it.
-        beside: as for `coord_check`.
+        compare: as for `coord_check`.
         asked: arguments of `coord_check`.
     """
     regime = REGIMES[name]
     if not regime.repeat:
-        result = coord_check(config, rank, regime=name, point="mup", beside=beside, **asked)
+        result = coord_check(config, rank, regime=name, point="mup", compare=compare, **asked)
         return _row(name, result), result
     # The same numbers or others: one seed says it.
-    result = coord_check(config, rank, regime=name, point="mup", beside=False, **{**asked, "seeds": 1})
+    result = coord_check(config, rank, regime=name, point="mup", compare=False, **{**asked, "seeds": 1})
     return _repeated(name, plain, result, start=regime.repeat == "start"), result
 
 

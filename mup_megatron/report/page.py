@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 from mup_megatron.errors import UserError, masked
-from mup_megatron.explain import family, shown_init
+from mup_megatron.explain import shown_init, without_numbers
 from mup_megatron.files import write_whole
 from mup_megatron.report.pictures import COLORS, STATES, extent_of
 from mup_megatron.report.proofs import Proof, proofs
-from mup_megatron.report.run import Run, read_run
+from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
 
 _STYLE = """
@@ -240,7 +240,7 @@ def _explanation(explanation: dict[str, Any]) -> str:
     for parameter in explanation["parameters"]:
         eps = f"{parameter['eps']:.4g}" if parameter["eps"] is not None else ""
         row = (
-            family(parameter["name"]),
+            without_numbers(parameter["name"]),
             "×".join(map(str, parameter["global_shape"])),
             "×".join(map(str, parameter["local_shape"])),
             "×".join(map(str, parameter["base_shape"])),

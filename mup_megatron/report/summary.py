@@ -11,7 +11,7 @@ from typing import Any
 
 from mup_megatron.errors import UserError
 from mup_megatron.explain import shown_init
-from mup_megatron.report.run import Run, read_run
+from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.tuning.outcome import open_sides
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.explain import explain, family
+from mup_megatron.explain import explain, without_numbers
 from mup_megatron.files import open_new
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
@@ -51,7 +51,7 @@ def becomes(config: Config, parametrization: Parametrization, layout: Layout) ->
         blocks = parameter["blocks"]
         std = {block["name"]: block["init_std"] for block in blocks} if blocks else parameter["init_std"]
         rows.setdefault(
-            family(parameter["name"]),
+            without_numbers(parameter["name"]),
             {
                 "lr": parameter["lr"],
                 "lr_multiplier": parameter["lr_multiplier"],
@@ -146,7 +146,7 @@ def make_record(
         },
         "rules": {
             **config.parametrization.model_dump(),
-            "optimizer": parametrization.rule,
+            "optimizer": parametrization.update_rule,
             "batch": "none",
             "horizon": "none",
         },

@@ -1,6 +1,6 @@
 """How a parameter carries its TensorSpec, and the init methods that only name a distribution.
 
-Public names: `InitMethod`, `record`, `recorded`.
+Public names: `InitMethod`, `set_spec`, `spec_of`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class InitMethod:
         return tensor
 
 
-def record(parameter: torch.nn.Parameter, spec: TensorSpec) -> None:
+def set_spec(parameter: torch.nn.Parameter, spec: TensorSpec) -> None:
     """Records `spec` on the parameter, and tells megatron-core how it is split.
 
     megatron-core 0.16 sets `tensor_model_parallel` and its kin only if it initialises the weight itself, which it is
@@ -42,6 +42,6 @@ def record(parameter: torch.nn.Parameter, spec: TensorSpec) -> None:
         parameter.partition_stride = spec.partition_stride  # type: ignore[attr-defined]
 
 
-def recorded(parameter: torch.nn.Parameter) -> TensorSpec | None:
+def spec_of(parameter: torch.nn.Parameter) -> TensorSpec | None:
     """What was recorded on the parameter, or None."""
     return getattr(parameter, _ATTRIBUTE, None)

@@ -30,7 +30,7 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.translate import check_translation, config_of
-from mup_megatron.model import attach, check_recorded, initialise, parametrize
+from mup_megatron.model import attach, check_specs, initialise, parametrize
 from mup_megatron.optim import megatron_overrides
 from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.runtime import point_to_point
@@ -122,7 +122,7 @@ class MegatronRun:
         rank = torch.distributed.get_rank()
         attach(model, self.parametrization.forward)
         _name_in_checkpoints(model)
-        check_recorded(model, self.parametrization, self.layout, rank, chunk)
+        check_specs(model, self.parametrization, self.layout, rank, chunk)
         initialise(model, self.parametrization, self.layout, rank)
         if not torch.cuda.is_available():
             interleaved = config.virtual_pipeline_model_parallel_size is not None
@@ -212,7 +212,7 @@ class MegatronRun:
 
         if torch.distributed.get_rank() == 0:
             directory = get_checkpoint_name(self._args.save, iteration, return_base_dir=True)
-            write_record(Path(directory) / checkpoint.RECORD, self._record(iteration))
+            write_record(Path(directory) / checkpoint.MANIFEST, self._record(iteration))
 
     def check_checkpoint(self) -> None:
         """The guard on resume.
@@ -227,9 +227,9 @@ class MegatronRun:
             if directory is None or not Path(get_checkpoint_tracker_filename(directory)).is_file():
                 continue
             path = Path(get_load_checkpoint_path_by_args(self._args, name))
-            if not (path / checkpoint.RECORD).is_file():
+            if not (path / checkpoint.MANIFEST).is_file():
                 raise UserError(
-                    f"{path}: has no {checkpoint.RECORD}, so it was not written in µP; expected a checkpoint that "
+                    f"{path}: has no {checkpoint.MANIFEST}, so it was not written in µP; expected a checkpoint that "
                     "mup-megatron run (or a patched tree) wrote"
                 )
             found = checkpoint.Checkpoints(path.parent, 1).read(path)
@@ -257,7 +257,7 @@ class MegatronRun:
     def _record(self, step: int) -> dict[str, Any]:
         args = self._args
         data = json.dumps([args.data_path, args.split, args.seq_length, args.mock_data], default=str)
-        record = checkpoint.make_record(
+        record = checkpoint.make_manifest(
             self.config, self.parametrization, self.layout, hashlib.sha256(data.encode()).hexdigest(), step
         )
         record |= {"vocabulary": self._vocabulary, "key_prefix": KEY_PREFIX}

@@ -41,7 +41,8 @@ def apply_rules(config: Config, shapes: Mapping[str, TensorShape], *, base_head_
     rows: dict[tuple[int, int, int, bool], TensorHyperparameters] = {}
     tensors = {}
     for name, shape in shapes.items():
-        # All that the rules see of a tensor; by identity, which join_shapes shares, for hashing costs more.
+        # All that the rules see of a tensor. It is compared by identity: join_shapes shares objects, and hashing them
+        # costs more.
         key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None)
         if key not in rows:
             rows[key] = applied.row(shape)

@@ -22,9 +22,9 @@ def explain(
 ) -> dict[str, Any]:
     """Every parameter that `rank` holds, as plain data (ARCHITECTURE: explain --json).
 
-    `growth` holds every size that grows, also what follows from others without being named (`GrowingSize`). `init` is
-    normal, ones or zeros. Where a tensor holds several blocks, `fan_out`, `m_out` and `init_std` are told per block and
-    null at the top.
+    `growth` holds every size that grows, including sizes that follow from others and are not named (`GrowingSize`).
+    `init` is normal, ones or zeros. Where a tensor holds several blocks, each block has its own `fan_out`, `m_out` and
+    `init_std`, and those of the tensor are null.
 
     Args:
         config: the run.

@@ -80,7 +80,7 @@ def megatron_overrides(
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
         if parametrization.update_rule == "muon" and tensor.group.update_rule == "adam":
-            # By this mark upstream leaves a matrix to Adam; it forgets the position embedding.
+            # megatron-core's Muon skips parameters with this flag but does not set it on position embeddings, so we do.
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         rules[str(tensor.group)] = tensor
     min_lr_ratio = parametrization.config.training.min_lr_ratio

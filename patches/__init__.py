@@ -1,4 +1,4 @@
-"""Everything that touches upstream's insides, as records. See README.md in this folder for the table.
+"""Everything that touches upstream's insides: one `Patch` per wrapped symbol. README.md in this folder lists them.
 
 Public names: `Patch`, `apply_patches`, `revert_patches`, `active_patches`, `ALL_PATCHES`. Patches are applied in one
 place, upstream.py, at process start. This package imports nothing of mup_megatron but `errors`.

@@ -1,4 +1,4 @@
-"""One wrapped symbol, as a record: what, where, for which versions, why, and how it is undone.
+"""A patch: one wrapped symbol of upstream, where it is, for which versions, why, and how it is undone.
 
 A patch fails loudly when its symbol moved or changed its signature: a patch that hit nothing is an error. Applying
 twice is applying once; reverting restores the very object that was there.

@@ -175,8 +175,8 @@ class MegatronAttention(DotProductAttention):
 class MLASelfAttention(multi_latent_attention.MLASelfAttention):
     """megatron-core's multi-latent attention, [s, b, hidden] to [s, b, hidden].
 
-    Its softmax scale is the config's: upstream works out its own and ignores `config.softmax_scale`. Its
-    down-projections are upstream's layers, of which it admits no subclass, and are recorded here.
+    Its softmax scale is the config's: upstream works out its own and ignores `config.softmax_scale`. Upstream builds
+    its down-projections itself and admits no subclass of them, so their specs are set here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -209,8 +209,8 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
     def _gather(self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
         """Gathers the rows of the down-projection that tensor-parallel ranks hold, so that gradients come back whole.
 
-        Upstream gathers them too, but then every rank hands back the gradient of its own heads alone for the rotary
-        part of the key, which all heads share.
+        Upstream gathers them too. But all heads share the rotary part of the key, and upstream's ranks each return its
+        gradient from their own heads alone, instead of the sum.
 
         Returns:
             [s, b, rank + rope], or this rank's part of the sequence under sequence parallelism; what upstream takes

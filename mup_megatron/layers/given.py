@@ -1,7 +1,8 @@
 """A layer spec that a script hands to GPTModel, against megatron-core's own for the same options.
 
-The shims go into megatron-core's own specs (spec.py), in whose place a script may have put others. Norms that a script
-leaves out are left out there too; any other difference would be undone by the shims, and is refused.
+The shims take the places of layers in megatron-core's own specs (spec.py), but a script may hand over other specs.
+Norms that the script leaves out are left out here too. Any other difference is refused, because the shims would undo
+it.
 
 Public name: `norms_left_out`.
 """

@@ -18,8 +18,8 @@ _ATTRIBUTE = "mup_spec"
 class InitMethod:
     """What goes into TransformerConfig's `init_method` fields: the name of a distribution, and no draw.
 
-    megatron-core hands it to the layers it builds; the shim records which one it was given, and init.py fills the
-    weight later from its global name and shape, since upstream's draws depend on the layout.
+    megatron-core hands it to the layers that it builds, and the shim notes in the TensorSpec which one it was given.
+    init.py fills the weight later from its global name and shape, because upstream's own draws depend on the layout.
     """
 
     init: Init
@@ -30,10 +30,10 @@ class InitMethod:
 
 
 def set_spec(parameter: torch.nn.Parameter, spec: TensorSpec) -> None:
-    """Records `spec` on the parameter, and tells megatron-core how it is split.
+    """Sets the spec of a parameter, and tells megatron-core how tensor parallelism splits it.
 
-    megatron-core 0.16 sets `tensor_model_parallel` and its kin only if it initialises the weight itself, which it is
-    told not to; gradient norms and checkpoints read them.
+    megatron-core's gradient norms and checkpoints read `tensor_model_parallel` and two more attributes. Version 0.16
+    sets them only if it initialises the weight itself, which it is told not to do.
     """
     setattr(parameter, _ATTRIBUTE, spec)
     if spec.partition_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
@@ -43,5 +43,5 @@ def set_spec(parameter: torch.nn.Parameter, spec: TensorSpec) -> None:
 
 
 def spec_of(parameter: torch.nn.Parameter) -> TensorSpec | None:
-    """What was recorded on the parameter, or None."""
+    """The spec that a shim set on the parameter, or None."""
     return getattr(parameter, _ATTRIBUTE, None)

@@ -1,7 +1,7 @@
 """Shims of Transformer Engine's modules, as megatron-core wraps them; imported only where a config asks for them.
 
-Norms and linear layers are Transformer Engine's, unfused, in the places of megatron-core's local spec: every tensor has
-the name, shape and record that it has there, so that rules, initial values and checkpoints are the same, and `explain`
+Norms and linear layers are Transformer Engine's, unfused, in the places of megatron-core's local spec. Every tensor has
+the name, shape and spec that it has there, so that rules, initial values and checkpoints are the same, and `explain`
 needs no Transformer Engine. Public names: those of linear.py and `TENorm`, `TEDotProductAttention`.
 """
 

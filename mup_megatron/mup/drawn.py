@@ -20,7 +20,8 @@ from mup_megatron.mup.infshape import InfShape
 from mup_megatron.mup.parameters import clean_names, infshape_of, scale_
 
 _SAMPLE = 1 << 16
-# Standard deviations of samples are one where they differ by less; sizes are two where they differ by more.
+# Two standard deviations count as equal if their ratio is below the first number, two sizes as different if theirs is
+# above the second.
 _SAME, _OTHER = 1.05, 1.3
 
 

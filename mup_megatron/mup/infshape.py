@@ -40,8 +40,8 @@ class InfShape(tuple[InfDim, ...]):
             microsoft/mup it may be set by hand, with `main_idx`, where a tensor's dimensions stand in another order.
         fan_in_idx: the dimension that is the fan-in of a matrix: 1, as torch's layers have it, unless foreign.py of
             this package says otherwise.
-        output_like: whether a matrix from a dimension that grows to one that does not has no forward multiplier, so
-            that init and rate shrink as 1/m instead.
+        output_like: whether the tensor is output-like: a matrix from a dimension that grows to one that does not,
+            without a forward multiplier. Its init and rate shrink as 1/m instead.
         name: of the parameter, for messages; empty where it is not known.
         tensor: what a shim of a megatron-core layer recorded, joined with its base; None for other parameters.
     """

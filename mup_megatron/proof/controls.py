@@ -236,7 +236,9 @@ def control(name: str) -> Control:
 
 
 def processes(name: str | None, factors: Sequence[int]) -> int | None:
-    """Processes that a control needs where the config's own layout does not do: one per factor of width.
+    """Number of processes that a control needs; None where the config's own layout is enough.
+
+    A control whose tensor-parallel size grows with the width needs one process per factor.
 
     Args:
         name: of the control; None is none.

@@ -13,7 +13,8 @@ from typing import Any
 
 from mup_megatron.proof.coordinates import QUANTITIES, Coordinates
 from mup_megatron.proof.family import Axis, Member
-from mup_megatron.proof.theory import Theory, in_family
+from mup_megatron.proof.names import in_family
+from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, Slope, fit
 
 Table = dict[tuple[str, str], list[float]]
@@ -51,10 +52,11 @@ def slopes_of(
 ) -> list[Slope]:
     """Every slope of one parametrization.
 
-    An update is judged by the length of the way up to it. Adam's later updates are as large as successive gradients
-    agree, between a tenth of the rate and the rate; at small widths that moves by a factor from step to step (the
-    gradient of the final gain turns when the loss of initial logits, which falls with width, has been unlearned), and
-    that is no power of width. A step in which something does not move is seen by itself.
+    An update is judged by the sum of the sizes of all updates up to it. A later update of Adam alone is between a tenth
+    of the rate and the rate, depending on how well successive gradients agree. At small widths that agreement changes
+    by a factor from one step to the next, which is no power of width: the gradient of the final gain, for example,
+    changes its sign once the model has unlearned the loss of its initial logits. A step in which a parameter does not
+    move at all is judged by itself.
 
     Args:
         measurements: of all parametrizations.
@@ -87,7 +89,7 @@ def slopes_of(
 
 
 def _first_update(tables: Sequence[Sequence[Table]], key: tuple[str, str], theory: Theory) -> Slope | None:
-    """Adam's first update over the rate that it should have, on the model where it is furthest from it."""
+    """Adam's first update divided by the size that it should have, on the model where the two differ most."""
     quantity, name = key
     rate = theory.first_update(name) if quantity == "update" else None
     if rate is None:
@@ -99,7 +101,7 @@ def _first_update(tables: Sequence[Sequence[Table]], key: tuple[str, str], theor
         if key in table and not (".experts." in name and _unused(table, name, 0))
     ]
     if not used or min(used) == 0.0:
-        return None  # which is told as what does not move
+        return None  # a parameter that does not move is reported as that
     furthest = max(used, key=lambda each: abs(math.log(each)) if math.isfinite(each) else math.inf)
     return Slope(
         name=name,

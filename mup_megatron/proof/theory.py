@@ -3,7 +3,7 @@
 That A = 1/n_in for the readout is therefore said here a second time, on purpose: a verdict that read the table
 (parametrization.py) would agree with whatever the table says.
 
-Public names: `Theory`, `Expected`, `in_family`, `in_whole_model`, `named`. Expected is what Tensor Programs V says of
+Public names: `Theory`, `Expected`. Expected is what Tensor Programs V says of
 a tensor whose dimensions are those of the models at hand, n_in by n_out (arXiv 2203.03466, Table 8 and appendix D.1):
 
 | quantity of a parameter | hidden | output-like, no multiplier | readout (A = 1/n_in) | embedding, gain, bias |
@@ -13,15 +13,15 @@ a tensor whose dimensions are those of the models at hand, n_in by n_out (arXiv 
 | update: Muon, full rank to rank 1 | (n_out/(n_in max(n_in, n_out)))^1/2 to 1/n_in | as hidden | Adam's | Adam's |
 
 Activations and their changes keep their size; the gradient with respect to the residual stream goes as 1/hidden size,
-that with respect to logits as 1. Each dimension has a slope of its own over the family, which is 1 only for the one
-that others are measured against. Not so, and known here (docs/parametrization.md, section 7):
+that with respect to logits as 1. Each dimension has a slope of its own over the family, which is 1 only for the
+dimension that slopes are taken over. There are two exceptions (docs/parametrization.md, section 7):
 
-- What comes out of output-like tensors falls as n_in^-1/2 at first, and with it what is made of it in the same branch:
-  logits, router logits, k and v of fixed KV heads and their attention, an FFN of fixed size; attention logits where the
-  head size grows. What comes out of such a tensor itself is held to that slope before the first step; later, and in
-  the rest of the branch, outputs are judged from above alone, gradients not at all; changes, and those of what such a
-  branch feeds, may fall.
-- What is zero by construction: `Theory.vanishes`.
+- The output of an output-like tensor falls as n_in^-1/2 in the first steps. So does everything in the same branch that
+  is computed from it: logits, router logits, k and v of fixed KV heads and their attention, an FFN of fixed size, and
+  attention logits where the head size grows. Before the first step the output of such a tensor must have that slope.
+  Later, and in the rest of the branch, an output has an upper bound only, a gradient is not judged, and a change may
+  fall. The change of a module whose input includes such a branch may fall too.
+- Some quantities are zero by construction: `Theory.vanishes`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ from typing import NamedTuple
 from mup_megatron.config import Config
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.family import Axis
+from mup_megatron.proof.names import branch, in_whole_model, named, part
 from mup_megatron.proof.verdict import BOUNDS, slope_of
 from mup_megatron.shapes import Init, TensorShape
 
 _FALL = 0.5 + BOUNDS["change"]
-"""How far below 0 the change of a falling branch may be, and of what it feeds: a sum of what falls as width^-1/2 and
-what does not has a slope between the two, by their shares."""
+"""How far below 0 the slope of a change may be where a branch shrinks with width: in that branch, and in modules whose
+residual input includes it. Such an input is the sum of a part that falls as width^-1/2 and a part that does not, so its
+slope lies between the two."""
 
 _DECAYS = 10.0
-"""How many times what a gradient moves decay moves, above which an update follows the initial values."""
+"""Where weight decay changes a weight by at least this many times what its gradient does, the update has the slope of
+the initial values."""
 
 _LITTLE = 0.05
-"""Share of an update that decay may have where the update is compared with the rate."""
+"""The first update is compared with the rate only where weight decay is at most this share of it."""
 
 _SMALL_EPS = 1e-6
-"""Adam's epsilon up to which it is taken to be far below gradients."""
+"""An epsilon of Adam up to this size is taken to be far below the gradients."""
 
 _DEEPEST = "decoder.layers.last"
 
@@ -87,7 +90,7 @@ class Theory:
         self._layers = self._config.model.num_layers
         # Branches, and modules outside them, that an output-like tensor feeds.
         self._falling = {
-            _branch(name)
+            branch(name)
             for name, shape in self._shapes.items()
             # A gate's sigmoid is 1/2 where its logits are 0.
             if not name.endswith(_GATE) and any(self._has_g(shape, block) for block in shape.fan_outs)
@@ -121,10 +124,10 @@ class Theory:
         return self._gradient(name)
 
     def vanishes(self, name: str, quantity: str, step: int) -> bool:
-        """The written list of what is zero by construction, or a rounding error, and therefore not judged.
+        """Whether a quantity is on the list of what is zero by construction, or a rounding error, and so is not judged.
 
-        A parameter with a rate that is not in it and does not move is out of bounds. (So is an expert's, unless no
-        token came to that expert; coord_check.py sees to that.)
+        A parameter that is not on the list, has a rate and does not move is out of bounds. An expert's parameter is
+        out of bounds too, unless no token came to that expert (slopes.py).
         """
         if quantity == "update" and name.endswith(_KEY_BIAS):
             return True
@@ -147,11 +150,12 @@ class Theory:
         return False
 
     def first_update(self, name: str) -> tuple[list[float], float | None] | None:
-        """Of Adam's first update, which is the rate wherever there is a gradient: what it is on each model at most.
+        """The size that Adam's first update should have: the learning rate, wherever there is a gradient.
 
         Returns:
-            Its size per model, and how far below it may be as a share (None: any; an embedding's rows that are not in
-            the batch do not move); None where decay, another optimizer or a zero gradient decides.
+            The size on each model, and by which share the update may be smaller. None instead of a share means by any:
+            rows of an embedding that are not in the batch do not move. None instead of both where weight decay,
+            another optimizer or a zero gradient decides the update.
         """
         config = self._config
         tensor, block = named(name)
@@ -218,7 +222,7 @@ class Theory:
         least, most = self._decay(shape, initial + decayed - rate)
         if most > 1 / _DECAYS:
             # lr λ w: `independent` keeps lr λ, `coupled` lets it fall as the rate does.
-            if least < _DECAYS or self.vanishes(_part(name, block), "initial", 0):
+            if least < _DECAYS or self.vanishes(part(name, block), "initial", 0):
                 return Expected(0.0, None, None)
             return Expected(initial + decayed, bound, bound)
         if not _is_muon(self._config, shape):
@@ -284,7 +288,7 @@ class Theory:
             biased = f"{in_whole_model(name, self._layers).removesuffix('.logits')}.bias" in self._shapes
             return None if biased else -self._hidden / 2
         if self._config.model.multi_latent_attention:
-            known = name.endswith(".core_attention.logits") and _branch(name) not in self._falling
+            known = name.endswith(".core_attention.logits") and branch(name) not in self._falling
             return -self._head / 2 if known else None
         if name.endswith(".core_attention.key"):
             return self._key
@@ -309,9 +313,7 @@ class Theory:
             return Expected(0.0, None, None)
         if ends:
             return Expected(0.0, bound, bound)
-        feeds = name.endswith(".input_layernorm") and any(
-            branch.endswith(".self_attention") for branch in self._falling
-        )
+        feeds = name.endswith(".input_layernorm") and any(each.endswith(".self_attention") for each in self._falling)
         # Through initial weights as 1/sqrt(own size · next size), through what was learned as 1/(own size).
         further = (self._over(lambda config, shapes: _output_size(name, config, shapes)) - self._hidden) / 2
         low = None if feeds else bound + max(0.0, further)
@@ -319,11 +321,11 @@ class Theory:
 
     def _falls(self, name: str) -> bool:
         """Whether the output may fall with width in the first steps."""
-        return name.endswith("output_layer") or self._is_score(name) or _branch(name) in self._falling
+        return name.endswith("output_layer") or self._is_score(name) or branch(name) in self._falling
 
     def _is_fed(self, name: str) -> bool:
         """Whether a branch that falls is added to what the module sees or gives."""
-        falls = any(branch.endswith((".self_attention", ".mlp")) for branch in self._falling)
+        falls = any(each.endswith((".self_attention", ".mlp")) for each in self._falling)
         return falls and name.startswith("decoder.")
 
     def _is_score(self, name: str) -> bool:
@@ -349,33 +351,6 @@ class Theory:
         return self._over(size)
 
 
-def _part(name: str, block: str | None) -> str:
-    return name if block is None else f"{name}[{block}]"
-
-
-def named(name: str) -> tuple[str, str | None]:
-    """Parameter and block of `...linear_qkv.weight[key]`; None where the parameter is one block."""
-    tensor, _, block = name.partition("[")
-    return tensor, block.removesuffix("]") or None
-
-
-def in_family(name: str, layers: int) -> str | None:
-    """A name that models of every depth have: of decoder layers the first keeps its number, the last is `last`.
-
-    Returns:
-        None for a layer in between.
-    """
-    parts = name.split(".")
-    if parts[:2] != ["decoder", "layers"] or parts[2] == "0":
-        return name
-    return ".".join([*parts[:2], "last", *parts[3:]]) if int(parts[2]) == layers - 1 else None
-
-
-def in_whole_model(name: str, layers: int) -> str:
-    """The other way round."""
-    return name.replace("decoder.layers.last.", f"decoder.layers.{layers - 1}.")
-
-
 def _output_size(name: str, config: Config, shapes: Shapes) -> int:
     """Coordinates of a module's output; the residual stream's where no weight says otherwise."""
     model = config.model
@@ -398,20 +373,3 @@ def _is_muon(config: Config, shape: TensorShape) -> bool:
         and spec.init is not Init.EMBEDDING
         and not spec.readout
     )
-
-
-def _branch(name: str) -> str:
-    """The residual branch that a module or parameter is in; itself outside of one, and a router."""
-    if name.endswith((".router", ".router.logits", ".router.weight", ".router.bias")):
-        return name
-    for branch in (".self_attention", ".mlp"):
-        before, found, _ = f"{name}.".partition(f"{branch}.")
-        if found:
-            return _any_layer(before) + branch
-    return name
-
-
-def _any_layer(name: str) -> str:
-    """All layers are alike in this; `last` too."""
-    parts = name.split(".")
-    return ".".join(["decoder.layers", *parts[3:]]) if parts[:2] == ["decoder", "layers"] else name

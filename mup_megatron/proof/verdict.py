@@ -1,11 +1,11 @@
 """Slopes of log size over log width, with their errors, and the verdict on each.
 
 Public names: `BOUNDS`, `Slope`, `Fit`, `fit`, `slope_of`, `judge`, `overall`, `advice`. A slope is fitted by least
-squares over the sizes of the family, with an intercept per seed; its interval is the 95 % one (Student's t) from what
-the points leave beside that line, which holds the noise of the seeds and the bend of a line that is no power of width.
+squares over the sizes of the family, with an intercept per seed. Its 95 % interval (Student's t) comes from the
+residuals of the fit: the noise of the seeds, and the bend of a quantity that is no power of width.
 
 A slope whose whole interval is within its bounds is ok, one whose whole interval is outside is out of bounds, and one
-whose interval reaches a bound is undecided. What should come out is theory.py's.
+whose interval reaches a bound is undecided. theory.py says what a slope should be.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 BOUNDS = {"initial": 0.2, "output": 0.25, "change": 0.25, "gradient": 0.4, "update": 0.25, "rate": 0.1}
-"""How far a slope may be from what it should be; docs/proof.md says from which noise they were set. `rate` is no slope:
-by which share Adam's first update may be larger than its rate, of which decay may be a part."""
+"""How far a slope may be from what it should be; docs/proof.md says from which noise the bounds were set. `rate` is not
+a slope: it is the share by which Adam's first update may be larger than its rate, part of which is decay."""
 
 State = Literal["ok", "undecided", "out of bounds", "not judged"]
 _WORST: tuple[State, ...] = ("ok", "undecided", "out of bounds")
@@ -27,18 +27,18 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """0.975 quantiles of Student's t for 1 to 9 degrees of freedom."""
 
 _BENT = 0.7
-"""Share of what is beside the line that all seeds have in common, above which the line is bent and not noisy."""
+"""Where seeds have more than this share of their residuals in common, the points are bent and not noisy."""
 
 _MOST_SEEDS = 30
 
 
 class Fit(NamedTuple):
-    """A line through points.
+    """A fitted line.
 
     Args:
         slope: mean over seeds; NaN where some value is no positive number.
         confidence: half width of its 95 % interval; None where there are no more points than the line needs.
-        bend: share of what is beside the line that seeds have in common; 0 with one seed.
+        bend: share of the residuals that seeds have in common; 0 with one seed.
     """
 
     slope: float

@@ -1,0 +1,53 @@
+"""Names of modules and of parts of parameters, as the coordinate check compares them over a family of models.
+
+Public names: `named`, `part`, `in_family`, `in_whole_model`, `branch`. A part is a block of a fused parameter
+(`...linear_qkv.weight[key]`), or a parameter that is one block. Where depth grows, the last layer of every model is
+`decoder.layers.last`.
+"""
+
+from __future__ import annotations
+
+
+def part(name: str, block: str | None) -> str:
+    """`...linear_qkv.weight[key]` of a parameter and a block; the parameter's own name where it is one block."""
+    return name if block is None else f"{name}[{block}]"
+
+
+def named(name: str) -> tuple[str, str | None]:
+    """Parameter and block of `...linear_qkv.weight[key]`; None where the parameter is one block."""
+    tensor, _, block = name.partition("[")
+    return tensor, block.removesuffix("]") or None
+
+
+def in_family(name: str, layers: int) -> str | None:
+    """A name that models of every depth have: of decoder layers the first keeps its number, the last is `last`.
+
+    Returns:
+        None for a layer in between.
+    """
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"] or parts[2] == "0":
+        return name
+    return ".".join([*parts[:2], "last", *parts[3:]]) if int(parts[2]) == layers - 1 else None
+
+
+def in_whole_model(name: str, layers: int) -> str:
+    """The other way round."""
+    return name.replace("decoder.layers.last.", f"decoder.layers.{layers - 1}.")
+
+
+def branch(name: str) -> str:
+    """The residual branch that a module or parameter is in; itself outside of one, and a router."""
+    if name.endswith((".router", ".router.logits", ".router.weight", ".router.bias")):
+        return name
+    for kind in (".self_attention", ".mlp"):
+        before, found, _ = f"{name}.".partition(f"{kind}.")
+        if found:
+            return _any_layer(before) + kind
+    return name
+
+
+def _any_layer(name: str) -> str:
+    """All layers are alike in this; `last` too."""
+    parts = name.split(".")
+    return ".".join(["decoder.layers", *parts[3:]]) if parts[:2] == ["decoder", "layers"] else name

@@ -23,12 +23,12 @@ from mup_megatron.config import Config, parse_config
 from mup_megatron.data.batches import Batch
 from mup_megatron.deepspeed.mpu import Mpu
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
-from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, parametrize
 from mup_megatron.optim import build_optimizer, set_learning_rates
 from mup_megatron.ranks import Rank
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import resolve, resolve_auto
+from mup_megatron.setup.deepspeed import deepspeed_config
 
 # Layers, hidden size, heads, sequence, micro-batch; the base has a quarter of the width.
 _SIZES = {"cpu": (4, 256, 8, 128, 8), "cuda": (12, 768, 12, 2048, 8)}
@@ -122,7 +122,7 @@ def build(name: str, bench: Bench) -> Contender:
     if name == "ours":
         parametrization = parametrize(bench.config, bench.vocabulary)
         chunks = build_model(bench.config, parametrization, bench.layout, 0, bench.device)
-        ours = DeepSpeedEngine(bench.config, parametrization, chunks, bench.layout)
+        ours = DeepSpeedEngine(resolve(bench.config, 1), parametrization, chunks)
         return Contender(model=chunks[0], step=lambda: ours.step([bench.batch], bench.config.hparams.lr).loss)
     build_theirs, group = {"plain": (plain_model, plain_groups), "native": (native_model, native_groups)}[name]
     model = build_theirs(bench.config, bench.vocabulary, bench.layout, bench.device)

@@ -32,7 +32,7 @@ from mup_megatron.layout import resolve_layout
 from mup_megatron.ranks import Rank
 from mup_megatron.report.run_data import read_run
 from mup_megatron.run_directory import CONTROLS
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import resolve, resolve_auto
 from mup_megatron.shapes import Fused, Init, TensorSpec
 from mup_megatron.tuning.process import environment
 
@@ -271,7 +271,8 @@ def _train(
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
     parametrization = parametrize(config, 512)
-    engine = build_engine(config, parametrization, build_model(config, parametrization, layout, 0, device), layout)
+    setup = resolve(config, 1)
+    engine = build_engine(setup, parametrization, build_model(config, parametrization, layout, 0, device))
     losses = [engine.step([_batch(config, 512, device, step)], config.hparams.lr).loss for step in range(steps)]
     engine.close()
     runtime.stop_distributed()
@@ -287,9 +288,9 @@ def _pair(
     from benchmarks.plain import plain_groups, plain_model
     from mup_megatron.deepspeed.mpu import Mpu
     from mup_megatron.engines.deepspeed import DeepSpeedEngine
-    from mup_megatron.engines.deepspeed_config import deepspeed_config
     from mup_megatron.model import build_model, parametrize
     from mup_megatron.optim import build_optimizer
+    from mup_megatron.setup.deepspeed import deepspeed_config
 
     vocabulary = 50304 if device.type == "cuda" else 512
     config = _config(
@@ -314,7 +315,7 @@ def _pair(
     model = build_model(config, parametrization, layout, 0, device)
     plain = plain_model(config, vocabulary, layout, device)
     plain.load_state_dict(model[0].state_dict())
-    ours = DeepSpeedEngine(config, parametrization, model, layout)
+    ours = DeepSpeedEngine(resolve(config, 1), parametrization, model)
     groups = [{**group, "lr": config.hparams.lr} for group in plain_groups(plain, config)]
     theirs, _, _, _ = deepspeed.initialize(
         model=plain, optimizer=build_optimizer(config, groups), mpu=Mpu(), config=deepspeed_config(config, layout)

@@ -20,24 +20,24 @@ from typing import Any
 
 import yaml
 
-from mup_megatron import runtime, train, upstream
+from mup_megatron import runtime, train
 from mup_megatron.checkpoint import check_folder
-from mup_megatron.config import Config, parse_config
+from mup_megatron.config import Config
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import data_directory, known_vocab_size, prepare
-from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
 from mup_megatron.files import write_whole
-from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.layout import Layout, smallest_world
 from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import CONTROLS, PLAN, Busy, own_run_directory
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import Setup, resolve
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.space import (
     Value,
     check_overrides,
     key_of,
+    keys_of,
     proxy_config,
     value_of,
     values_of,
@@ -64,41 +64,33 @@ def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_c
         Terminated: SIGTERM while training.
         Diverged: the target's loss is no finite number.
     """
-    upstream.prepare_process()
-    config = resolve_auto(config)
     only = config.tuning.run == "only"
     # A tuning job may have any number of processes; what it says of the target is for the fewest that fit.
-    layout = _smallest_layout(config) if only else resolve_layout(config, rank.world_size)
-    if not only:
-        _check_target(config, layout)
-        for name in controls(config) if control else ():
-            control_config(config, name)  # refused now, not when the target has been paid for
+    setup = resolve(config, smallest_world(config) if only else rank.world_size, trains=not only)
+    config = setup.config
+    for name in controls(config) if control and not only else ():
+        config.derive(control_keys(config, name))  # refused now, not when the target has been paid for
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank, ".pipeline.lock"), Progress(rank.is_first) as progress:
         meeting = runtime.Meeting(rank)
         if rank.is_first:
             meeting.tell("tune", json.dumps(_decide(config, rank, progress, allowed_changes)))
         if json.loads(meeting.await_told("tune")):
-            _tune(config, layout, rank, meeting, progress)
+            _tune(config, setup.layout, rank, meeting, progress)
         if rank.is_first:
             meeting.tell("values", json.dumps(_values(config, progress, allowed_changes)))
-        config = with_values(config, json.loads(meeting.await_told("values")))
+        setup = setup.derive(keys_of(json.loads(meeting.await_told("values"))))
         if only:
             meeting.part(rank)
             return
-        train.train(config, rank, allowed_changes, meeting=meeting)
+        train.train(setup, rank, allowed_changes, meeting=meeting)
         for name in controls(config) if control else ():
             runtime.stop_distributed()
             progress.say(f"the same target, {CONTROLS[name]}, with the same values")
             try:
-                train.train(control_config(config, name), rank, allowed_changes, meeting=meeting)
+                train.train(setup.derive(control_keys(config, name)), rank, allowed_changes, meeting=meeting)
             except train.Diverged as diverged:
                 progress.say(f"{CONTROLS[name]}: {diverged}")
-
-
-def _check_target(config: Config, layout: Layout) -> None:
-    """What the target's engine will refuse, it refuses before anything is spent on tuning. Raises ConfigError."""
-    refuse(config, layout)
 
 
 def controls(config: Config) -> list[str]:
@@ -106,20 +98,14 @@ def controls(config: Config) -> list[str]:
     return [name for name in CONTROLS if name != config.parametrization.name]
 
 
-def control_config(config: Config, name: str) -> Config:
-    """The target in another parametrization, beside the run and on its data.
-
-    Raises:
-        ConfigError: the config is none of that parametrization.
-    """
-    return config.derive(
-        {
-            "run.name": f"{config.run.name}, {name}",
-            "run.dir": str(Path(config.run.dir) / name),
-            "parametrization.name": name,
-            "data.dir": str(data_directory(config)),
-        }
-    )
+def control_keys(config: Config, name: str) -> dict[str, str]:
+    """What makes the target one of another parametrization, beside the run and on its data."""
+    return {
+        "run.name": f"{config.run.name}, {name}",
+        "run.dir": str(Path(config.run.dir) / name),
+        "parametrization.name": name,
+        "data.dir": str(data_directory(config)),
+    }
 
 
 def apply_record(config: Config) -> tuple[Config, dict[str, Any]]:
@@ -170,12 +156,6 @@ def _transferred(config: Config, found: dict[str, Any], allowed: tuple[str, ...]
             )
         values[name] = given
     return values
-
-
-def _smallest_layout(config: Config) -> Layout:
-    from mup_megatron.layout import smallest_world
-
-    return resolve_layout(config, smallest_world(config))
 
 
 def _decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, ...] = ()) -> bool:
@@ -249,7 +229,7 @@ def _check_study(config: Config) -> None:
 def _check_proxy(config: Config) -> None:
     """What each trial would be refused for is said once, before the first. Raises ConfigError."""
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
-    refuse(parse_config(proxy.model_dump(), config.source), resolve_layout(proxy, 1))
+    resolve(proxy, 1)
 
 
 def _check_writable(path: Path, config: Config) -> None:
@@ -304,9 +284,8 @@ def join_study(config: Config, rank: Rank) -> bool:
         UserError: bad input.
         Stopped: SIGTERM.
     """
-    upstream.prepare_process()
-    config = resolve_auto(config)
-    directory = Path(config.run.dir)
+    setup = resolve(config, smallest_world(config), trains=False)
+    config, directory = setup.config, Path(config.run.dir)
     with ExitStack() as held:
         number = _free_number(directory, held)
         alone = Rank(rank=number, local_rank=rank.local_rank)
@@ -317,20 +296,21 @@ def join_study(config: Config, rank: Rank) -> bool:
                     raise Stopped
                 time.sleep(0.2)
         if study is not None:
-            _work_as_member(config, study, alone, member)
+            _work_as_member(setup, study, alone, member)
         return member.leads
 
 
-def _work_as_member(config: Config, study: Any, rank: Rank, member: _Member) -> None:
+def _work_as_member(setup: Setup, study: Any, rank: Rank, member: _Member) -> None:
     from mup_megatron.tuning.worker import work
 
+    config = setup.config
     with member.progress as progress:
         try:
             work(config, study, rank, member.done, progress.say)
         finally:
             member.announce()
         if member.leads and not member.recorded():
-            _write_record(config, _smallest_layout(config), rank, study, progress)
+            _write_record(config, setup.layout, rank, study, progress)
 
 
 def _free_number(directory: Path, held: ExitStack) -> int:

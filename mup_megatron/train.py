@@ -22,22 +22,21 @@ import torch.distributed
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mup_megatron import runtime, upstream
+from mup_megatron import runtime
 from mup_megatron.checkpoint import METRICS, Checkpoints, check_folder, check_resume, hash_files, make_manifest
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.disk import full_disk, reason, short
-from mup_megatron.engines import Engine, build_engine, refuse
+from mup_megatron.engines import Engine, build_engine
 from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.explain import explain
 from mup_megatron.files import write_whole
-from mup_megatron.layout import resolve_layout
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import VERIFIED, own_run_directory
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import Setup
 
 
 class Terminated(Exception):
@@ -61,17 +60,17 @@ class Watcher(Protocol):
 
 
 def train(
-    config: Config,
+    setup: Setup,
     rank: Rank,
     allowed_changes: Sequence[str] = (),
     *,
     watcher: Watcher | None = None,
     meeting: runtime.Meeting | None = None,
 ) -> float | None:
-    """Trains the config's model from its last checkpoint, or from the start. Collective.
+    """Trains the run's model from its last checkpoint, or from the start. Collective.
 
     Args:
-        config: the run.
+        setup: the run.
         rank: this process.
         allowed_changes: keys that may differ from the checkpoint's.
         watcher: looks on; of a run of one process.
@@ -85,13 +84,10 @@ def train(
         Terminated: SIGTERM came; the run was saved.
         Diverged: the loss became infinite or no number.
     """
-    upstream.prepare_process()
-    config = resolve_auto(config)
-    layout = resolve_layout(config, rank.world_size)
     from mup_megatron.engines.state import load_state, load_weights, save_state, state_bytes
-    from mup_megatron.model import build_model, parametrize
+    from mup_megatron.model import build_model
 
-    refuse(config, layout)
+    config, layout = setup.config, setup.layout
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
         if watcher is None:  # a trial's own study guards it
@@ -102,7 +98,7 @@ def train(
             )  # the others wait for rank 0 where the process groups start
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
-        parametrization = parametrize(config, prepared.vocab_size)
+        parametrization = setup.parametrization(prepared.vocab_size)
         record = make_manifest(config, parametrization, layout, prepared.digest, step=0)
 
         checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
@@ -126,7 +122,7 @@ def train(
         chunks = build_model(config, parametrization, layout, rank.rank, device)
         if latest is not None:
             load_weights(chunks, parametrization, layout, rank.rank, latest)
-        engine = build_engine(config, parametrization, chunks, layout)
+        engine = build_engine(setup, parametrization, chunks)
         datasets = build_datasets(config, prepared, progress.say)
         batches, evaluation = (Batches(dataset, config, layout, rank.rank, device) for dataset in datasets)
         start = 0

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from mup_megatron import runtime
+from mup_megatron import engines, runtime
 from mup_megatron.config import Config, Model, load_config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
-from mup_megatron.engines import build_engine
 from mup_megatron.engines.state import load_state, load_weights, save_state
 from mup_megatron.global_names import named_parameters
 from mup_megatron.layout import Layout, resolve_layout
@@ -23,8 +22,14 @@ from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.controls import CONTROLS
 from mup_megatron.ranks import Rank
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import Setup, refuse, resolve, resolve_auto
 from tests.breakages import break_, replaced
+
+
+def build_engine(config: Config, parametrization: Any, chunks: list[Any], layout: Layout) -> Any:
+    """The engine of a model that `start` made; refused where the library refuses it."""
+    setup = Setup(config=config, layout=layout, deepspeed=refuse(config, layout))
+    return engines.build_engine(setup, parametrization, chunks)
 
 
 def start(rank: Rank, config: Config) -> tuple[Config, Layout, Parametrization, Any]:
@@ -63,7 +68,7 @@ def train_file(rank: Rank, *, path: Path) -> float | None:
     """`mup-megatron train` on a config file, but for the command line."""
     from mup_megatron import train as training
 
-    return training.train(load_config(path), rank)
+    return training.train(resolve(load_config(path), rank.world_size), rank)
 
 
 def command(rank: Rank, *, arguments: list[str]) -> tuple[int, str, str]:
@@ -130,7 +135,7 @@ def plain_and_ours(rank: Rank, *, config: Config, steps: int) -> dict[str, Any]:
 
     from benchmarks.plain import plain_groups, plain_model
     from mup_megatron.deepspeed.mpu import Mpu
-    from mup_megatron.engines.deepspeed_config import deepspeed_config
+    from mup_megatron.setup.deepspeed import deepspeed_config
 
     config, layout, parametrization, model = start(rank, config)
     hparams = config.hparams

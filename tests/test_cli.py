@@ -229,7 +229,7 @@ _WITHOUT = {"--parametrization", "--break", "--join"}
 def every_option(command: str, leave_out: set[str]) -> list[str]:
     """A command line with every option of a command, none at its default."""
     words: list[str] = []
-    for parameter in typer.main.get_command(common.app).commands[command].params:  # type: ignore[attr-defined]
+    for parameter in typer.main.get_command(common.app).commands[command].params:
         name = next((name for name in parameter.opts if name.startswith("--")), None)
         if name is None or name in leave_out:
             continue
@@ -247,7 +247,12 @@ def test_every_option_reaches_the_ranks(
 ) -> None:
     """Ranks are started with the words that were typed: an option that is added tomorrow reaches them too."""
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr("mup_megatron.launch.start_ranks", lambda words, ranks: started.append((words, ranks)) or 7)
+
+    def start(words: list[str], ranks: int) -> int:
+        started.append((words, ranks))
+        return 7
+
+    monkeypatch.setattr("mup_megatron.launch.start_ranks", start)
     path = write(tmp_path, make(MIXED, "gpt3", run__dir=str(tmp_path / "run")))
     typed = [command, *every_option(command, leave_out), path, "hparams.lr=0.5", "training.clip_grad=2"]
     assert "--nproc-per-node" in typed

@@ -13,13 +13,13 @@ import pytest
 from mup_megatron import runtime, upstream
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import known_vocab_size
-from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.global_names import named_parameters
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import dry_run, parametrize
 from mup_megatron.setup import resolve_auto
+from mup_megatron.setup.deepspeed import deepspeed_config
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").rglob("*.yaml"))
 

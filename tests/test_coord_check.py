@@ -12,7 +12,6 @@ import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import Config, load_config
-from mup_megatron.engines.megatron_config import muon_missing
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.proof.controls import CONTROLS
@@ -21,6 +20,7 @@ from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.told import lines
 from mup_megatron.proof.verdict import Slope, fit, judge, overall
+from mup_megatron.setup.megatron import muon_missing
 from tests import bodies, proof_bodies
 from tests.configs import MIXED, make
 from tests.distributed import Ranks

@@ -26,7 +26,6 @@ from mup_megatron.config.schema import Model
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import prepare
-from mup_megatron.engines.deepspeed_config import check_settings, deepspeed_config
 from mup_megatron.engines.state import saved_shapes
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
@@ -34,6 +33,7 @@ from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
 from mup_megatron.report.page import page
 from mup_megatron.report.run_data import read_run
+from mup_megatron.setup.deepspeed import check_settings, deepspeed_config
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.outcome import choose
 from mup_megatron.tuning.record import make_record

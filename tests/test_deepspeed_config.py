@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.layout import resolve_layout
+from mup_megatron.setup.deepspeed import deepspeed_config
 from tests.configs import MIXED, make
 
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from mup_megatron.data.prepare import prepare
-from mup_megatron.engines import refuse
-from mup_megatron.engines.megatron_config import muon_missing
 from mup_megatron.errors import ConfigError
 from mup_megatron.layout import resolve_layout
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import refuse, resolve_auto
+from mup_megatron.setup.megatron import muon_missing
 from tests import bodies
 from tests.configs import MIXED, MLA, make
 from tests.distributed import Ranks

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from mup_megatron import upstream
 from mup_megatron.checkpoint import MANIFEST, Checkpoints, check_resume, make_manifest
 from mup_megatron.config import Config, load_config, parse_config
-from mup_megatron.engines import refuse
-from mup_megatron.engines.deepspeed_config import deepspeed_config
 from mup_megatron.errors import UserError
 from mup_megatron.generate import _config_here
 from mup_megatron.layout import resolve_layout, smallest_world
 from mup_megatron.model import parametrize
+from mup_megatron.setup import refuse
+from mup_megatron.setup.deepspeed import deepspeed_config
 from mup_megatron.shapes import save_base_shapes
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.record import read_record, remarks

@@ -298,9 +298,9 @@ def megatrons(rank: Rank, *, config: Any, mpu: bool = True, hooked: bool = False
     from mup_megatron.data.batches import Batches, build_datasets
     from mup_megatron.data.prepare import prepare
     from mup_megatron.deepspeed import initialize
-    from mup_megatron.engines.deepspeed_config import deepspeed_config
     from mup_megatron.global_names import named_parameters
     from mup_megatron.model import unsharded_model
+    from mup_megatron.setup.deepspeed import deepspeed_config
     from tests.bodies import start
 
     config, layout, parametrization, (net,) = start(rank, config)

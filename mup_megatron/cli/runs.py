@@ -56,14 +56,12 @@ def explain(
     ] = None,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
-    from mup_megatron import upstream
-    from mup_megatron.layout import resolve_layout, smallest_world
-    from mup_megatron.setup import resolve_auto
+    from mup_megatron.layout import smallest_world
+    from mup_megatron.setup import resolve
 
     settings = read_config(config, overrides)
-    upstream.prepare_process()
-    settings = resolve_auto(settings)
-    layout = resolve_layout(settings, world_size or smallest_world(settings))
+    setup = resolve(settings, world_size or smallest_world(settings), trains=False)
+    settings, layout = setup.config, setup.layout
     if rank >= layout.world_size:
         raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
     from mup_megatron import shapes
@@ -71,9 +69,8 @@ def explain(
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.explain import explain as explain_data
     from mup_megatron.explain import print_table
-    from mup_megatron.model import parametrize
 
-    parametrization = parametrize(settings, known_vocab_size(settings))
+    parametrization = setup.parametrization(known_vocab_size(settings))
     if save_base_shapes:
         text = shapes.base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
         write_output(Path(save_base_shapes), text, "--save-base-shapes")
@@ -97,8 +94,9 @@ def train(
 
     def body(settings: Any, rank: Any) -> None:
         from mup_megatron import train as training  # on ranks alone: it takes seconds to import
+        from mup_megatron.setup import resolve
 
-        training.train(settings, rank, allow_change or [])
+        training.train(resolve(settings, rank.world_size), rank, allow_change or [])
 
     return _on_ranks(config, overrides, nproc_per_node, body)
 
@@ -166,14 +164,12 @@ def transfer(
     """Show the values of the transfer record, and what each becomes on this config's target."""
     import yaml
 
-    from mup_megatron import upstream
-    from mup_megatron.layout import resolve_layout, smallest_world
-    from mup_megatron.setup import resolve_auto
+    from mup_megatron.layout import smallest_world
+    from mup_megatron.setup import resolve
 
     settings = read_config(config, overrides)
-    upstream.prepare_process()
-    settings = resolve_auto(settings)
-    layout = resolve_layout(settings, world_size or smallest_world(settings))
+    setup = resolve(settings, world_size or smallest_world(settings), trains=False)
+    settings, layout = setup.config, setup.layout
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.model import parametrize
     from mup_megatron.pipeline import apply_record
@@ -205,15 +201,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
-    from mup_megatron import upstream
-    from mup_megatron.layout import resolve_layout, smallest_world
-    from mup_megatron.setup import resolve_auto
+    from mup_megatron.layout import smallest_world
+    from mup_megatron.setup import resolve
 
     settings = read_config(config, overrides)
-    upstream.prepare_process()
-    settings = resolve_auto(settings)
     ranks = world_size or smallest_world(settings)
-    layout = resolve_layout(settings, ranks)
+    setup = resolve(settings, ranks, trains=False)
+    settings, layout = setup.config, setup.layout
     from mup_megatron.data.ahead import problem_ahead
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.tuning import budget
@@ -248,9 +242,9 @@ def _on_ranks(
     rank = read_rank()
     if not rank.launched:
         ranks = processes or gpus() or smallest_world(settings)
-        if settings.tuning.run != "only":
-            resolve_layout(settings, ranks)
         if ranks > 1:
+            if settings.tuning.run != "only":
+                resolve_layout(settings, ranks)  # said once, before any rank is started; each resolves its run itself
             return start_typed(ranks)
     return _ended(settings, rank, body)
 

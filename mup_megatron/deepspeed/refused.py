@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from mup_megatron.deepspeed.mpu import tensor_parallel_size
 from mup_megatron.errors import UserError
 from mup_megatron.mup.foreign import check_gates
+from mup_megatron.setup.deepspeed import bf16_problem
 
 
 def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
@@ -24,11 +25,8 @@ def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
         UserError: names the key or parameter, and what works.
     """
     stage = (settings.get("zero_optimization") or {}).get("stage", 0)
-    if _enabled(settings, "bf16") and stage == 0:
-        raise UserError(
-            "zero_optimization.stage: DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); "
-            "expected stage 1 to 3"
-        )
+    if problem := bf16_problem(_enabled(settings, "bf16"), stage):
+        raise UserError(f"zero_optimization.stage: {problem}")
     if (settings.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
         raise UserError(
             "tensor_parallel.autotp_size: DeepSpeed would put layers of its own in the place of the model's, readouts "

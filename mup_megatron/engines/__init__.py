@@ -1,6 +1,6 @@
 """Engines: who steps the model. One protocol, two implementations: deepspeed.py and megatron.py.
 
-Public names: `Engine`, `StepResult`, `build_engine`, `refuse`.
+Public names: `Engine`, `StepResult`, `build_engine`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mup_megatron.config import Config
-from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.setup import Setup
 
 if TYPE_CHECKING:
     import torch
@@ -78,40 +77,18 @@ class Engine(Protocol):
         ...
 
 
-def build_engine(config: Config, parametrization: Parametrization, chunks: list[GPTModel], layout: Layout) -> Engine:
+def build_engine(setup: Setup, parametrization: Parametrization, chunks: list[GPTModel]) -> Engine:
     """The engine that the config names.
 
     Args:
-        config: the run, every `auto` resolved.
-        parametrization: of the same config.
+        setup: the run.
+        parametrization: of the same config, or what a control makes of it.
         chunks: this rank's part, from `model.build_model`.
-        layout: how ranks split the model.
-
-    Raises:
-        ConfigError: a combination that the engine gets wrong or does not have.
     """
-    refuse(config, layout)
-    if config.parallel.engine == "megatron":
+    if setup.config.parallel.engine == "megatron":
         from mup_megatron.engines.megatron import MegatronEngine
 
-        return MegatronEngine(config, parametrization, chunks, layout)
+        return MegatronEngine(setup, parametrization, chunks)
     from mup_megatron.engines.deepspeed import DeepSpeedEngine
 
-    return DeepSpeedEngine(config, parametrization, chunks, layout)
-
-
-def refuse(config: Config, layout: Layout) -> None:
-    """Refuses what the config's engine gets wrong or does not have, before anything is built.
-
-    Raises:
-        ConfigError: names the key and what works.
-    """
-    if config.parallel.engine == "megatron":
-        from mup_megatron.engines import megatron_config
-
-        megatron_config.refuse(config, layout)
-    else:
-        from mup_megatron.engines import deepspeed_config
-
-        deepspeed_config.refuse(config, layout)
-        deepspeed_config.deepspeed_config(config, layout)
+    return DeepSpeedEngine(setup, parametrization, chunks)

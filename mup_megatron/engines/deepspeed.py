@@ -7,6 +7,7 @@ sums the gradients of sequence-parallel parameters over them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,35 +23,32 @@ from deepspeed.utils import (
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.deepspeed.mpu import Mpu, sum_sequence_parallel_gradients
 from mup_megatron.engines import WEIGHT, StepResult
-from mup_megatron.engines.deepspeed_config import check_settings, deepspeed_config
 from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
 from mup_megatron.engines.deepspeed_gradients import gradient_parts
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.global_names import named_parameters
-from mup_megatron.layout import Layout
 from mup_megatron.optim import allocate, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.setup import Setup
+from mup_megatron.setup.deepspeed import check_settings
 
 
 class DeepSpeedEngine:
     """The default engine.
 
     Args:
-        config: the run, every `auto` resolved.
-        parametrization: of the same config.
+        setup: the run.
+        parametrization: of the same config, or what a control makes of it.
         chunks: this rank's part, from `model.build_model`: one chunk.
-        layout: how ranks split the model.
     """
 
-    def __init__(
-        self, config: Config, parametrization: Parametrization, chunks: list[GPTModel], layout: Layout
-    ) -> None:
+    def __init__(self, setup: Setup, parametrization: Parametrization, chunks: list[GPTModel]) -> None:
         (model,) = chunks
+        config, layout = setup.config, setup.layout
         self._config, self._layout = config, layout
         self._parametrization = parametrization
         sum_sequence_parallel_gradients(model)
@@ -58,7 +56,7 @@ class DeepSpeedEngine:
         if layout.expert > 1:
             announce_experts(model, layout)
             groups = mark_expert_groups(groups, layout)
-        settings = deepspeed_config(config, layout)
+        settings = copy.deepcopy(dict(setup.deepspeed or {}))
         check_settings(config, settings, Mpu())
         invariant = config.training.clip_norm == "invariant"
         self._clips_itself = invariant or layout.zero_stage == 0 or layout.expert > 1

@@ -18,31 +18,28 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from mup_megatron.config import Config
 from mup_megatron.data.batches import Batch
 from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.global_names import named_parameters
-from mup_megatron.layout import Layout
 from mup_megatron.optim import allocate, megatron_overrides, set_learning_rates
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.setup import Setup
 
 
 class MegatronEngine:
     """The engine of pipelines.
 
     Args:
-        config: the run, every `auto` resolved.
-        parametrization: of the same config.
+        setup: the run.
+        parametrization: of the same config, or what a control makes of it.
         chunks: this rank's part, from `model.build_model`.
-        layout: how ranks split the model.
     """
 
-    def __init__(
-        self, config: Config, parametrization: Parametrization, chunks: list[GPTModel], layout: Layout
-    ) -> None:
+    def __init__(self, setup: Setup, parametrization: Parametrization, chunks: list[GPTModel]) -> None:
+        config, layout = setup.config, setup.layout
         self._config, self._layout, self._parametrization = config, layout, parametrization
         self.chunks = chunks
         bf16 = config.training.precision == "bf16"

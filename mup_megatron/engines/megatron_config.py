@@ -1,11 +1,10 @@
 """The Megatron engine's settings, from the config.
 
-Public names: `ddp_config`, `optimizer_config`, `muon_missing`, `refuse`.
+Public names: `ddp_config`, `optimizer_config`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -68,40 +67,3 @@ def _muon(config: Config) -> dict[str, Any]:
         "muon_fp32_matmul_prec": "highest" if config.training.precision == "fp32" else "medium",
         "muon_scalar_optimizer": "adam",
     }
-
-
-def muon_missing() -> str | None:
-    """Why this installation has no Muon; None if it has."""
-    if "muon_scalar_optimizer" not in OptimizerConfig.__dataclass_fields__:
-        return "this megatron-core has no muon that takes rates per tensor; expected 0.19 or later"
-    if importlib.util.find_spec("emerging_optimizers") is None:
-        return "muon needs NVIDIA's emerging_optimizers; expected pip install emerging-optimizers"
-    return None
-
-
-def refuse(config: Config, layout: Layout) -> None:
-    """Refuses what megatron-core does not have or gets wrong, before anything is built.
-
-    Raises:
-        ConfigError: names the key and what works.
-    """
-    if config.optimizer.name != "adamw" and config.parallel.use_distributed_optimizer:
-        raise config.error(
-            "parallel.use_distributed_optimizer",
-            f"megatron-core's distributed optimizer is AdamW's, not {config.optimizer.name}'s; expected false",
-        )
-    if missing := muon_missing() if config.optimizer.name == "muon" else None:
-        raise config.error("optimizer.name", missing)
-    model = config.model
-    if model.mtp_num_layers is not None and layout.context > 1:
-        raise config.error(
-            "parallel.context_parallel_size",
-            "megatron-core takes the mean of multi-token prediction over each rank's own tokens, of which the rank "
-            "with the sequence's end has fewer; expected 1 with model.mtp_num_layers",
-        )
-    if model.multi_latent_attention and model.qk_layernorm and layout.tensor > 1 and not layout.sequence_parallel:
-        raise config.error(
-            "parallel.sequence_parallel",
-            "megatron-core sums the gradients of every q_layernorm over tensor-parallel ranks, and multi-latent "
-            "attention's are whole there; expected true, or parallel.engine: deepspeed",
-        )

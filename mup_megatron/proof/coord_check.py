@@ -20,7 +20,6 @@ from mup_megatron import runtime, upstream
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
-from mup_megatron.engines import refuse
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import parametrize
@@ -33,7 +32,7 @@ from mup_megatron.proof.slopes import Measurement, slopes_of
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, judge, overall
 from mup_megatron.ranks import Rank
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import refuse, resolve_auto
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def measure(
     for name, weight in weights.items():
         for part, values in parts(name, weight, cut[name]):
             initial.add(part, values)
-    engine = build_engine(config, parametrization, chunks, layout)
+    engine = build_engine(member.setup, parametrization, chunks)
     recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context))
     losses = []
     try:
@@ -146,7 +146,7 @@ def _resumed(
     engine.close()
     chunks = build_model(config, parametrization, layout, rank, device)
     load_weights(chunks, parametrization, layout, rank, directory)
-    resumed = build_engine(config, parametrization, chunks, layout)
+    resumed = build_engine(member.setup, parametrization, chunks)
     load_state(resumed, parametrization, layout, rank, directory, step)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:

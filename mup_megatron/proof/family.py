@@ -9,12 +9,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.setup import Setup, refuse
 
 Axis = Literal["width", "depth"]
 """What grows: every size that `base:` names, or the number of layers under a depth rule."""
@@ -54,6 +55,11 @@ class Member:
     sizes: dict[str, int]
     config: Config
     layout: Layout
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The same, as engines take it. Raises ConfigError where the engine gets it wrong or lacks it."""
+        return Setup(config=self.config, layout=self.layout, deepspeed=refuse(self.config, self.layout))
 
 
 def default_factors(config: Config, axis: Axis = "width") -> list[int]:

@@ -1,7 +1,7 @@
 """What may be tuned, and a config with values put in.
 
-Public names: `with_values`, `values_of`, `value_of`, `key_of`, `check_overrides`, `proxy_config`, `distributions`,
-`one_process`, `stretched`.
+Public names: `with_values`, `values_of`, `value_of`, `key_of`, `keys_of`, `check_overrides`, `proxy_config`,
+`distributions`, `one_process`, `stretched`.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def with_values(config: Config, values: Mapping[str, Value]) -> Config:
         KeyError: a name is none of these.
         ConfigError: a value is none that the config may have.
     """
-    return config.derive(_keys(values))
+    return config.derive(keys_of(values))
 
 
-def _keys(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Hyperparameters by the config's keys."""
+def keys_of(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Hyperparameters by the config's keys. Raises KeyError for a name that is none."""
     if unknown := set(values) - {*Hparams.model_fields, "lr_schedule"}:
         raise KeyError(f"not hyperparameters: {', '.join(sorted(unknown))}")
     return {key_of(name): value for name, value in values.items()}
@@ -123,7 +123,7 @@ def proxy_config(
     tuning, training, interval = config.tuning, config.training, rung_interval(config)
     return config.derive(
         {
-            **_keys(values),
+            **keys_of(values),
             **_schedule(training, tuning_steps(config)),
             **_one_process(config),
             "run.name": f"{config.run.name}, {directory.name}",

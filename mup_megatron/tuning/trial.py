@@ -85,6 +85,7 @@ def main() -> None:
     from mup_megatron.errors import DiskFull
     from mup_megatron.ranks import Rank
     from mup_megatron.run_directory import Busy
+    from mup_megatron.setup import resolve
 
     upstream.prepare_process()
     from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
@@ -96,7 +97,7 @@ def main() -> None:
         try:
             config = parse_config(job["config"], job["source"])
             with full_disk(Path(config.run.dir), "files of the trial"):
-                loss = train.train(config, Rank(), watcher=watcher)
+                loss = train.train(resolve(config, 1), Rank(), watcher=watcher)
             wire.send(event="stopped" if watcher.stopped else "complete", loss=loss)
         except train.Diverged as error:
             wire.send(event="diverged", reason=str(error))

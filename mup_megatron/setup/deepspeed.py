@@ -1,7 +1,8 @@
 """The config of a DeepSpeed engine: a user's DeepSpeed JSON, with this project's config on top.
 
 Ours rules: a JSON key that says something else than the config is an error that names both, and blocks that would
-undo the parametrization are refused by name. Public names: `deepspeed_config`, `check_settings`, `refuse`.
+undo the parametrization are refused by name. Public names: `deepspeed_config`, `check_settings`, `refuse`,
+`bf16_problem`.
 """
 
 from __future__ import annotations
@@ -104,17 +105,21 @@ def check_settings(config: Config, settings: dict[str, Any], mpu: Any = None) ->
         ) from None
 
 
+def bf16_problem(bf16: bool, stage: int) -> str | None:
+    """What is wrong with a precision at a ZeRO stage; None if nothing is."""
+    if not bf16 or stage > 0:
+        return None
+    return "DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); expected stage 1 to 3"
+
+
 def refuse(config: Config, layout: Layout) -> None:
     """Refuses what DeepSpeed gets silently wrong, before anything is built.
 
     Raises:
         ConfigError: names the key and what works.
     """
-    if config.training.precision == "bf16" and layout.zero_stage == 0:
-        raise config.error(
-            "parallel.zero_stage",
-            "DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); expected stage 1",
-        )
+    if problem := bf16_problem(config.training.precision == "bf16", layout.zero_stage):
+        raise config.error("parallel.zero_stage", problem)
     if config.parallel.offload_optimizer and layout.zero_stage == 0:
         raise config.error("parallel.offload_optimizer", "ZeRO 0 partitions nothing to offload; expected stage 1 to 3")
 

@@ -20,13 +20,13 @@ from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.explain import explain, shown_init
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
-from mup_megatron.pipeline import apply_record
 from mup_megatron.report import pictures
 from mup_megatron.report.page import _search, write_page
 from mup_megatron.report.pictures import draw_search, extent_of
 from mup_megatron.report.run_data import read_run
 from mup_megatron.report.summary import summary
 from mup_megatron.tuning import budget
+from mup_megatron.tuning.decide import apply_record
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.record import extrapolated, remarks, write_record

@@ -143,7 +143,7 @@ def _join(config: str, overrides: list[str]) -> int:
     led = False
 
     def body(settings: Any, rank: Any) -> None:
-        from mup_megatron.pipeline import join_study
+        from mup_megatron.tuning.lead import join_study
 
         nonlocal led
         led = join_study(settings, rank)
@@ -172,8 +172,8 @@ def transfer(
     settings, layout = setup.config, setup.layout
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.model import parametrize
-    from mup_megatron.pipeline import apply_record
     from mup_megatron.report.summary import print_transfer
+    from mup_megatron.tuning.decide import apply_record
     from mup_megatron.tuning.record import becomes, extrapolated, remarks
 
     transferred, record = apply_record(settings)

@@ -8,6 +8,8 @@ lease.py     whose worker is gone, where workers come and go
 outcome.py   its trials, and the one that is chosen
 trial.py     one trial, in the process that runs it
 process.py   starts that process and talks with it
+decide.py    whether to tune; what must hold before; what a record's values make of a run
+lead.py      the worker that leads: moves the study on, chooses, writes the record
 worker.py    takes trials, watches their process, tells the study
 family.py    between which configs values transfer
 record.py    transfer.json: written, checked, applied

@@ -1,0 +1,159 @@
+"""Whether there is anything to tune, what must hold before it is paid for, and what a record's values make of a run.
+
+Public names: `decide`, `apply_record`, `trained_values`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mup_megatron.checkpoint import check_folder
+from mup_megatron.config import Config
+from mup_megatron.data.parts import check_parts
+from mup_megatron.data.prepare import known_vocab_size, prepare
+from mup_megatron.files import write_whole
+from mup_megatron.progress import Progress
+from mup_megatron.ranks import Rank
+from mup_megatron.run_directory import PLAN
+from mup_megatron.setup import resolve
+from mup_megatron.tuning import budget, record
+from mup_megatron.tuning.space import Value, check_overrides, key_of, proxy_config, value_of, values_of, with_values
+
+
+def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, ...] = ()) -> bool:
+    """Whether to tune; the first rank says the plan, and prepares the data for all.
+
+    What the folder holds already is looked at before anything is written, and stays if it is another run's.
+    """
+    path = record.record_path(config)
+    found = record.read_record(path, config)
+    tune = found is None and config.tuning.run != "never"
+    if tune and not config.tuning.search:
+        raise config.error(
+            "tuning.search", "missing; expected what to tune, or tuning.run: never to train with the values of hparams:"
+        )
+    if tune and not float([*config.data.split.split(","), "0"][1]):
+        raise config.error(
+            "data.split",
+            f"{config.data.split} holds nothing to validate on, by which trials are compared; expected 98,2,0",
+        )
+    if config.tuning.run == "never" and found is None and config.tuning.record is not None:
+        raise config.error("tuning.record", f"no such file: {path}")
+    _check_folder(config, found, tune, allowed)
+    directory = Path(config.run.dir)
+    plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=tune)
+    if tune:
+        _check_proxy(config)
+        _check_writable(path, config)
+        _check_study(config)
+        for line in budget.lines(config, plan):
+            progress.say(line)
+        budget.check_share(config, plan)
+        write_whole(directory / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+    elif found is not None:
+        progress.say(f"{path}: tuned values of this family, found {found['created']}; nothing to tune")
+    else:
+        progress.say("tuning.run: never, and no record; training with the values of hparams:")
+    if tune or config.tuning.run != "only":
+        extrapolated = record.extrapolated(config, found)
+        write_whole(directory / PLAN, json.dumps({**plan.as_json(), "extrapolated": extrapolated}, indent=1))
+    prepared = prepare(config, progress.say)
+    check_parts(config, prepared.blend[0], validation=tune or bool(config.training.eval_interval))
+    return tune
+
+
+def _check_folder(config: Config, found: dict[str, Any] | None, tune: bool, allowed: tuple[str, ...]) -> None:
+    """What the folder holds of a target is of this config. Raises UserError."""
+    if found is not None:
+        check_folder(with_values(config, _transferred(config, found, allowed)), allowed)
+    elif not tune:
+        check_folder(config, allowed)
+    else:
+        check_overrides(config, allowed)
+        # More trials for a target that is there already; it stays what it is.
+        begun = check_folder(config, (*allowed, *map(key_of, values_of(config))))
+        if begun and config.tuning.run != "only":
+            raise config.error(
+                "run.dir",
+                f"{config.run.dir} holds a target that trained with the values of hparams:, and tuning would find "
+                "others; expected another run.dir, or `train` to go on with it",
+            )
+
+
+def _check_study(config: Config) -> None:
+    """The study that is there, if any, is of this config. Raises UserError."""
+    from mup_megatron.tuning.study import Study
+
+    if any((Path(config.run.dir) / "tuning").glob("trial-*")):
+        Study(config).check()
+
+
+def _check_proxy(config: Config) -> None:
+    """What each trial would be refused for is said once, before the first. Raises ConfigError."""
+    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
+    resolve(proxy, 1)
+
+
+def _check_writable(path: Path, config: Config) -> None:
+    """Whether the record can be written when tuning has been paid for. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config.error("tuning.record", f"cannot write to {path.parent}: {error.strerror}") from None
+    if not os.access(path.parent, os.W_OK):
+        raise config.error("tuning.record", f"cannot write to {path.parent}: permission denied")
+
+
+def apply_record(config: Config) -> tuple[Config, dict[str, Any]]:
+    """The config with the values of its record.
+
+    Raises:
+        UserError: no record, or one that does not belong to this config.
+    """
+    path = record.record_path(config)
+    found = record.read_record(path, config)
+    if found is None:
+        raise config.error("tuning.record", f"no such file: {path}; expected a transfer record (mup-megatron tune)")
+    return with_values(config, _transferred(config, found)), found
+
+
+def trained_values(config: Config, progress: Progress, allowed: tuple[str, ...]) -> dict[str, Value]:
+    """The values to train with: the record's, else the config's own."""
+    found = record.read_record(record.record_path(config), config)
+    if found is None:
+        return {}
+    values, given = _transferred(config, found, allowed), values_of(config)
+    for name, value in found["values"].items():
+        if values[name] != value:
+            progress.say(f"{key_of(name)}: {values[name]} as given, not {value} of the record (--allow-change)")
+        elif name not in found["tuned"] and given.get(name) not in (None, value):
+            progress.say(f"{key_of(name)}: {value} as it was while tuning, not {given[name]}")
+    return values
+
+
+def _transferred(config: Config, found: dict[str, Any], allowed: tuple[str, ...] = ()) -> dict[str, Value]:
+    """The record's values, but for those that were given on the command line and may differ.
+
+    Raises:
+        ConfigError: one that was given on the command line and may not; it would be dropped.
+    """
+    values = dict(found["values"])
+    for name, value in found["values"].items():
+        key, given = key_of(name), value_of(config, name)
+        if given == value or not config.is_overridden(key):
+            continue
+        if key not in allowed:
+            tuned = "tuned" if name in found["tuned"] else "tuned with"
+            raise config.error(
+                key,
+                f"{given} is given, and {record.record_path(config)} says {value} ({tuned}), which a transfer takes; "
+                "expected no such override, or `train`, which trains with the values of hparams:, or pipeline "
+                f"--allow-change {key}",
+            )
+        values[name] = given
+    return values

@@ -52,6 +52,8 @@ def verdict(found: dict[str, Any]) -> str:
     else:
         reasons = [f"out of bounds: {name}" for name in found["out_of_bounds"]]
         reasons += [f"undecided: {name}" for name in found.get("undecided", ())]
+    if len(reasons) > 4:
+        reasons = [*reasons[:3], f"and {len(reasons) - 3} more"]
     return f"**{said}**" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
@@ -200,6 +202,17 @@ def _others() -> Rows:
     return rows
 
 
+def _clipping() -> Rows:
+    """The learning rate over width under either norm of training.clip_norm."""
+    rows = [["`training.clip_norm`", "best rate at 32, 64, 128", "octaves from 32", "from 64", "lowest loss", "verdict"]]
+    for norm in ("global", "invariant"):
+        found = record(f"clip-norm/{norm}.json")
+        best = ", ".join(_best(row) for row in found["lines"]["mup"]["rows"])
+        cells = [best, _octaves(_row_of(found, 32)), _octaves(_row_of(found, 64)), _losses(found), verdict(found)]
+        rows.append([f"`{norm}`", *cells])
+    return rows
+
+
 def _mixed() -> Rows:
     heads = ["lowest loss at 32, 64, 128, 256", "octaves from 32", "from 64", "64's best tried rate costs 256"]
     rows = [["", "rule", *heads, "verdict (from 32)"]]
@@ -323,6 +336,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "rates-512": _rates_512,
     "others": _others,
     "mixed-growth": _mixed,
+    "clip-norm": _clipping,
     "depth": _depth,
     "decay": _decay,
     "norm-gains": _gains,

@@ -11,12 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mup_megatron import rules, upstream
 from mup_megatron.errors import ConfigError
 from mup_megatron.explain import explain
 from mup_megatron.global_names import named_parameters
+from mup_megatron.init import local_rows
 from mup_megatron.layers.moe import global_expert_names
+from mup_megatron.layers.residual import scaled_bias_dropout_add
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
@@ -356,3 +359,22 @@ def test_explain_tells_what_a_rank_holds() -> None:
     assert [{expert_number(name) for name in names} for names in held] == [{None, 0, 1}, {None, 2, 3}]
     assert MLP + "router.weight" in held[0] & held[1]
     assert held[0] | held[1] == set(parametrization.tensors)
+
+
+def test_rows_of_fused_qkv() -> None:
+    """megatron-core's order: of each query group the queries, one key, one value. 8 heads of 8 in 4 groups."""
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    spec = apply(MIXED, "gpt3").tensors[name].shape.spec
+    values = {"query": 1.0, "key": 2.0, "value": 3.0}
+    group = [1.0] * 16 + [2.0] * 8 + [3.0] * 8
+    assert local_rows(spec, values, 0, 1, torch.device("cpu")).tolist() == group * 4
+    assert local_rows(spec, values, 1, 2, torch.device("cpu")).tolist() == group * 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_branch_s_bias_is_multiplied_too(fused: bool) -> None:
+    """10 + 0.5 (2 + 4), without dropout."""
+    add = scaled_bias_dropout_add(0.5)(False, fused)
+    output, bias, residual = torch.full((2, 1, 3), 2.0), torch.full((3,), 4.0), torch.full((2, 1, 3), 10.0)
+    assert torch.equal(add((output, bias), residual, 0.0), torch.full((2, 1, 3), 13.0))
+    assert torch.equal(add((output, None), residual, 0.0), torch.full((2, 1, 3), 11.0))

@@ -92,7 +92,7 @@ def cells() -> list[Any]:
     for case, (_, _, quick) in CASES.items():
         for layout in (*LAYOUTS, *([NOT_SEQUENCE_PARALLEL[case]] if case in NOT_SEQUENCE_PARALLEL else [])):
             name = "-".join((case, f"tp{layout[0]}-dp{layout[1]}", "sp" if layout[2] else "", f"zero{layout[3]}"))
-            fast = quick and layout == (LAYOUTS[1] if case in ("moe", "mla") else LAYOUTS[0])
+            fast = quick and layout == {"mla": LAYOUTS[1]}.get(case, NOT_SEQUENCE_PARALLEL.get(case, LAYOUTS[0]))
             result.append(pytest.param(case, layout, id=name, marks=() if fast else pytest.mark.slow))
     return result
 

@@ -9,7 +9,7 @@ import pytest
 from mup_megatron.config import load_config
 from mup_megatron.errors import ConfigError
 from mup_megatron.layout import resolve_layout, smallest_world
-from tests.configs import MIXED, make
+from tests.configs import MIXED, MOE, make
 
 
 def config(**overrides: Any) -> Any:
@@ -66,6 +66,14 @@ def test_ranks_are_ordered_as_megatron_core_orders_them() -> None:
     assert [layout.tensor_rank(rank) for rank in range(8)] == [0, 1] * 4
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
     assert [layout.pipeline_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+
+
+def test_context_parallel_ranks_read_the_same_data() -> None:
+    """megatron-core's order: tensor, then context, then data."""
+    keys = {"parallel__engine": "megatron", "parallel__context_parallel_size": 2, "model__core_attention": "sdpa"}
+    layout = resolve_layout(config(**keys, parallel__tensor_model_parallel_size=2), 8)
+    assert [layout.context_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [layout.data_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize(
@@ -125,6 +133,33 @@ def test_ranks_are_ordered_as_megatron_core_orders_them() -> None:
 def test_refused(overrides: dict[str, Any], processes: int, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_layout(config(**overrides), processes)
+    assert sentence in str(error.value)
+
+
+EP = "parallel__expert_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "sentence"),
+    [
+        ({EP: 3}, 3, "3 does not divide model.num_moe_experts 4"),
+        ({EP: 4}, 2, "EP 4 x ETP 1 does not divide the 2 processes of a pipeline stage"),
+        ({EP: 2, "parallel__zero_stage": 3}, 2, "DeepSpeed has no ZeRO 3 with expert parallelism; expected 0, 1 or 2"),
+        (
+            {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False},
+            2,
+            "megatron-core trains experts under tensor parallelism only with it; expected true",
+        ),
+    ],
+)
+def test_experts_that_are_refused(overrides: dict[str, Any], processes: int, sentence: str) -> None:
+    keys = {
+        "training__global_batch_size": 12,
+        "training__micro_batch_size": 1,
+        "parallel__tensor_model_parallel_size": 1,
+    }
+    with pytest.raises(ConfigError) as error:
+        resolve_layout(make(MOE, "llama", **{**keys, **overrides}), processes)
     assert sentence in str(error.value)
 
 

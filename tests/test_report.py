@@ -147,7 +147,7 @@ def test_checks_are_on_the_page(repository: Path, tmp_path: Path) -> None:
     shutil.copytree(repository / "docs" / "evidence" / "coord-check-gpt3", tmp_path / "coord-check")
     text = write_page(tmp_path).read_text()
     assert "<h2>Coordinate check of mup</h2><img" in text
-    assert "passed: 59 of 59 modules and parameters are within bounds" in text
+    assert "passed: 67 of 67 modules and parameters are within bounds" in text
     assert 'src="data:image/png;base64,' in text
 
 

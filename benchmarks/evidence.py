@@ -204,7 +204,9 @@ def _others() -> Rows:
 
 def _clipping() -> Rows:
     """The learning rate over width under either norm of training.clip_norm."""
-    rows = [["`training.clip_norm`", "best rate at 32, 64, 128", "octaves from 32", "from 64", "lowest loss", "verdict"]]
+    rows = [
+        ["`training.clip_norm`", "best rate at 32, 64, 128", "octaves from 32", "from 64", "lowest loss", "verdict"]
+    ]
     for norm in ("global", "invariant"):
         found = record(f"clip-norm/{norm}.json")
         best = ", ".join(_best(row) for row in found["lines"]["mup"]["rows"])

@@ -365,7 +365,7 @@ def test_rows_of_fused_qkv() -> None:
     """megatron-core's order: of each query group the queries, one key, one value. 8 heads of 8 in 4 groups."""
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     spec = apply(MIXED, "gpt3").tensors[name].shape.spec
-    values = {"query": 1.0, "key": 2.0, "value": 3.0}
+    values: dict[str | None, float] = {"query": 1.0, "key": 2.0, "value": 3.0}
     group = [1.0] * 16 + [2.0] * 8 + [3.0] * 8
     assert local_rows(spec, values, 0, 1, torch.device("cpu")).tolist() == group * 4
     assert local_rows(spec, values, 1, 2, torch.device("cpu")).tolist() == group * 2

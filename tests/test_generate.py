@@ -181,7 +181,7 @@ class Script(torch.nn.Module):
         self.fed += zip(ids[0].tolist(), positions[0].tolist(), strict=True)
         logits = torch.zeros(1, 1, 8)
         logits[..., 6:] = 100.0
-        logits[..., self.best.pop(0)] = 10.0
+        logits[..., self.best.pop(0) if self.best else NUMBERS.eod] = 10.0
         return logits
 
 

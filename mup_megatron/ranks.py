@@ -81,8 +81,8 @@ def say_error(message: str, rank: Rank, *, same: bool = False) -> None:
         rank: this process.
         same: whether all say the same although they have met.
 
-    Then the first rank speaks, and the others wait for their launcher to end them: one that ended at once could have
-    the first ended before it speaks. Whoever is still there after that was wrong alone, and says so.
+    Then rank 0 prints the error. Other ranks wait 10 s before they exit; otherwise the launcher may kill rank 0 before
+    it prints. A rank that is still alive after the wait has an error of its own, and prints it.
     """
     torch = sys.modules.get("torch")
     met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -33,7 +33,7 @@ from tests import test_record
 from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
 
 record = test_record.record  # the fixture
-# Hypothesis draws 100 by itself, and 500 under --all (conftest.py); a third of ours does for the quick suite.
+# Factor on the counts below: 5 with --all (conftest.py sets max_examples to 500), a third in the quick suite.
 TIMES = 5 if settings.default.max_examples > 100 else 1 / 3
 
 

@@ -57,7 +57,7 @@ def _has_groups() -> bool:
 def _status(arguments: list[str]) -> int:
     from mup_megatron.ranks import read_rank, say_error
 
-    # Ranks whose first one left say so themselves; torch's own account of it is a page long.
+    # When rank 0 exits, the other ranks print our one-line error; this silences torch's traceback.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         result = app(arguments, standalone_mode=False)

@@ -4,11 +4,11 @@ Public names: `Patch`, `apply_patches`, `revert_patches`, `active_patches`, `ALL
 place, upstream.py, at process start. This package imports nothing of mup_megatron but `errors`.
 """
 
-from mup_megatron.patches.checkpoint import CHECKPOINT_PATCHES
-from mup_megatron.patches.cpu import CPU_PATCHES
-from mup_megatron.patches.deepspeed import DEEPSPEED_PATCHES
-from mup_megatron.patches.moe import MOE_PATCHES
-from mup_megatron.patches.patch import Patch, PatchError, active_patches, apply_patches, revert_patches
+from .checkpoint import CHECKPOINT_PATCHES
+from .cpu import CPU_PATCHES
+from .deepspeed import DEEPSPEED_PATCHES
+from .moe import MOE_PATCHES
+from .patch import Patch, PatchError, active_patches, apply_patches, revert_patches
 
 ALL_PATCHES: tuple[Patch, ...] = (*CPU_PATCHES, *CHECKPOINT_PATCHES, *DEEPSPEED_PATCHES, *MOE_PATCHES)
 

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from mup_megatron.patches.patch import Patch
+from .patch import Patch
 
 
 def _plain_queue(_original: Callable[..., Any]) -> Callable[..., Any]:

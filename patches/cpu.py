@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron.patches.patch import Patch, PatchError
+from .patch import Patch, PatchError
 
 
 def _cpu_device(_original: Callable[[], int]) -> Callable[[], torch.device]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mup_megatron.patches.patch import Patch
+from .patch import Patch
 
 
 def _no_shm_op(_original: Callable[[], object]) -> Callable[[], None]:

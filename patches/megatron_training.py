@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mup_megatron.patches.cpu import for_cpu, seed_generators
-from mup_megatron.patches.patch import Patch
+from .cpu import for_cpu, seed_generators
+from .patch import Patch
 
 _VERSIONS = ">=0.16.1,<0.20"
 

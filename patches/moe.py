@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron.patches.patch import Patch
+from .patch import Patch
 
 
 def _no_stream(_original: Any) -> type:

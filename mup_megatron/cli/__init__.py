@@ -1,6 +1,6 @@
 """`mup-megatron`: the command line. Commands are thin; what they do lives in the module of the same name.
 
-Public names: `main`, `run`, `launched`, `demo_config`.
+Public names: `main`, `run`, `launched`, `default_config`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 from mup_megatron.cli.common import app, typed
 from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.shipped import shipped_folder
 
 # They register their commands, in the order of the help.
 from mup_megatron.cli import runs  # noqa: F401  # isort: skip
@@ -73,7 +74,7 @@ def _status(arguments: list[str]) -> int:
 
 
 def launched(command: str, arguments: list[str]) -> NoReturn:
-    """What launch/*.sh run: a command, on configs/demo.yaml unless a config is named.
+    """What launch/*.sh run: a command, on `default_config` unless a config is named.
 
     Args:
         command: pipeline or tune.
@@ -81,17 +82,15 @@ def launched(command: str, arguments: list[str]) -> NoReturn:
     """
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
-        arguments = [str(demo_config()), *arguments]
+        arguments = [os.path.relpath(default_config(Path(sys.argv[0]))), *arguments]
     sys.exit(run([command, *arguments]))
 
 
-def demo_config() -> Path:
-    """configs/demo.yaml of this checkout.
+def default_config(script: Path) -> Path:
+    """config.yaml beside the script's folder, as `mup-megatron new` writes it, else the configs/demo.yaml shipped.
 
-    Raises:
-        UserError: the package is installed without its checkout.
+    Args:
+        script: launch/pretrain_gpt.sh or launch/tune_proxy.sh, wherever that was copied to.
     """
-    path = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
-    if not path.is_file():
-        raise UserError("no config was named, and configs/demo.yaml is not beside this installation; name a config")
-    return Path(os.path.relpath(path))
+    beside = script.resolve().parent.parent / "config.yaml"
+    return beside if beside.is_file() else shipped_folder("configs") / "demo.yaml"

@@ -14,11 +14,29 @@ import typer
 app = typer.Typer(
     name="mup-megatron",
     help="Maximal update parametrization (µP) for megatron-core and DeepSpeed: tune a small proxy, train the target.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        from mup_megatron import __version__
+
+        print(f"mup-megatron {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _bare(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
 
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[

@@ -1,13 +1,67 @@
-"""Commands to start with: config."""
+"""Commands to start with: new, config."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
 from mup_megatron.cli.common import app
+
+
+@app.command(epilog="Example: mup-megatron new my-run --architecture llama --hidden-size 4096 --num-layers 32")
+def new(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to make.")],
+    architecture: Annotated[Literal["gpt3", "llama"], typer.Option(help="Of the target.")] = "llama",
+    num_layers: Annotated[int, typer.Option(min=1, help="Of target and proxy.")] = 4,
+    hidden_size: Annotated[int, typer.Option(min=2, help="Width of the target.")] = 1024,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Query heads of the target; hidden size / 128, or / 64 below 2048.")
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads of the target; as many as heads.")] = None,
+    ffn_hidden_size: Annotated[
+        int | None, typer.Option(min=1, help="Of the target; 4 times the width, or 8/3 (llama) to a multiple of 64.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Of the tokenizer that is trained on the text.")] = 4096,
+    seq_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per optimizer step.")] = 32,
+    train_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the target.")] = 1000,
+    text: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Your own text (.txt, .jsonl); repeatable.")
+    ] = None,
+) -> None:
+    """Write a folder to start from: a commented config that runs, with base and proxy by the paper's advice."""
+    from mup_megatron.new_run import Target, proxy_of, seen_from, write_folder
+
+    path = Path(directory)
+    head_size = 128 if hidden_size >= 2048 else 64
+    ffn = 64 * max(1, round(8 * hidden_size / 3 / 64)) if architecture == "llama" else 4 * hidden_size
+    target = Target(
+        name="run",
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=heads or max(1, hidden_size // head_size),
+        num_query_groups=kv_heads,
+        ffn_hidden_size=ffn_hidden_size or ffn,
+        vocab_size=vocab_size,
+        seq_length=seq_length,
+        global_batch_size=batch,
+        train_steps=train_steps,
+        files=seen_from(path, text or ()),
+    )
+    share = write_folder(path, target)
+    print(f"{path / 'config.yaml'}: width {hidden_size}, tuned at width {proxy_of(target).hidden_size};")
+    print(f"tuning will cost {share:.2g} times the target's training. Next:")
+    print(f"  cd {path}")
+    for command, what in (
+        ("plan config.yaml", "what it costs, in time too"),
+        ("explain config.yaml", "every tensor, its multipliers and rates"),
+        ("pipeline config.yaml", "tune, transfer, train"),
+    ):
+        print(f"  mup-megatron {command:<24} # {what}")
 
 
 @app.command("config", epilog="Example: mup-megatron config training.lr_warmup_steps")

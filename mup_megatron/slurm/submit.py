@@ -19,6 +19,7 @@ from typing import Literal
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError, shown
 from mup_megatron.layout import resolve_layout
+from mup_megatron.shipped import shipped_folder
 from mup_megatron.tuning.space import check_overrides
 
 Stage = Literal["pipeline", "tune", "pretrain"]
@@ -83,8 +84,7 @@ def jobs(stage: Stage, config: Config, arguments: Sequence[str], environment: Ma
         environment: SBATCH_* there come before the config.
 
     Raises:
-        UserError: the layout does not fit the nodes, a value is given that tuning would replace, or the scripts are not
-            there.
+        UserError: the layout does not fit the nodes, or a value is given that tuning would replace.
     """
     recorded, tuning = Path(config.record_path).exists(), config.tuning.run
     stages = [stage] if stage != "pipeline" else ["tune", "pretrain"]
@@ -137,7 +137,7 @@ def _job(stage: str, config: Config, arguments: Sequence[str], environment: Mapp
             f"--output={logs}/{name}",
             "--export=ALL",
         ],
-        script=_script(stage),
+        script=shipped_folder("launch") / "slurm" / _SCRIPTS[stage],
         arguments=list(arguments),
     )
 
@@ -145,15 +145,6 @@ def _job(stage: str, config: Config, arguments: Sequence[str], environment: Mapp
 def logs_directory(config: Config) -> Path:
     """Where the jobs' output goes, and a folder of the ranks' logs per start of a job."""
     return Path(config.run.dir).resolve() / "logs"
-
-
-def _script(stage: str) -> Path:
-    path = Path(__file__).resolve().parent.parent.parent / "launch" / "slurm" / _SCRIPTS[stage]
-    if not path.is_file():
-        raise UserError(
-            f"{path}: not there; launch/slurm comes with a checkout, and this installation has none beside it"
-        )
-    return path
 
 
 def submit(config: Config, planned: Sequence[Job], *, dry_run: bool, say: Callable[[str], None] = print) -> None:

@@ -1,0 +1,19 @@
+"""What pyproject.toml has no words for: three folders of the checkout lie inside the package in a wheel."""
+
+from setuptools import find_packages, setup
+
+INSIDE = {
+    "mup_megatron.patches": "patches",
+    "mup_megatron.shipped.configs": "configs",
+    "mup_megatron.shipped.launch": "launch",
+}
+
+setup(
+    packages=[*find_packages(include=["mup_megatron*"]), *INSIDE],
+    package_dir=INSIDE,
+    package_data={
+        "mup_megatron.patches": ["*/series", "*/*.patch"],
+        "mup_megatron.shipped.configs": ["**/*.yaml", "**/*.json"],
+        "mup_megatron.shipped.launch": ["**/*.sh", "**/*.sbatch"],
+    },
+)

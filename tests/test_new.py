@@ -1,0 +1,135 @@
+"""`mup-megatron new`: the folder that it writes, with sizes worked out by hand, runs as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mup_megatron import cli
+from mup_megatron.config import Config, load_config
+from tests.commands import BIN, losses, run
+
+
+def new(folder: Path, *words: str) -> Config:
+    assert cli.run(["new", str(folder), *words]) == 0
+    return load_config(folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "target", "proxy"),
+    [
+        # Llama 3 8B: heads of 128, four query heads per KV head, so four heads at least; 14336 / 4096 = 1792 / 512.
+        (
+            "--hidden-size 4096 --num-layers 32 --heads 32 --kv-heads 8 --ffn-hidden-size 14336 --train-steps 100000",
+            {"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "ffn_hidden_size": 14336},
+            {"hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 1, "ffn_hidden_size": 1792},
+        ),
+        # GPT-3 6.7B: heads of 128; two of them make the paper's width of 256.
+        (
+            "--architecture gpt3 --hidden-size 4096 --num-layers 32",
+            {"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "ffn_hidden_size": 16384},
+            {"hidden_size": 256, "num_attention_heads": 2, "ffn_hidden_size": 1024},
+        ),
+        # A Llama of width 1024: 16 heads of 64; its FFN is 8/3 of the width, 2731, to a multiple of 64: 43 * 64.
+        (
+            "",
+            {"hidden_size": 1024, "num_attention_heads": 16, "kv_channels": 64, "ffn_hidden_size": 2752},
+            {"hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 688},
+        ),
+        # As narrow as the paper's proxy itself: a quarter of it, one head of 64.
+        (
+            "--hidden-size 256 --architecture gpt3",
+            {"hidden_size": 256, "num_attention_heads": 4, "kv_channels": 64, "ffn_hidden_size": 1024},
+            {"hidden_size": 64, "num_attention_heads": 1, "ffn_hidden_size": 256},
+        ),
+    ],
+    ids=["llama-8b", "gpt3-6.7b", "default", "narrow"],
+)
+def test_sizes(tmp_path: Path, words: str, target: dict[str, int], proxy: dict[str, int]) -> None:
+    config = new(tmp_path / "run", *words.split())
+    assert {key: getattr(config.model, key) for key in target} == target
+    for sizes in (config.base, config.proxy):
+        assert {key: value for key, value in sizes.model_dump().items() if value is not None} == proxy
+
+
+def test_trials_are_shorter_than_a_long_run(tmp_path: Path) -> None:
+    """Tensor Programs V: 5000 steps at least; ours is a tenth of the target's where that is more."""
+    for steps, expected in ((1000, 1000), (20_000, 5000), (100_000, 10_000)):
+        config = new(tmp_path / str(steps), "--train-steps", str(steps), "--hidden-size", "2048")
+        assert config.tuning.train_steps == expected
+        assert config.training.lr_warmup_steps == steps // 50
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--hidden-size 100 --heads 3", "--heads: 3 does not divide --hidden-size 100"),
+        ("--heads 16 --kv-heads 3", "--kv-heads: 3 does not divide --heads 16"),
+        ("--heads 1", "--heads: no proxy is narrower than 1024 with heads of 1024 elements"),
+        ("--text missing.txt", "--text: no such file: missing.txt"),
+        ("--hidden-size 0", "Invalid value for '--hidden-size'"),
+        ("--architecture bert", "Invalid value for '--architecture'"),
+    ],
+)
+def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str) -> None:
+    folder = tmp_path / "run"
+    assert cli.run(["new", str(folder), *words.split()]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+    assert cli.run(["new", str(tmp_path)]) == 2
+    assert "is there already; expected a new or an empty folder" in capsys.readouterr().err
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]
+
+
+def test_own_text_is_found_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "it's mine: all.txt"
+    text.write_text("Words.\n")
+    config = new(tmp_path / "a" / "run", "--text", str(text))
+    monkeypatch.chdir(tmp_path / "a" / "run")
+    assert [Path(file).read_text() for file in config.data.files] == ["Words.\n"]
+
+
+def test_the_folder_runs(tmp_path: Path) -> None:
+    """Its own launch script takes its config, from another folder too, tunes, transfers and trains."""
+    text = tmp_path / "my.txt"
+    text.write_text("\n\n".join(f"Paragraph {n} of a text on the number {n * n}, and on {n + 7}." for n in range(4000)))
+    folder = tmp_path / "run"
+    sizes = "--hidden-size 64 --heads 4 --num-layers 1 --vocab-size 320 --seq-length 32 --batch 4 --train-steps 4"
+    new(folder, *sizes.split(), "--text", str(text))
+    small = ["tuning.trials=2", "tuning.train_steps=2", "tuning.repeat_best=0", "tuning.max_compute_share=100"]
+    result = run("bash", "launch/pretrain_gpt.sh", *small, cwd=folder)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    assert len(losses(folder / "runs" / "run")) == 4
+    assert (folder / "runs" / "run" / "transfer.json").is_file()
+
+
+def test_scripts_can_be_executed(tmp_path: Path) -> None:
+    new(tmp_path / "run")
+    scripts = sorted((tmp_path / "run" / "launch").rglob("*.s*"))
+    assert [path.name for path in scripts if path.is_file()] == [
+        "pretrain_gpt.sh",
+        "pipeline.sbatch",
+        "pretrain_gpt.sbatch",
+        "tune_proxy.sbatch",
+        "tune_proxy.sh",
+    ]
+    assert all(os.access(path, os.X_OK) for path in scripts)
+
+
+def test_version_and_bare_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == "mup-megatron 0.1.0\n"
+    assert cli.run([]) == 0
+    assert "Commands" in capsys.readouterr().out
+
+
+def test_completion() -> None:
+    result = run(BIN / "mup-megatron", "--show-completion", "bash")
+    assert "complete -o default -F _mup_megatron_completion mup-megatron" in result.stdout

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory
-from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.errors import UserError
 from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import Busy, own_run_directory, write_whole
 from mup_megatron.setup import resolve_auto
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.family import digest
-from mup_megatron.tuning.process import ATTEMPTS, TrialProcess
+from mup_megatron.tuning.process import ATTEMPTS, RunProcess
 from mup_megatron.tuning.space import one_process
 
 _POLL_SECONDS = 0.2
@@ -160,7 +160,7 @@ class _Slot:
         self._directory = directory
         name = f"{os.uname().nodename}-{rank.rank}-{number}"
         self._cache = directory / f"cache-{name}"
-        self._process = TrialProcess(worker, directory / f"worker-{name}.log")
+        self._process = RunProcess(worker, directory / f"worker-{name}.log")
         self._job: Job | None = None
         self._held = ExitStack()
         self._began = 0.0
@@ -198,40 +198,25 @@ class _Slot:
         return False
 
     def _start(self, job: Job) -> None:
-        self._process.start()
         there = {
             "run.dir": str(self._directory / job.name),
             "run.name": job.name,
             "data.cache_dir": str(self._cache),
         }
-        config = job.config.derive(there)
-        self._process.send(config=json.loads(json.dumps(config.model_dump())), source=config.source)
+        self._process.start(job.config.derive(there))
 
     def _hear(self, job: Job) -> None:
-        messages = self._process.messages(_POLL_SECONDS)
-        for message in messages:
-            event = message["event"]
-            if event == "report":
-                self._process.send(go_on=True)
-            elif event == "complete" and math.isfinite(message["loss"]):
-                return self._end(job, "complete", loss=message["loss"])
-            elif event in ("complete", "diverged"):
-                return self._end(job, "diverged", reason=message.get("reason", "the evaluation loss is not finite"))
-            elif event == "disk_full":
-                raise DiskFull(message["reason"])
-            elif event == "failed":
-                if message["again"]:
-                    return self._died(job, message["reason"])
-                self._process.stop()
-                return self._end(job, "failed", reason=message["reason"])
-        if not messages and not self._process.alive:
-            self._died(job, self._process.how_it_died())
-        elif self._process.silence > (limit := self._process.patience(job.config.tuning.hang_timeout)):
-            self._died(job, f"no step in {limit} s (tuning.hang_timeout)")
-        return None
+        ended = self._process.listen(_POLL_SECONDS, job.config.tuning.hang_timeout)
+        if ended is None:
+            return
+        if ended.state == "complete" and ended.loss is not None:
+            self._end(job, "complete", loss=ended.loss)
+        elif ended.state in ("diverged", "failed"):
+            self._end(job, ended.state, reason=ended.reason)
+        else:
+            self._died(job, ended.reason)
 
     def _died(self, job: Job, how: str) -> None:
-        self._process.stop()
         self._attempts += 1
         if self._attempts < ATTEMPTS:
             self._start(job)

@@ -1,6 +1,14 @@
-"""The process that runs trials, as seen from the one that started it.
+"""A run in a process of its own: how it is started, what is said to it and what it says.
 
-Public names: `TrialProcess`, `ATTEMPTS`, `environment`.
+Public names: `RunProcess`, `Start`, `Answer`, `Ready`, `Step`, `Evaluation`, `End`, `receive`, `ATTEMPTS`,
+`environment`. The trials of tuning (worker.py) and the runs of a stability grid (proof/grid.py) are such runs; trial.py
+is the program of the process. Each message is one line of JSON, on the process's standard input and output:
+
+    Start                to the process: the config of its next run
+    Ready                from it, once: it has imported what every run needs
+    Step, Evaluation     from it, while it trains; it waits for an Answer after every Evaluation
+    Answer               to it: whether the run goes on
+    End                  from it: how the run ended
 """
 
 from __future__ import annotations
@@ -16,8 +24,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from mup_megatron.config import Config
+from mup_megatron.errors import DiskFull
 from mup_megatron.ranks import Rank
 
 ATTEMPTS = 2
@@ -29,7 +41,81 @@ _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "GRO
 _SAVE_SECONDS = 120.0
 _START_SECONDS = 600
 _AWAKE_SECONDS = 5.0  # between two looks; beyond it this process itself was stopped, not the other silent
-_ENDS = ("complete", "stopped", "diverged", "failed", "terminated", "disk_full", "busy")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def line(self) -> str:
+        """As it is sent."""
+        return json.dumps(self.model_dump()) + "\n"
+
+
+class Start(_Message):
+    """What to run: a config as the YAML it could have been, and the file that messages about it name."""
+
+    config: dict[str, Any]
+    source: str | None
+
+    @classmethod
+    def of(cls, config: Config) -> Start:
+        """The run of a config."""
+        return cls(config=config.model_dump(), source=config.source)
+
+
+class Answer(_Message):
+    """Whether the run goes on after an evaluation."""
+
+    go_on: bool
+
+
+class Ready(_Message):
+    """The process has imported what every run needs."""
+
+    event: Literal["ready"] = "ready"
+
+
+class Step(_Message):
+    """The run has done so many steps; sent every few seconds. The loss is in nats per token."""
+
+    event: Literal["step"] = "step"
+    step: int
+    loss: float
+
+
+class Evaluation(_Message):
+    """An evaluation behind a step; the run waits for an Answer. The loss is in nats per token."""
+
+    event: Literal["evaluation"] = "evaluation"
+    step: int
+    loss: float
+
+
+class End(_Message):
+    """The run is over in this process.
+
+    Args:
+        state: `complete`; `stopped` by an Answer; `diverged`: a loss was no finite number; `failed`: another process
+            would fail too; `died`: this process was killed, hung, or had no memory left, and another one can go on from
+            the last checkpoint; `terminated` by SIGTERM, and saved; `disk_full`; `busy`: another process holds the
+            run's folder.
+        loss: nats per token; of a run that is complete, and finite.
+        reason: of a run that is neither complete nor stopped.
+    """
+
+    event: Literal["end"] = "end"
+    state: Literal["complete", "stopped", "diverged", "failed", "died", "terminated", "disk_full", "busy"]
+    loss: float | None = None
+    reason: str = ""
+
+
+Said = Ready | Step | Evaluation | End
+_SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="event")])
+
+
+def receive(line: str) -> Said:
+    """A message of the process, from the line that it sent."""
+    return _SAID.validate_python(json.loads(line))
 
 
 def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
@@ -56,11 +142,11 @@ def _gpus() -> int:
     return torch.cuda.device_count()  # asks the driver, makes no context
 
 
-class TrialProcess:
-    """The process that runs trials (trial.py): started when needed, again after it died.
+class RunProcess:
+    """The process that takes one run after the other (trial.py): started when needed, again after it died.
 
     Args:
-        rank: the worker's; its local rank chooses the GPU.
+        rank: of the process that starts it; its local rank chooses the GPU.
         log: file for whatever libraries print.
     """
 
@@ -72,17 +158,19 @@ class TrialProcess:
         self._buffer = ""
         self._looked = 0.0
         self._owes_answer = False
-        self.ready = False
-        """Whether it has imported what it needs."""
-        self.silence = 0.0
-        """Seconds, of those in which this process was awake, since it said or was told something."""
+        self._ready = False
+        # Seconds, of those in which this process was awake, since the other one said or was told something.
+        self._silence = 0.0
 
-    def start(self) -> None:
-        """Starts it where it is not there. It may die while it starts, as later (`alive`)."""
-        if self._process is not None and self._process.poll() is None:
-            return
+    def start(self, config: Config) -> None:
+        """Has it run a config; starts the process where none is there. It may die at any time, as `listen` says."""
+        if not self._alive:
+            self._launch()
+        self._send(Start.of(config))
+
+    def _launch(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._buffer, self.ready, self._owes_answer = "", False, False
+        self._buffer, self._ready, self._owes_answer = "", False, False
         with self._log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mup_megatron.tuning.trial"],
@@ -96,67 +184,104 @@ class TrialProcess:
             raise RuntimeError("no pipes")
         self._in, self._out = self._process.stdin, self._process.stdout
 
+    def listen(
+        self,
+        seconds: float,
+        hang_timeout: int,
+        *,
+        evaluated: Callable[[Evaluation], bool] = lambda _evaluation: True,
+        stepped: Callable[[Step], None] = lambda _step: None,
+    ) -> End | None:
+        """Hears what its run says, and answers its evaluations.
+
+        Args:
+            seconds: to wait for a message.
+            hang_timeout: seconds of silence after which it hangs; while it starts they are 600 or more.
+            evaluated: whether the run goes on after an evaluation; may raise, and the answer is owed then.
+            stepped: takes a step that was done.
+
+        Returns:
+            How the run ended; None while it is under way. The process lives on where its next run can start there.
+
+        Raises:
+            DiskFull: the run could not write.
+        """
+        messages = self._messages(seconds)
+        for message in messages:
+            if isinstance(message, Step):
+                stepped(message)
+            elif isinstance(message, Evaluation):
+                self._send(Answer(go_on=evaluated(message)))
+            elif isinstance(message, End) and message.state != "terminated":  # SIGTERM: its process dies
+                return self._ended(message)
+        if not messages and not self._alive:
+            return self._ended(End(state="died", reason=self._how_it_died()))
+        limit = hang_timeout if self._ready else max(hang_timeout, _START_SECONDS)
+        if self._silence > limit:
+            return self._ended(End(state="died", reason=f"no step in {limit} s (tuning.hang_timeout)"))
+        return None
+
+    def _ended(self, end: End) -> End:
+        if end.state == "disk_full":
+            raise DiskFull(end.reason)
+        if end.state in ("failed", "died", "busy"):
+            self.stop()
+        return end
+
     @property
-    def alive(self) -> bool:
-        """Whether it runs."""
+    def _alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def how_it_died(self) -> str:
-        """For people."""
+    def _how_it_died(self) -> str:
         status = self._process.poll() if self._process is not None else None
         named = signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
         return f"its process died ({named})"
 
-    def patience(self, timeout: int) -> int:
-        """Seconds of silence after which it hangs: `timeout`, more while it imports from a cold file system."""
-        return timeout if self.ready else max(timeout, _START_SECONDS)
-
-    def send(self, **message: Any) -> None:
-        """One message; a process that is gone shows in `alive`."""
-        self._owes_answer, self.silence, self._looked = False, 0.0, time.monotonic()
-        with suppress(BrokenPipeError):
-            self._in.write(json.dumps(message) + "\n")
+    def _send(self, message: Start | Answer) -> None:
+        self._owes_answer, self._silence, self._looked = False, 0.0, time.monotonic()
+        with suppress(BrokenPipeError):  # a process that is gone shows in `listen`
+            self._in.write(message.line())
             self._in.flush()
 
-    def messages(self, seconds: float) -> list[dict[str, Any]]:
+    def _messages(self, seconds: float) -> list[Said]:
         """What it said, after waiting for at most so long."""
         handle = self._out.fileno()
         looked = time.monotonic()
         if select.select([handle], [], [], seconds)[0]:
             self._buffer += os.read(handle, 1 << 16).decode("utf-8")
         *lines, self._buffer = self._buffer.split("\n")
-        messages = [json.loads(line) for line in lines]
-        self.ready = self.ready or any(message["event"] == "ready" for message in messages)
-        self._owes_answer = self._owes_answer or any(message["event"] == "report" for message in messages)
+        messages = [receive(line) for line in lines]
+        self._ready = self._ready or any(isinstance(message, Ready) for message in messages)
+        self._owes_answer = self._owes_answer or any(isinstance(message, Evaluation) for message in messages)
         now = time.monotonic()
-        self.silence = 0.0 if messages else self.silence + min(now - min(self._looked, looked), _AWAKE_SECONDS)
+        self._silence = 0.0 if messages else self._silence + min(now - min(self._looked, looked), _AWAKE_SECONDS)
         self._looked = now
         return messages
 
-    def save_and_stop(self, report: Callable[[int, float], None] = lambda _step, _loss: None) -> None:
-        """Has it save its trial and end; ends it at once if that takes too long.
+    def save_and_stop(self, report: Callable[[Evaluation], None] = lambda _evaluation: None) -> None:
+        """Has it save its run and end; ends it at once if that takes too long.
 
         Args:
-            report: takes step and loss of every evaluation that it reports meanwhile: it saves at that very step once
-                it is answered, and goes on behind it.
+            report: takes every evaluation that it makes meanwhile: once it is answered it saves at that very step, and
+                goes on behind it.
         """
         if self._process is None:
             return
-        if self.alive:
+        if self._alive:
             self._process.send_signal(signal.SIGTERM)
         if self._owes_answer:
-            self.send(go_on=True)  # one that waits for an answer would not hear the signal
+            self._send(Answer(go_on=True))  # one that waits for an answer would not hear the signal
         until = time.monotonic() + _SAVE_SECONDS
         ended = False
         while not ended and time.monotonic() < until:
-            alive = self.alive
-            messages = self.messages(0.2)
+            alive = self._alive
+            messages = self._messages(0.2)
             for message in messages:
-                if message["event"] == "report":
-                    report(message["step"], message["loss"])
-                    self.send(go_on=True)
-            # One that has come to its end already waits for the next trial, and not for a signal.
-            ended = any(message["event"] in _ENDS for message in messages) or not (alive or messages)
+                if isinstance(message, Evaluation):
+                    report(message)
+                    self._send(Answer(go_on=True))
+            # One that has come to its end already waits for the next run, and not for a signal.
+            ended = any(isinstance(message, End) for message in messages) or not (alive or messages)
         self.stop()
 
     def stop(self) -> None:

@@ -1,13 +1,13 @@
 """One trial, in the process that runs it: `python -m mup_megatron.tuning.trial`, started through process.py.
 
-The process lives on from trial to trial, so that torch, megatron-core and DeepSpeed are imported once. It speaks JSON
-lines: a job comes in on standard input, `step`, `report` and how the trial ended go out on standard output; a report is
-answered with whether to go on. Whatever libraries print goes to the worker's log.
+The process lives on from trial to trial, so that torch, megatron-core and DeepSpeed are imported once. process.py says
+what it hears and says. Whatever libraries print goes to the worker's log.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import sys
@@ -16,9 +16,12 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from mup_megatron.tuning.process import Answer, End, Evaluation, Ready, Said, Start, Step
 
 _TELL_SECONDS = 2.0
+_Told = TypeVar("_Told", Start, Answer)
 
 
 class _Wire:
@@ -35,13 +38,13 @@ class _Wire:
             self._in.put(line)
         os._exit(0)
 
-    def receive(self) -> dict[str, Any]:
-        """The next message; waits."""
-        return json.loads(self._in.get())
+    def receive(self, kind: type[_Told]) -> _Told:
+        """The next message, which is of this kind; waits."""
+        return kind.model_validate(json.loads(self._in.get()))
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: Said) -> None:
         """One message."""
-        self._out.write(json.dumps(message) + "\n")
+        self._out.write(message.line())
         self._out.flush()
 
 
@@ -57,12 +60,12 @@ class _Watcher:
         """Says now and then that the trial is alive."""
         if time.monotonic() - self._told > _TELL_SECONDS:
             self._told = time.monotonic()
-            self._wire.send(event="step", step=step, loss=loss)
+            self._wire.send(Step(step=step, loss=loss))
 
     def evaluated(self, step: int, loss: float) -> bool:
         """Reports an evaluation; whether the trial goes on."""
-        self._wire.send(event="report", step=step, loss=loss)
-        self.stopped = not self._wire.receive()["go_on"]
+        self._wire.send(Evaluation(step=step, loss=loss))
+        self.stopped = not self._wire.receive(Answer).go_on
         return not self.stopped
 
 
@@ -90,32 +93,37 @@ def main() -> None:
     upstream.prepare_process()
     from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
 
-    wire.send(event="ready")
+    wire.send(Ready())
     while True:
-        job = wire.receive()
+        told = wire.receive(Start)
         watcher = _Watcher(wire)
         try:
-            config = parse_config(job["config"], job["source"])
+            config = parse_config(told.config, told.source)
             with full_disk(Path(config.run.dir), "files of the trial"):
                 loss = train.train(resolve(config, 1), Rank(), watcher=watcher)
-            wire.send(event="stopped" if watcher.stopped else "complete", loss=loss)
+            if watcher.stopped:
+                wire.send(End(state="stopped"))
+            elif loss is not None and math.isfinite(loss):
+                wire.send(End(state="complete", loss=loss))
+            else:
+                wire.send(End(state="diverged", reason="the evaluation loss is no finite number"))
         except train.Diverged as error:
-            wire.send(event="diverged", reason=str(error))
-        except train.Terminated:
-            wire.send(event="terminated")
+            wire.send(End(state="diverged", reason=str(error)))
+        except train.Terminated as error:
+            wire.send(End(state="terminated", reason=str(error)))
             return
         except DiskFull as error:
-            wire.send(event="disk_full", reason=str(error))
+            wire.send(End(state="disk_full", reason=str(error)))
             return
         except Busy:
-            wire.send(event="busy")
+            wire.send(End(state="busy", reason="its folder is another process's"))
             return
         except (Exception, CheckpointException) as error:  # the latter is torch's, and no Exception
             with suppress(OSError):  # the log's disk may be full
                 traceback.print_exc()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             reason = f"{type(error).__name__}: {reason}"[:300]
-            wire.send(event="failed", reason=reason, again=is_out_of_memory(error))
+            wire.send(End(state="died" if is_out_of_memory(error) else "failed", reason=reason))
             return  # whatever it left in this process (memory, groups) goes with it
         runtime.stop_distributed()
 

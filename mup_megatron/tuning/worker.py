@@ -9,8 +9,6 @@ down costs that trial alone. It goes on once from its last checkpoint, in a new 
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -20,19 +18,18 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.disk import full_disk
-from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.errors import UserError
 from mup_megatron.ranks import Rank, sigterm
 from mup_megatron.run_directory import Busy, own_run_directory
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.process import ATTEMPTS, TrialProcess
+from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, RunProcess, Step
 from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
 
 _SAY_SECONDS = 60.0
 _BUSY_SECONDS = 5.0  # a folder's owner that was killed is gone by then; one that is only stopped may be for hours
-_BUSY = "its folder is another process's"
 
 
 def work(
@@ -55,7 +52,7 @@ def work(
         Stopped: SIGTERM.
         DiskFull: nothing more could be written; the trial at hand waits.
     """
-    process = TrialProcess(rank, study.directory / f"worker-{rank.rank}.log")
+    process = RunProcess(rank, study.directory / f"worker-{rank.rank}.log")
     with full_disk(study.directory, "the study"), sigterm() as terminated:
         try:
             while not done():
@@ -74,7 +71,7 @@ def _run(
     config: Config,
     study: Study,
     rank: Rank,
-    process: TrialProcess,
+    process: RunProcess,
     trial: Trial,
     done: Callable[[], bool],
     terminated: Callable[[], bool],
@@ -99,9 +96,9 @@ def _run(
         if terminated():
             raise Stopped
 
-    def report(step: int, loss: float) -> None:
+    def report(evaluation: Evaluation) -> None:
         with suppress(Lost):
-            study.report(trial, step, loss)
+            study.report(trial, evaluation.step, evaluation.loss)
 
     try:
         # What a worker that is gone wrote down decides again as it would have then.
@@ -111,19 +108,17 @@ def _run(
         directory = _free_directory(own, alive, say)
         cache = study.directory / f"cache-{rank.rank}"
         while True:
-            job = proxy_config(config, trial.values, seed=trial.seed, directory=directory, cache=cache)
-            process.start()
-            process.send(config=_plain(job), source=config.source)
-            died = _follow(config, study, process, trial, end, alive, say)
-            if died is None:
-                return None
-            if died == _BUSY:
+            process.start(proxy_config(config, trial.values, seed=trial.seed, directory=directory, cache=cache))
+            ended = _follow(config, study, process, trial, alive, say)
+            if ended.state == "busy":
                 directory = _free_directory(own, alive, say)
                 continue
+            if ended.state != "died":
+                return end(ended.state, loss=ended.loss, reason=ended.reason)
             trial = study.died(trial)
             if trial.attempts >= ATTEMPTS:
-                return end("failed", reason=f"{died}, twice")
-            say(f"{trial.name}: {died}; it goes on from its last checkpoint")
+                return end("failed", reason=f"{ended.reason}, twice")
+            say(f"{trial.name}: {ended.reason}; it goes on from its last checkpoint")
     except Lost:
         process.stop()
         say(f"{trial.name}: this worker had been silent for too long, another one has it now")
@@ -166,55 +161,28 @@ def _free_directory(directory: Path, alive: Callable[[], None], say: Callable[[s
 def _follow(
     config: Config,
     study: Study,
-    process: TrialProcess,
+    process: RunProcess,
     trial: Trial,
-    end: Callable[..., None],
     alive: Callable[[], None],
     say: Callable[[str], None],
-) -> str | None:
-    """Hears a trial out; returns why its process ended before it, None if the trial came to an end."""
+) -> End:
+    """Hears a trial out; returns how it ended in its process."""
     said = time.monotonic()
     steps = tuning_steps(config)
+
+    def evaluated(evaluation: Evaluation) -> bool:
+        return study.survives(trial, evaluation.step, evaluation.loss, alive)
+
+    def stepped(step: Step) -> None:
+        nonlocal said
+        if time.monotonic() - said > _SAY_SECONDS:
+            said = time.monotonic()
+            say(f"{trial.name}, on this process: step {step.step}/{steps}, loss {step.loss:.4f}")
+
     while True:
         alive()
-        messages = process.messages(0.2)
-        for message in messages:
-            event = message["event"]
-            if event == "report":
-                process.send(go_on=study.survives(trial, message["step"], message["loss"], alive))
-            elif event == "step" and time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
-                say(f"{trial.name}, on this process: step {message['step']}/{steps}, loss {message['loss']:.4f}")
-            elif event == "complete" and math.isfinite(message["loss"]):
-                end("complete", loss=message["loss"])
-                return None
-            elif event in ("complete", "diverged"):
-                end("diverged", reason=message.get("reason", "the evaluation loss is no finite number"))
-                return None
-            elif event == "stopped":
-                end("stopped")
-                return None
-            elif event == "disk_full":
-                raise DiskFull(message["reason"])
-            elif event == "busy":
-                process.stop()
-                return _BUSY
-            elif event == "failed":
-                process.stop()
-                if message["again"]:
-                    return str(message["reason"])
-                end("failed", reason=message["reason"])
-                return None
-        if not messages and not process.alive:
-            alive()  # a launcher's SIGTERM reaches the trial too, and may reach it first
-            died = process.how_it_died()
-            process.stop()
-            return died
-        if process.silence > (limit := process.patience(config.tuning.hang_timeout)):
-            process.stop()
-            return f"no step in {limit} s (tuning.hang_timeout)"
-
-
-def _plain(config: Config) -> dict[str, Any]:
-    """A config as the YAML it could have been."""
-    return json.loads(json.dumps(config.model_dump()))
+        ended = process.listen(0.2, config.tuning.hang_timeout, evaluated=evaluated, stepped=stepped)
+        if ended is not None:
+            if ended.state == "died":
+                alive()  # a launcher's SIGTERM reaches the trial too, and may reach it first
+            return ended

@@ -88,7 +88,7 @@ def _typed(block: str) -> list[list[str]]:
         lines += _variants(line) if _is_synopsis(line) else [line]
     tell = "\n".join(f'{program}() {{ printf "%s\\0" {program} "$@"; printf "\\n"; }}' for program in PROGRAMS[:-1])
     script = "\n".join(lines).replace("./dev ", "dev ") + "\n"
-    tell += '\ndev() { printf "%s\\0" ./dev "$@"; printf "\\n"; }\n'
+    tell += '\ncd() { :; }\ndev() { printf "%s\\0" ./dev "$@"; printf "\\n"; }\n'
     result = subprocess.run(["bash", "-ec", tell + script], capture_output=True, text=True, check=False)
     if result.returncode:
         raise AssertionError(f"{block!r} cannot be typed: {result.stderr}")

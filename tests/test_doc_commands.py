@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import re
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,25 @@ from tests.links import ROOT
 
 PAGE = pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
+# What `mup-megatron new` writes, in whose folder the commands that name it are typed.
+MADE = "config.yaml"
+
+
+@cache
+def made_config() -> Path:
+    """That file, in a folder of its own."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    assert cli.run(["new", str(folder)]) == 0
+    return folder / MADE
+
 
 def ours(words: list[str]) -> None:
     """`mup-megatron WORDS`: the real parser, and where it takes a config the real loader."""
     known: Any = typer.main.get_command(cli.app)
+    if words[0].startswith("--"):
+        assert words[0] in {option for each in known.params for option in each.opts}, words[0]
+        return
     assert words[0] in known.commands, f"{words[0]}: no command"
     if words[1:] == ["--help"]:
         return
@@ -32,7 +51,8 @@ def ours(words: list[str]) -> None:
     if words[0] == "run":
         megatrons(parsed["arguments"])
     elif "config" in parsed:
-        load_config(ROOT / parsed["config"], parse_overrides(list(parsed["overrides"] or [])))
+        path = ROOT / parsed["config"] if parsed["config"] != MADE else made_config()
+        load_config(path, parse_overrides(list(parsed["overrides"] or [])))
 
 
 def megatrons(words: list[str]) -> None:
@@ -186,16 +206,19 @@ def test_configs_are_taken(page: Path) -> None:
             example(sections)
 
 
-def test_the_readme_shows_a_config() -> None:
-    (shown,) = configs(ROOT / "README.md")
+USAGE = ROOT / "docs" / "usage.md"
+
+
+def test_a_page_shows_a_config() -> None:
+    (shown,) = configs(USAGE)
     assert set(shown) == {"model", "base", "hparams"}
-    assert any("num_attention_heads" in block for block in blocks(ROOT / "README.md"))
+    assert any("num_attention_heads" in block for block in blocks(USAGE))
 
 
 def test_a_wrong_config_shows(tmp_path: Path) -> None:
     """KV heads fixed at 8 while the base has 2 heads: what README once said."""
     page = tmp_path / "page.md"
-    text = (ROOT / "README.md").read_text()
+    text = USAGE.read_text()
     page.write_text(re.sub(r"^    base: .*$", "    base: {hidden_size: 256, num_attention_heads: 2}", text, flags=re.M))
     (shown,) = configs(page)
     with pytest.raises(UserError, match=r"base.num_query_groups: 8 does not divide num_attention_heads 2"):

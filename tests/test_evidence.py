@@ -68,10 +68,10 @@ def test_another_number_in_a_record_is_seen(tmp_path: Path, monkeypatch: pytest.
     assert "**failed**: it moves" in evidence.table("records")
 
 
-def test_numbers_of_the_readme_stand_beside_the_verdict(repository: Path) -> None:
-    """The first page shows a picture of stable optima: what the command said of it stands there too."""
-    text = (repository / "README.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"\(docs/evidence/([\w-]+/[\w.-]+)\.png\)", text))
+def test_numbers_of_the_page_stand_beside_the_verdict(repository: Path) -> None:
+    """verification.md shows a picture of stable optima: what the command said of it stands there too."""
+    text = (repository / "docs" / "verification.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\(evidence/([\w-]+/[\w.-]+)\.png\)", text))
     assert shown
     for name in shown:
         found = evidence.record(f"{name}.json")

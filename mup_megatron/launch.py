@@ -1,6 +1,6 @@
 """Starts the ranks of a command that needs several and finds no launcher around it (torchrun's library).
 
-Public names: `start_ranks`, `Nodes`, `end_with_launcher`, `keep_log`, `LOGS`.
+Public names: `start_ranks`, `Nodes`, `is_ours`, `end_with_launcher`, `keep_log`, `LOGS`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ def start_ranks(
         on_failure: told the first rank of this machine that failed, and its exit status.
 
     Returns:
-        0, or the exit status of the first rank that failed; 143 after SIGTERM.
+        0, or the exit status of the first rank that failed; 143 after SIGTERM, 130 after Ctrl-C.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The first failing rank says what is wrong; torchrun's own account of it is a page long.
-    for logger in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    # The first failing rank says what is wrong; torchrun's own account of it is a page long. Each of its modules has a
+    # logger with a level of its own.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ[_LAUNCHER] = str(os.getpid())
     settings: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "max_restarts": 0}
@@ -80,12 +82,17 @@ def start_ranks(
     return 0
 
 
+def is_ours() -> bool:
+    """Whether `start_ranks` started this process."""
+    return os.environ.get(_LAUNCHER) == str(os.getppid())
+
+
 def end_with_launcher() -> None:
     """In a rank that `start_ranks` started: asks for SIGTERM when the launcher is gone, however it went (Linux).
 
     Ranks would go on by themselves, and hold the run's folder against the same command for as long as they do.
     """
-    if sys.platform == "linux" and os.environ.get(_LAUNCHER) == str(os.getppid()):
+    if sys.platform == "linux" and is_ours():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

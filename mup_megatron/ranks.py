@@ -1,6 +1,6 @@
-"""Which rank of a launch this process is, its device, what it says when it fails, and SIGTERM.
+"""Which rank of a launch this process is, its device, what it says when it fails, and the signals that stop it.
 
-Public names: `Rank`, `read_rank`, `device_of`, `say_error`, `sigterm`.
+Public names: `Rank`, `read_rank`, `device_of`, `say_error`, `stop_signal`, `stopped_by`.
 """
 
 from __future__ import annotations
@@ -107,17 +107,32 @@ def device_of(rank: Rank) -> torch.device:
     return torch.device("cpu")
 
 
+_came: list[signal.Signals] = []
+
+
 @contextmanager
-def sigterm() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether SIGTERM came; it may come twice (launchers send it so)."""
-    received = False
+def stop_signal() -> Iterator[Callable[[], bool]]:
+    """Yields a function that tells whether SIGTERM or SIGINT (Ctrl-C) came; launchers may send each of them twice.
 
-    def handle(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal received
-        received = True
+    SIGINT stays ignored where it was: in a trial, which its worker stops, and in what a shell put in the background.
+    """
+    here: list[int] = []
 
-    previous = signal.signal(signal.SIGTERM, handle)
+    def handle(number: int, _frame: FrameType | None) -> None:
+        here.append(number)
+        _came.append(signal.Signals(number))
+
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    previous = [(number, signal.signal(number, handle)) for number in numbers]
     try:
-        yield lambda: received
+        yield lambda: bool(here)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous:
+            signal.signal(number, handler)
+
+
+def stopped_by() -> signal.Signals:
+    """The last signal that `stop_signal` saw in this process; SIGTERM where only another rank saw one."""
+    return _came[-1] if _came else signal.SIGTERM

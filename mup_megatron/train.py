@@ -34,13 +34,13 @@ from mup_megatron.explain import explain
 from mup_megatron.files import write_whole
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
-from mup_megatron.ranks import Rank, sigterm
+from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import VERIFIED, own_run_directory
 from mup_megatron.setup import Setup
 
 
 class Terminated(Exception):
-    """SIGTERM was handled: the run is saved and ends with exit status 143."""
+    """SIGTERM or Ctrl-C was handled: the run is saved."""
 
 
 class Diverged(Exception):
@@ -81,7 +81,7 @@ def train(
 
     Raises:
         UserError: bad input.
-        Terminated: SIGTERM came; the run was saved.
+        Terminated: SIGTERM or Ctrl-C came; the run was saved.
         Diverged: the loss became infinite or no number.
     """
     from mup_megatron.engines.state import load_state, load_weights, save_state, state_bytes
@@ -205,7 +205,7 @@ class _Loop:
         """Steps `start` to `train_steps`; returns the last evaluation's loss."""
         training, watcher = self._training, self._watcher
         saved = start
-        with Metrics(self._config, start, self._rank) as metrics, sigterm() as terminated:
+        with Metrics(self._config, start, self._rank) as metrics, stop_signal() as terminated:
             eval_loss = next(reversed(metrics.evaluations.values()), None)
             # Whoever looks on may not have heard of an evaluation that an earlier process made and saved behind.
             if watcher is not None and not all(watcher.evaluated(*each) for each in metrics.evaluations.items()):
@@ -244,7 +244,7 @@ class _Loop:
                     path = self._save(done)
                     saved = done
                     if stop and not last:
-                        raise Terminated(f"SIGTERM: saved step {saved} to {path}; the same command goes on from there")
+                        raise Terminated(f"saved step {saved} to {path}")
         return eval_loss
 
     def _evaluate(self) -> float:

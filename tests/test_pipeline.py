@@ -162,15 +162,21 @@ def test_tuning_alone_under_the_deepspeed_launcher(repository: Path, whole: Path
 
 
 @pytest.mark.slow
-def test_sigterm_while_tuning(tmp_path: Path, start: Callable[..., Background]) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_tuning(
+    tmp_path: Path, start: Callable[..., Background], number: signal.Signals, status: int
+) -> None:
+    """Ctrl-C reaches the trial's process too, which leaves it to its worker."""
     path = pipeline_file(tmp_path, tuning__train_steps=400, tuning__trials=1, tuning__repeat_best=0)
     command = start("tune", path)
     steps = tmp_path / "run" / "tuning" / "trial-000" / "metrics.jsonl"
     until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 5)
-    command.process.send_signal(signal.SIGTERM)
-    out, err = command.process.communicate(timeout=120)
-    assert command.process.returncode == 143, err
-    assert "the same command goes on with the study" in out
+    for process in [command.process.pid, *(command.trials() if number == signal.SIGINT else [])]:
+        os.kill(process, number)
+    _, err = command.process.communicate(timeout=120)
+    assert command.process.returncode == status, err
+    assert f"the trials at hand are saved in {tmp_path / 'run' / 'tuning'}; the same command goes on" in err
+    assert "Traceback" not in err
     assert list((steps.parent / "checkpoints").glob("step_*"))
     assert [trial.state for trial in Study(load_config(path)).trials()] == ["waiting"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import yaml
 
 from mup_megatron import cli
 from tests import bodies
-from tests.commands import BIN, environment, losses, metrics, mup, run
+from tests.commands import BIN, environment, losses, metrics, mup, run, until
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
 
@@ -79,26 +81,39 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: R
     assert metrics(directory) == before
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(config_file: Path, tmp_path: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "name"),
+    [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")],
+    ids=lambda v: str(v),
+)
+def test_a_signal_saves_and_the_same_command_goes_on(
+    config_file: Path, tmp_path: Path, ranks: Ranks, number: signal.Signals, status: int, name: str
+) -> None:
+    """SIGTERM to our launcher; Ctrl-C, which a terminal sends to the launcher and to every rank."""
     settings = ["training.train_steps=40", "training.lr_decay_steps=40", "training.checkpoint_interval=1000"]
     whole = ["train", str(config_file), *settings, f"run.dir={tmp_path / 'whole'}"]
     assert [status for status, _, _ in ranks.run(2, bodies.command, arguments=whole)] == [0, 0]
     ranks.stop()
 
-    command = [sys.executable, "-m", "mup_megatron", "train", str(config_file), *settings, "--nproc-per-node", "2"]
+    words = ["train", str(config_file), *settings, "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "mup_megatron", *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
     )
     path = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < 5):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 143, err
-    assert "SIGTERM: saved step" in out
+    until(lambda: path.exists() and len(path.read_text().splitlines()) >= 5)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
     done = len(losses(tmp_path / "run"))
     assert 5 <= done < 40
+    folder = tmp_path / "run" / "checkpoints" / f"step_{done:08d}"
+    assert folder.is_dir()
+    again = shlex.join(["mup-megatron", *words])
+    assert err.splitlines() == [f"{name}: saved step {done} to {folder}; the same command goes on from there: {again}"]
 
     resumed = ranks.run(2, bodies.command, arguments=["train", str(config_file), *settings])
     ranks.stop()

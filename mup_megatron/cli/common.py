@@ -1,10 +1,12 @@
 """What all commands share: the app they register with, options and arguments by name.
 
-Public names: `app`, `typed`, `start_typed`, `read_config`, `gpus`, `console`, and the annotated types.
+Public names: `app`, `typed`, `start_typed`, `stopped`, `read_config`, `gpus`, `console`, and the annotated types.
 """
 
 from __future__ import annotations
 
+import shlex
+import signal
 import sys
 from contextvars import ContextVar
 from typing import Annotated, Any
@@ -70,6 +72,24 @@ def start_typed(ranks: int) -> int:
     from mup_megatron.launch import start_ranks
 
     return start_ranks(typed.get(), ranks)
+
+
+def stopped(what: str) -> int:
+    """Says on the first rank how a signal ended the command, and how it goes on; the exit status.
+
+    Args:
+        what: was saved, and where.
+    """
+    from mup_megatron.launch import is_ours
+    from mup_megatron.ranks import read_rank, stopped_by
+
+    number, rank = stopped_by(), read_rank()
+    typed_here = is_ours() or not rank.launched  # else a launcher of the user's was typed, with words of its own
+    command = f": {shlex.join(['mup-megatron', *typed.get()])}" if typed_here else ""
+    if rank.is_first:
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        print(f"{name}: {what}; the same command goes on from there{command}", file=sys.stderr, flush=True)
+    return 128 + number
 
 
 def read_config(path: str, overrides: list[str] | None) -> Any:

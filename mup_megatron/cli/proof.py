@@ -22,6 +22,7 @@ from mup_megatron.cli.common import (
     gpus,
     read_config,
     start_typed,
+    stopped,
 )
 from mup_megatron.errors import UserError
 
@@ -214,8 +215,7 @@ def _grid(body: Callable[[Any, int, Callable[[str], None]], None], workers: int 
     try:
         body(rank, 1 if rank.launched else workers or gpus() or os.cpu_count() or 1, say)
     except Stopped:
-        say("SIGTERM: the runs at hand are saved; the same command goes on with them")
-        return 143
+        return stopped("the runs at hand are saved")
     return 0
 
 

@@ -23,6 +23,7 @@ from mup_megatron.cli.common import (
     gpus,
     read_config,
     start_typed,
+    stopped,
 )
 from mup_megatron.errors import UserError
 from mup_megatron.files import write_output
@@ -264,13 +265,9 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
         with full_disk(directory, "files of the run"):
             body(settings, rank)
     except Stopped:
-        status = 143
-        if rank.is_first:
-            print("SIGTERM: the trials at hand are saved; the same command goes on with the study", flush=True)
-    except training.Terminated as message:
-        status = 143
-        if rank.is_first:
-            print(message, flush=True)
+        status = stopped(f"the trials at hand are saved in {directory / 'tuning'}")
+    except training.Terminated as saved:
+        status = stopped(str(saved))
     except training.Diverged as message:
         status = 1
         if rank.is_first:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.errors import UserError
-from mup_megatron.ranks import Rank, sigterm
+from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory, write_whole
 from mup_megatron.setup import resolve_auto
 from mup_megatron.tuning import Stopped
@@ -126,7 +126,7 @@ def run_grid(
         )
         for number in range(workers)
     ]
-    with sigterm() as terminated:
+    with stop_signal() as terminated:
         try:
             while len(outcomes) < len(jobs):
                 if terminated():

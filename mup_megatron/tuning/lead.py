@@ -18,7 +18,7 @@ from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, smallest_world
 from mup_megatron.progress import Progress
-from mup_megatron.ranks import Rank, sigterm
+from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory
 from mup_megatron.runtime import Meeting
 from mup_megatron.setup import Setup, resolve
@@ -92,7 +92,7 @@ def join_study(config: Config, rank: Rank) -> bool:
         number = _free_number(directory, held)
         alone = Rank(rank=number, local_rank=rank.local_rank)
         member = _Member(config, alone, held)
-        with sigterm() as terminated:
+        with stop_signal() as terminated:
             while (study := member.study()) is None and not member.recorded():
                 if terminated():
                     raise Stopped

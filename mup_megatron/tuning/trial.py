@@ -10,6 +10,7 @@ import json
 import math
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -79,6 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def main() -> None:
     """Runs trials until the other end is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker too, which sends SIGTERM
     wire = _Wire()
     from torch.distributed.checkpoint.api import CheckpointException
 

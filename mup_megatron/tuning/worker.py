@@ -19,7 +19,7 @@ from typing import Any
 from mup_megatron.config import Config
 from mup_megatron.disk import full_disk
 from mup_megatron.errors import UserError
-from mup_megatron.ranks import Rank, sigterm
+from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
@@ -53,7 +53,7 @@ def work(
         DiskFull: nothing more could be written; the trial at hand waits.
     """
     process = RunProcess(rank, study.directory / f"worker-{rank.rank}.log")
-    with full_disk(study.directory, "the study"), sigterm() as terminated:
+    with full_disk(study.directory, "the study"), stop_signal() as terminated:
         try:
             while not done():
                 if terminated():

@@ -1,10 +1,32 @@
-"""Progress for people: a bar where a terminal is there, plain lines where not. Public name: `Progress`."""
+"""Progress for people: a bar on a terminal, plain lines elsewhere. Public names: `Progress`, `time_left`."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
+
+
+def time_left(done: float, seconds: float, remaining: float) -> str:
+    """`, about 12 min left`, from how long a part took; empty where nothing is known, or nothing is left.
+
+    Args:
+        done: steps, trials or FLOPs that are behind us.
+        seconds: that they took.
+        remaining: of the same unit.
+    """
+    if done <= 0 or remaining <= 0:
+        return ""
+    left = seconds / done * remaining
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if left >= 1.5 * size:
+            return (
+                f", about {left / size:.1f} {unit} left"
+                if left < 10 * size
+                else f", about {left / size:.0f} {unit} left"
+            )
+    return f", about {math.ceil(left)} s left"
 
 
 class Progress:
@@ -15,6 +37,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
         self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None  # step and time, of the first step in this process
 
     def say(self, line: str) -> None:
         """One line."""
@@ -30,10 +53,13 @@ class Progress:
         if not self._speaks:
             return
         line = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+        now = time.monotonic()
+        self._first = self._first or (done, now)
         if sys.stdout.isatty():
             self._show_bar(done, total, line)
         elif done % interval == 0 or done in (1, total):
-            print(f"step {done}/{total}  {line}  {time.monotonic() - self._began:.0f} s", flush=True)
+            left = time_left(done - self._first[0], now - self._first[1], total - done)
+            print(f"step {done}/{total}  {line}  {now - self._began:.0f} s{left}", flush=True)
 
     def _show_bar(self, done: int, total: int, line: str) -> None:
         if self._bar is None:

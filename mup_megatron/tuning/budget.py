@@ -194,9 +194,12 @@ def _matmul_speed(config: Config, workers: int) -> float:
     """
     import torch
 
-    rows = min(config.training.micro_batch_size * config.training.seq_length, 8192)
-    hidden, ffn = min(config.model.hidden_size, 4096), min(config.model.ffn_size, 16384)
-    if not torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    # Larger products are no faster per FLOP, and on a CPU each takes seconds.
+    most_rows, most_hidden, most_ffn = (8192, 4096, 16384) if on_gpu else (512, 1024, 4096)
+    rows = min(config.training.micro_batch_size * config.training.seq_length, most_rows)
+    hidden, ffn = min(config.model.hidden_size, most_hidden), min(config.model.ffn_size, most_ffn)
+    if not on_gpu:
         return _time_matmul(rows, hidden, ffn, "cpu", max(1, (os.cpu_count() or 1) // workers))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -204,7 +207,7 @@ def _matmul_speed(config: Config, workers: int) -> float:
 
 
 def _time_matmul(rows: int, hidden: int, ffn: int, device: str, threads: int) -> float:
-    """FLOP/s of [rows, hidden] @ [hidden, ffn], a fraction of a second of trying."""
+    """FLOP/s of [rows, hidden] @ [hidden, ffn]: the best round of a quarter of a second, without the first."""
     import torch
 
     before = torch.get_num_threads()
@@ -213,18 +216,15 @@ def _time_matmul(rows: int, hidden: int, ffn: int, device: str, threads: int) ->
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         left = torch.randn(rows, hidden, device=device, dtype=dtype)
         right = torch.randn(hidden, ffn, device=device, dtype=dtype)
-        rounds, spent = 0, 0.0
-        while spent < 0.2:
+        rounds: list[float] = []
+        while len(rounds) < 2 or sum(rounds) < 0.25:
             began = time.perf_counter()
-            for _ in range(4):
-                product = left @ right
+            product = left @ right
             float(product[0, 0])  # waits for the device
-            if rounds:  # the first round is start-up
-                spent += time.perf_counter() - began
-            rounds += 1
+            rounds.append(time.perf_counter() - began)
     finally:
         torch.set_num_threads(before)
-    return 4 * 2.0 * rows * hidden * ffn * (rounds - 1) / spent
+    return 2.0 * rows * hidden * ffn / min(rounds[1:])
 
 
 def device_hours(budget: Plan, tflops: float, utilization: float) -> dict[str, float]:

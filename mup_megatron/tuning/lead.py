@@ -17,7 +17,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, smallest_world
-from mup_megatron.progress import Progress
+from mup_megatron.progress import Progress, time_left
 from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory
 from mup_megatron.runtime import Meeting
@@ -227,6 +227,7 @@ class _Leader:
             (trial.name, trial.state) for trial in study.trials() if trial.state not in ("waiting", "running")
         }
         self._repeating = False
+        self._began, self._before = time.monotonic(), len(self._said)
         if self._said:
             progress.say(f"going on with a study of which {len(self._said)} trials are done")
 
@@ -259,6 +260,7 @@ class _Leader:
             self._progress.say(
                 f"{trial.name} ({ended}/{total}): {how.get(trial.state, trial.reason or 'failed')}  [{values}]  "
                 f"{trial.seconds:.0f} s"
+                + time_left(ended - self._before, time.monotonic() - self._began, total - ended)
             )
         return trials
 

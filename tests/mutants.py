@@ -46,6 +46,7 @@ _CHECKPOINT = "mup_megatron/checkpoint.py"
 _STATE = "mup_megatron/engines/state.py"
 _NORM = "mup_megatron/engines/gradient_norm.py"
 _STUDY = "mup_megatron/tuning/study.py"
+_STORAGE = "mup_megatron/tuning/storage.py"
 _OUTCOME = "mup_megatron/tuning/outcome.py"
 _RECORD = "mup_megatron/tuning/record.py"
 
@@ -684,8 +685,8 @@ RECOVERY = (
     _mutant(
         "recovery: a lost trial is retried for ever",
         "a trial that kills its workers never fails",
-        _STUDY,
-        "if times < _MOST_LOST:",
+        _STORAGE,
+        "if times < most:",
         "if True:",
         "test_study.py",
     ),
@@ -708,9 +709,9 @@ RECOVERY = (
     _mutant(
         "tuning: a sampler that never learns",
         "TPE is not given the trials that ended",
-        _STUDY,
-        "study = self._load(_sampler(self._config, waiting.slot)) if learns else self.study",
-        "study = self.study",
+        _STORAGE,
+        "study = self._load(sampler(self._config, trial.slot)) if learns else self._study",
+        "study = self._study",
         "test_study.py",
     ),
 )

@@ -173,8 +173,8 @@ def test_every_trial_ends_once(
     if trials > 100:
         assert not starved(workers)
     if not storage.startswith("journal"):
-        leader._storage.remove_session()
-        leader._storage.engine.dispose()
+        leader._storage.backend.remove_session()
+        leader._storage.backend.engine.dispose()
 
 
 def words(log: Path) -> list[str]:

@@ -170,7 +170,7 @@ def owners_on_sqlite(path: Path) -> int:
 
     def claim() -> None:
         study = Study(config)
-        sqlalchemy.event.listen(study._storage.engine, "before_cursor_execute", meet)
+        sqlalchemy.event.listen(study._storage.backend.engine, "before_cursor_execute", meet)
         owned.append(study.claim())
 
     threads = [threading.Thread(target=claim) for _ in range(2)]

@@ -3,7 +3,9 @@
 space.py     what may be tuned; a config with values put in; the proxy's config
 budget.py    what tuning and pretraining cost, before they cost anything
 memory.py    bytes on the fullest process of the target
-study.py     the shared Optuna study: planned trials, halving in order, repetitions
+study.py     the shared study: planned trials, halving in order, repetitions
+storage.py   what Optuna keeps of it; journal.py checks the lines of a journal
+sampler.py   which values are tried
 lease.py     whose worker is gone, where workers come and go
 outcome.py   its trials, and the one that is chosen
 trial.py     one trial, in the process that runs it

@@ -1,276 +1,37 @@
-"""Where a study is kept: a journal in the run's folder, or a database. What is read there is checked.
+"""A study as Optuna keeps it: in a journal in the run's folder, or in a database. What is read there is checked.
 
-Public names: `open_storage`, `journal_path`, `mend`, `Attributes`, `fits`.
-
-Optuna replays a journal without a look at it; a line that somebody, or a disk, damaged would end in whatever Python
-raises where the replay falls over. So every line is held against what Optuna writes before Optuna sees it.
+Public names: `StudyStorage`, `Ended`. The one place that knows Optuna's storages, its states of a trial, and what this
+project writes down of a trial beside them; study.py decides what happens to a trial.
 """
 
 from __future__ import annotations
 
-import datetime
+import json
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, json_to_distribution
-from optuna.storages.journal import JournalFileBackend
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-
-# --- a journal's lines, as Optuna 4 and 5 write them ---
-
-
-def _is_date(text: str) -> str:
-    datetime.datetime.fromisoformat(text)
-    return text
+from mup_megatron.tuning.family import digest
+from mup_megatron.tuning.journal import Journal, journal_path
+from mup_megatron.tuning.outcome import State, Trial
+from mup_megatron.tuning.sampler import sampler, suggest
+from mup_megatron.tuning.space import Value, distributions
 
 
-def _is_distribution(text: str) -> str:
-    json_to_distribution(text)
-    return text
+class Ended(Exception):
+    """The trial has ended; nothing more can be written down of it."""
 
 
-_Date = Annotated[str, AfterValidator(_is_date)]
-_Distribution = Annotated[str, AfterValidator(_is_distribution)]
-_Id = Annotated[int, Field(ge=0)]
-_State = Literal[0, 1, 2, 3, 4]  # optuna.trial.TrialState
-_One = Annotated[dict[str, Any], Field(min_length=1, max_length=1)]
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    worker_id: str
-
-
-class _CreateStudy(_Line):
-    op_code: Literal[0]
-    study_name: str
-    directions: Annotated[list[Literal[0, 1, 2]], Field(min_length=1)]
-
-
-class _OfStudy(_Line):
-    op_code: Literal[1, 2, 3]
-    study_id: _Id
-    user_attr: _One | None = None
-    system_attr: _One | None = None
-
-
-class _CreateTrial(_Line):
-    op_code: Literal[4]
-    study_id: _Id
-    datetime_start: _Date | None
-    datetime_complete: _Date | None = None
-    state: Literal[0, 4] = 0
-    distributions: dict[str, _Distribution] = {}
-    params: dict[str, float] = {}
-    user_attrs: dict[str, Any] = {}
-    system_attrs: dict[str, Any] = {}
-    intermediate_values: dict[str, float] = {}
-    value: None = None
-    values: None = None
-
-
-class _SetParameter(_Line):
-    op_code: Literal[5]
-    trial_id: _Id
-    param_name: str
-    param_value_internal: float
-    distribution: _Distribution
-
-
-class _SetState(_Line):
-    op_code: Literal[6]
-    trial_id: _Id
-    state: _State
-    values: Annotated[list[float], Field(min_length=1, max_length=1)] | None
-    datetime_start: _Date | None = None
-    datetime_complete: _Date | None = None
-
-
-class _SetIntermediate(_Line):
-    op_code: Literal[7]
-    trial_id: _Id
-    step: _Id
-    intermediate_value: float
-
-
-class _OfTrial(_Line):
-    op_code: Literal[8, 9]
-    trial_id: _Id
-    user_attr: _One | None = None
-    system_attr: _One | None = None
-
-
-_LINE: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        _CreateStudy | _OfStudy | _CreateTrial | _SetParameter | _SetState | _SetIntermediate | _OfTrial,
-        Field(discriminator="op_code"),
-    ]
-)
-_ATTRIBUTE = {2: "user_attr", 3: "system_attr", 8: "user_attr", 9: "system_attr"}
-_RUNNING, _COMPLETE, _FINISHED = 0, 1, (1, 2, 3)
-
-
-def _problem(log: Any) -> str | None:
-    """What is wrong with a line of a journal; None if nothing is."""
-    try:
-        line = _LINE.validate_python(log)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'][1:])) or 'the line'}: {first['msg']}"
-    except (KeyError, TypeError, ValueError, RecursionError) as error:  # of json_to_distribution
-        return str(error) or type(error).__name__
-    attribute = _ATTRIBUTE.get(line.op_code)
-    if attribute is not None and getattr(line, attribute) is None:
-        return f"{attribute} is missing"
-    if isinstance(line, _SetState):
-        if line.state == _RUNNING and line.datetime_start is None:
-            return "datetime_start is missing"
-        if line.state in _FINISHED and line.datetime_complete is None:
-            return "datetime_complete is missing"
-        if line.state == _COMPLETE and line.values is None:
-            return "values are missing"
-    if isinstance(line, _SetParameter):
-        return _parameter_problem(line.param_name, line.distribution, line.param_value_internal)
-    if isinstance(line, _CreateTrial):
-        if line.params.keys() - line.distributions.keys():
-            return "a parameter without a distribution"
-        problems = (_parameter_problem(name, line.distributions[name], value) for name, value in line.params.items())
-        return next((problem for problem in problems if problem), None) or _steps_problem(line.intermediate_values)
-    return None
-
-
-def _parameter_problem(name: str, distribution: str, internal: float) -> str | None:
-    try:
-        json_to_distribution(distribution).to_external_repr(internal)
-    except (IndexError, ValueError, TypeError, OverflowError):
-        return f"{name}: {internal} is no value of its distribution"
-    return None
-
-
-def _steps_problem(values: Mapping[str, float]) -> str | None:
-    return next((f"intermediate_values: {step} is no step" for step in values if not step.isdecimal()), None)
-
-
-class _Journal(JournalFileBackend):
-    """A journal file whose lines are checked, and that stays the same file as long as a process uses it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._path, self._file = path, _identity(path)
-
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
-        """Lines from a number on; see Optuna. Raises UserError where one is damaged, or the file is another one."""
-        self._check_there()
-        number = log_number_from
-        logs = super().read_logs(log_number_from)
-        while True:
-            number += 1
-            try:
-                log = next(logs)
-            except StopIteration:
-                return
-            except FileNotFoundError:
-                raise self._gone() from None
-            except (ValueError, RecursionError) as error:  # JSON's, Unicode's, and "Invalid log format."
-                raise UserError(f"{self._path}, line {number}: damaged ({error}){_ADVICE}") from None
-            if problem := _problem(log):
-                raise UserError(f"{self._path}, line {number}: damaged ({problem}){_ADVICE}")
-            yield log
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Writes lines; see Optuna, which would begin a new file where this one was removed."""
-        self._check_there()
-        super().append_logs(logs)
-
-    def _check_there(self) -> None:
-        if _identity(self._path) != self._file:
-            raise self._gone()
-
-    def _gone(self) -> UserError:
-        return UserError(
-            f"{self._path}: the study's journal was removed or replaced while this process used it; put it back, or "
-            "remove its folder to start the study again"
-        )
-
-
-_ADVICE = "; put a copy of the file back, or remove its folder to start the study again"
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino
-
-
-def journal_path(config: Config) -> Path:
-    """Where the study is kept, if it is kept in a journal."""
-    return Path(config.run.dir).resolve() / "tuning" / "journal.log"  # Optuna's lock is a link, which must not dangle
-
-
-def mend(journal: Path) -> None:
-    """Cuts off a last line that a full disk or a crash left unfinished, and a lock of one killed while writing.
-
-    Nobody may be writing.
-    """
-    Path(f"{journal}.lock").unlink(missing_ok=True)
-    if journal.is_file() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
-        with journal.open("rb+") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-
-
-def open_storage(config: Config, directory: Path) -> optuna.storages.BaseStorage:
-    """The config's storage.
-
-    Args:
-        config: the target's run.
-        directory: of a journal; is made.
-
-    Raises:
-        UserError: the database cannot be opened, or a line of the journal is damaged.
-    """
-    if config.tuning.storage != "journal":
-        # SQLite lets one process write at a time; the others wait for it.
-        waits = {"connect_args": {"timeout": 300}} if config.tuning.storage.startswith("sqlite") else {}
-        try:
-            storage = optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
-        except Exception as error:  # sqlalchemy's, a driver's, or an import's
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise config.error("tuning.storage", f"cannot open {config.tuning.storage}: {reason}") from None
-        if waits:
-            _one_at_a_time(storage.engine)
-        return storage
-    path = journal_path(config)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.JournalStorage(_Journal(path))
-    except OSError as error:
-        raise UserError(f"{path}: cannot open the study's journal: {error.strerror}") from None
-
-
-def _one_at_a_time(engine: Any) -> None:
-    """Has SQLite's transactions begin before their first read (SQLAlchemy, dialects/sqlite, "Serializable isolation").
-
-    Python's driver begins them at the first write, so that two workers may both read that a trial waits, and both take
-    it.
-    """
-    from sqlalchemy import event
-
-    event.listen(engine, "connect", lambda connection, _record: setattr(connection, "isolation_level", None))
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    engine.dispose()  # those that are open already
-
-
-# --- what this project keeps of a trial ---
-
-
-class Attributes(BaseModel):
+class _Attributes(BaseModel):
     """A trial's user attributes in the study."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -284,7 +45,193 @@ class Attributes(BaseModel):
     lost: int = 0
 
 
-def fits(values: object, space: Mapping[str, BaseDistribution], *, ended: bool) -> bool:
+class StudyStorage:
+    """The study of a run's folder; any number of processes share it.
+
+    Args:
+        config: the target's run.
+        directory: of a journal; is made.
+
+    Raises:
+        UserError: the database cannot be opened, or a line of the journal is damaged.
+    """
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.backend = _open(config, directory)
+        """Optuna's own storage."""
+        self._config, self._space = config, distributions(config)
+        # A database may hold the studies of many folders.
+        self._name = f"{config.run.name}-{digest({'dir': str(Path(config.run.dir).resolve())})[:8]}"
+        self._loaded: optuna.Study | None = None
+
+    # --- the study ---
+
+    @property
+    def _study(self) -> optuna.Study:
+        if self._loaded is None:
+            self._loaded = self._load(sampler(self._config))
+        return self._loaded
+
+    def _load(self, samples: optuna.samplers.BaseSampler) -> optuna.Study:
+        return optuna.load_study(
+            study_name=self._name, storage=self.backend, sampler=samples, pruner=optuna.pruners.NopPruner()
+        )
+
+    def create(self) -> None:
+        """Makes the study where it is not there."""
+        optuna.create_study(study_name=self._name, storage=self.backend, direction="minimize", load_if_exists=True)
+
+    def decided(self) -> dict[str, Any] | None:
+        """What decides the study's outcome, as it was written down; None where there is no study, or it does not say.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        try:
+            found = self._study.user_attrs.get("decided")
+        except KeyError:  # Optuna knows no study of this name
+            return None
+        if not isinstance(found, dict | None):
+            raise self._damaged("it does not say what decides its outcome")
+        return found
+
+    def decide(self, settings: Mapping[str, Any]) -> None:
+        """Writes down what decides the study's outcome, by dotted key."""
+        self._study.set_user_attr("decided", json.loads(json.dumps(settings)))
+
+    def _damaged(self, problem: str) -> UserError:
+        storage = self._config.tuning.storage
+        where = journal_path(self._config) if storage == "journal" else storage
+        return UserError(f"{where}: study {self._name}: damaged ({problem}); remove it to start the study again")
+
+    # --- its trials ---
+
+    def enqueue(self, slot: int, values: Mapping[str, Value], seed: int, *, repeats: bool = False) -> None:
+        """Has a trial wait; see `Trial`."""
+        attrs = {"slot": slot, "seed": seed, **({"repeats": True} if repeats else {})}
+        self._study.enqueue_trial(dict(values), user_attrs=attrs)
+
+    def trials(self) -> list[Trial]:
+        """Every trial, by slot. Raises UserError where one is damaged."""
+        found = [self._trial(frozen) for frozen in self._study.get_trials(deepcopy=False)]
+        return sorted(found, key=lambda trial: (trial.slot, trial.seed))
+
+    def again(self, trial: Trial) -> Trial:
+        """A trial as it stands now. Raises UserError where it is damaged."""
+        return self._trial(self.backend.get_trial(trial.id))
+
+    def _trial(self, frozen: FrozenTrial) -> Trial:
+        try:
+            attrs = _Attributes.model_validate(frozen.user_attrs)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise self._damaged(f"trial {frozen.number}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        values = dict(frozen.params) or frozen.system_attrs.get("fixed_params", {})
+        if not _fits(values, self._space, ended=frozen.state.is_finished()):
+            raise self._damaged(f"trial {frozen.number}: its values are not of tuning.search")
+        states: dict[TrialState, State] = {
+            TrialState.WAITING: "waiting",
+            TrialState.RUNNING: "running",
+            TrialState.COMPLETE: "diverged" if attrs.diverged else "complete",
+            TrialState.PRUNED: "stopped",
+            TrialState.FAIL: "failed",
+        }
+        reports = dict(sorted(frozen.intermediate_values.items()))
+        loss = frozen.value if frozen.state is TrialState.COMPLETE else next(reversed(reports.values()), None)
+        return Trial(
+            id=frozen._trial_id,
+            slot=attrs.slot,
+            values=dict(values),
+            seed=attrs.seed,
+            repeats=attrs.repeats,
+            state=states[frozen.state],
+            loss=loss,
+            reports=reports,
+            seconds=attrs.seconds,
+            reason=attrs.reason,
+            attempts=attrs.attempts,
+        )
+
+    def claim(self, trial: Trial) -> bool:
+        """Takes a trial that waits; False where another process was faster."""
+        try:
+            return self.backend.set_trial_state_values(trial.id, TrialState.RUNNING)
+        except optuna.exceptions.UpdateFinishedTrialError:
+            return False
+
+    def draw(self, trial: Trial) -> Trial:
+        """Writes down the values of a trial that was claimed, those that were enqueued or the sampler's; returns it."""
+        # A study keeps the trials that its sampler learns from until its own `ask` or `tell`; and every process would
+        # draw the same points with the same sampler.
+        learns = self._config.tuning.sampler == "tpe"
+        study = self._load(sampler(self._config, trial.slot)) if learns else self._study
+        suggest(optuna.trial.Trial(study, trial.id), self._space)
+        return self.again(trial)
+
+    def report(self, trial: Trial, step: int, loss: float) -> None:
+        """Writes down a loss; one that is no number has no place in the order: infinite. Raises Ended."""
+        with _open_to_writing():
+            self.backend.set_trial_intermediate_value(trial.id, step, loss if math.isfinite(loss) else math.inf)
+
+    def died(self, trial: Trial) -> Trial:
+        """Counts a process that died under a trial; returns the trial as it stands then. Raises Ended."""
+        with _open_to_writing():
+            self.backend.set_trial_user_attr(trial.id, "attempts", trial.attempts + 1)
+        return self.again(trial)
+
+    def lose(self, trial: Trial, most: int) -> None:
+        """Has a trial wait again whose worker is gone; at the `most`th time it has failed. Raises Ended."""
+        with _open_to_writing():
+            times = self.backend.get_trial(trial.id).user_attrs.get("lost", 0) + 1
+            self.backend.set_trial_user_attr(trial.id, "lost", times)
+            if times < most:
+                self.backend.set_trial_state_values(trial.id, TrialState.WAITING)
+            else:
+                self.backend.set_trial_user_attr(trial.id, "reason", f"its worker was lost, {times} times")
+                self.backend.set_trial_state_values(trial.id, TrialState.FAIL)
+
+    def wait_again(self, trial: Trial) -> None:
+        """Has a trial wait again that was running. Raises Ended."""
+        with _open_to_writing():
+            self.backend.set_trial_state_values(trial.id, TrialState.WAITING)
+
+    def finish(self, trial: Trial, state: State, loss: float | None, seconds: float, reason: str) -> None:
+        """Ends a trial, or with `waiting` has it wait again. Raises Ended.
+
+        Args:
+            trial: running.
+            state: how it ended.
+            loss: final evaluation loss (nats per token), of a complete trial.
+            seconds: spent, beyond those written down before.
+            reason: why it failed, or waits; may be empty.
+        """
+        with _open_to_writing():
+            self.backend.set_trial_user_attr(trial.id, "seconds", trial.seconds + seconds)
+            if reason:
+                self.backend.set_trial_user_attr(trial.id, "reason", reason)
+            if state == "waiting":
+                self.backend.set_trial_state_values(trial.id, TrialState.WAITING)
+            elif state == "complete":
+                self.backend.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf if loss is None else loss])
+            elif state == "diverged":
+                self.backend.set_trial_user_attr(trial.id, "diverged", True)
+                self.backend.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf])
+            elif state == "stopped":
+                self.backend.set_trial_state_values(trial.id, TrialState.PRUNED)
+            else:
+                self.backend.set_trial_state_values(trial.id, TrialState.FAIL)
+
+
+@contextmanager
+def _open_to_writing() -> Iterator[None]:
+    try:
+        yield
+    except optuna.exceptions.UpdateFinishedTrialError:
+        raise Ended from None
+
+
+def _fits(values: object, space: Mapping[str, BaseDistribution], *, ended: bool) -> bool:
     """Whether values are of the study's search space; a worker writes a trial's down one by one.
 
     Args:
@@ -302,3 +249,37 @@ def _holds(distribution: BaseDistribution, value: object) -> bool:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and distribution.low <= value <= distribution.high  # type: ignore[operator]
     return isinstance(distribution, CategoricalDistribution) and value in distribution.choices
+
+
+def _open(config: Config, directory: Path) -> optuna.storages.BaseStorage:
+    """The config's storage."""
+    if config.tuning.storage != "journal":
+        # SQLite lets one process write at a time; the others wait for it.
+        waits = {"connect_args": {"timeout": 300}} if config.tuning.storage.startswith("sqlite") else {}
+        try:
+            storage = optuna.storages.RDBStorage(config.tuning.storage, engine_kwargs=waits)
+        except Exception as error:  # sqlalchemy's, a driver's, or an import's
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise config.error("tuning.storage", f"cannot open {config.tuning.storage}: {reason}") from None
+        if waits:
+            _one_at_a_time(storage.engine)
+        return storage
+    path = journal_path(config)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(Journal(path))
+    except OSError as error:
+        raise UserError(f"{path}: cannot open the study's journal: {error.strerror}") from None
+
+
+def _one_at_a_time(engine: Any) -> None:
+    """Has SQLite's transactions begin before their first read (SQLAlchemy, dialects/sqlite, "Serializable isolation").
+
+    Python's driver begins them at the first write, so that two workers may both read that a trial waits, and both take
+    it.
+    """
+    from sqlalchemy import event
+
+    event.listen(engine, "connect", lambda connection, _record: setattr(connection, "isolation_level", None))
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    engine.dispose()  # those that are open already

@@ -2,19 +2,17 @@
 
 Public name: `Study`.
 
-Optuna keeps the study (a journal file or a database, which any number of processes share) and samples the values. Which
-values are tried depends on the seed alone: trials are enqueued in the order of a plan, some ahead of those that run,
-since every look at a database reads all that have not ended. A trial's `slot` is its place in that plan. Halving
-compares a trial with those of lower slots only, and waits for them: whoever runs first or fastest, the same trials are
-stopped and the same values chosen.
+Optuna keeps the study (storage.py: a journal file or a database, which any number of processes share) and samples the
+values (sampler.py). Which values are tried depends on the seed alone: trials are enqueued in the order of a plan, some
+ahead of those that run, since every look at a database reads all that have not ended. A trial's `slot` is its place in
+that plan. Halving compares a trial with those of lower slots only, and waits for them: whoever runs first or fastest,
+the same trials are stopped and the same values chosen.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,17 +20,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.trial import TrialState
-from pydantic import ValidationError
-
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
 from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.journal import journal_path, mend
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.outcome import FINISHED, State, Trial, best
-from mup_megatron.tuning.space import Value, distributions, proxy_config, rungs, values_of
-from mup_megatron.tuning.storage import Attributes, fits, journal_path, mend, open_storage
+from mup_megatron.tuning.sampler import points
+from mup_megatron.tuning.space import Value, proxy_config, rungs, values_of
+from mup_megatron.tuning.storage import Ended, StudyStorage
 
 _POLL_SECONDS = 0.2
 _MOST_LOST = 5
@@ -73,27 +69,10 @@ class Study:
     """
 
     def __init__(self, config: Config, leases: Leases | None = None) -> None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._config = config
         self.directory = Path(config.run.dir) / "tuning"
-        self._storage = open_storage(config, self.directory)
-        self._distributions = distributions(config)
-        # A database may hold the studies of many folders.
-        self._name = f"{config.run.name}-{digest({'dir': str(Path(config.run.dir).resolve())})[:8]}"
-        self._study: optuna.Study | None = None
+        self._storage = StudyStorage(config, self.directory)
         self._leases = leases
-
-    @property
-    def study(self) -> optuna.Study:
-        """Optuna's study."""
-        if self._study is None:
-            self._study = self._load(_sampler(self._config))
-        return self._study
-
-    def _load(self, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
-        return optuna.load_study(
-            study_name=self._name, storage=self._storage, sampler=sampler, pruner=optuna.pruners.NopPruner()
-        )
 
     @property
     def digest(self) -> str:
@@ -126,21 +105,17 @@ class Study:
         if config.tuning.storage == "journal" and not journal_path(config).exists():
             return None
         study = cls(config, leases)
-        try:
-            made = study._check()
-        except KeyError:  # Optuna knows no study of this name
-            return None
-        return study if made else None
+        return study if study._check() else None
 
     def _make(self) -> None:
         self.check()
-        optuna.create_study(study_name=self._name, storage=self._storage, direction="minimize", load_if_exists=True)
+        self._storage.create()
         if not self._check():
-            self.study.set_user_attr("decided", _plain(_decided(self._config)))
+            self._storage.decide(_decided(self._config))
         if self._leases is None:
             for trial in self.trials():
                 if trial.state == "running":
-                    self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
+                    self._storage.wait_again(trial)
         self.plan(self.trials())
 
     def check(self) -> None:
@@ -149,11 +124,7 @@ class Study:
         Raises:
             UserError: it was made with other settings, under another name, or in another storage.
         """
-        try:
-            made = self._check()
-        except KeyError:  # Optuna knows no study of this name
-            made = False
-        if not made and any(self.directory.glob("trial-*")):
+        if not self._check() and any(self.directory.glob("trial-*")):
             raise UserError(
                 f"{self.directory}: holds trials of a study that is not in tuning.storage under this name; expected "
                 "run.name, run.dir and tuning.storage as they were when it began, or that folder removed to start again"
@@ -162,9 +133,7 @@ class Study:
     def _check(self) -> bool:
         """Whether the study says already what decides its outcome. Raises UserError where that is something else."""
         decided = _plain(_decided(self._config))
-        found = self.study.user_attrs.get("decided")
-        if not isinstance(found, dict | None):
-            raise self._damaged("it does not say what decides its outcome")
+        found = self._storage.decided()
         if found is not None and found != decided:
             differing = differences(found, decided, "then", "now")
             raise UserError(
@@ -182,14 +151,8 @@ class Study:
         taken = []
         for name in self._leases.lost(running) if self._leases else []:
             trial = running[name]
-            with suppress(optuna.exceptions.UpdateFinishedTrialError):  # its worker was slow, and ended it just now
-                times = self._storage.get_trial(trial.id).user_attrs.get("lost", 0) + 1
-                self._storage.set_trial_user_attr(trial.id, "lost", times)
-                if times < _MOST_LOST:
-                    self._storage.set_trial_state_values(trial.id, TrialState.WAITING)
-                else:
-                    self._storage.set_trial_user_attr(trial.id, "reason", f"its worker was lost, {times} times")
-                    self._storage.set_trial_state_values(trial.id, TrialState.FAIL)
+            with suppress(Ended):  # its worker was slow, and ended it just now
+                self._storage.lose(trial, _MOST_LOST)
                 taken.append(name)
         return taken
 
@@ -204,7 +167,7 @@ class Study:
         self.check_held(trial)
         try:
             yield
-        except optuna.exceptions.UpdateFinishedTrialError:
+        except Ended:
             if self._leases is None:
                 raise
             raise Lost(trial.name) from None
@@ -212,10 +175,7 @@ class Study:
     @cached_property
     def points(self) -> list[dict[str, Value]]:
         """Values of the trials of the plan, by slot; empty where the sampler learns from trials that ended (tpe)."""
-        wanted = self._config.tuning.trials
-        if self._config.tuning.sampler == "tpe":
-            return [{} for _ in range(wanted)]
-        return _sample(self._config, self._distributions, wanted)
+        return points(self._config)
 
     def plan(self, trials: list[Trial]) -> int:
         """Has enough trials wait, where the plan has more. For the worker that leads, or alone.
@@ -230,7 +190,7 @@ class Study:
         waiting = sum(trial.state == "waiting" for trial in first)
         missing = self.points[len(first) :]
         for slot, values in enumerate(missing[: max(0, _AHEAD - waiting)], start=len(first)):
-            self.study.enqueue_trial(values, user_attrs={"slot": slot, "seed": self._config.run.seed})
+            self._storage.enqueue(slot, values, self._config.run.seed)
         return len(missing)
 
     def repeat_best(self) -> None:
@@ -241,71 +201,19 @@ class Study:
         for chosen in best(trials)[: tuning.repeat_best]:
             for number in range(1, tuning.repeat_seeds + 1):
                 if (chosen.slot, seed + number) not in there:
-                    attrs = {"slot": chosen.slot, "seed": seed + number, "repeats": True}
-                    self.study.enqueue_trial(chosen.values, user_attrs=attrs)
+                    self._storage.enqueue(chosen.slot, chosen.values, seed + number, repeats=True)
 
     def trials(self) -> list[Trial]:
         """Every trial, by slot."""
-        found = [self._trial(frozen) for frozen in self.study.get_trials(deepcopy=False)]
-        return sorted(found, key=lambda trial: (trial.slot, trial.seed))
-
-    def _trial(self, frozen: optuna.trial.FrozenTrial) -> Trial:
-        try:
-            attrs = Attributes.model_validate(frozen.user_attrs)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise self._damaged(f"trial {frozen.number}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        values = dict(frozen.params) or frozen.system_attrs.get("fixed_params", {})
-        if not fits(values, self._distributions, ended=frozen.state.is_finished()):
-            raise self._damaged(f"trial {frozen.number}: its values are not of tuning.search")
-        states: dict[TrialState, State] = {
-            TrialState.WAITING: "waiting",
-            TrialState.RUNNING: "running",
-            TrialState.COMPLETE: "diverged" if attrs.diverged else "complete",
-            TrialState.PRUNED: "stopped",
-            TrialState.FAIL: "failed",
-        }
-        reports = dict(sorted(frozen.intermediate_values.items()))
-        loss = frozen.value if frozen.state is TrialState.COMPLETE else next(reversed(reports.values()), None)
-        return Trial(
-            id=frozen._trial_id,
-            slot=attrs.slot,
-            values=dict(values),
-            seed=attrs.seed,
-            repeats=attrs.repeats,
-            state=states[frozen.state],
-            loss=loss,
-            reports=reports,
-            seconds=attrs.seconds,
-            reason=attrs.reason,
-            attempts=attrs.attempts,
-        )
-
-    def _damaged(self, problem: str) -> UserError:
-        storage = self._config.tuning.storage
-        where = journal_path(self._config) if storage == "journal" else storage
-        return UserError(f"{where}: study {self._name}: damaged ({problem}); remove it to start the study again")
+        return self._storage.trials()
 
     def claim(self) -> Trial | None:
         """The next trial that waits, now this process's own; None if none waits."""
         for waiting in self.trials():
-            if waiting.state != "waiting":
-                continue
-            try:
-                ours = self._storage.set_trial_state_values(waiting.id, TrialState.RUNNING)
-            except optuna.exceptions.UpdateFinishedTrialError:
-                continue
-            if ours:
+            if waiting.state == "waiting" and self._storage.claim(waiting):
                 if self._leases is not None:
                     self._leases.take(waiting.name)
-                # A study keeps the trials that its sampler learns from until its own `ask` or `tell`; and every process
-                # would draw the same points with the same sampler.
-                learns = self._config.tuning.sampler == "tpe"
-                study = self._load(_sampler(self._config, waiting.slot)) if learns else self.study
-                trial = optuna.trial.Trial(study, waiting.id)
-                for name, distribution in self._distributions.items():
-                    _suggest(trial, name, distribution)
-                return self._trial(self._storage.get_trial(waiting.id))
+                return self._storage.draw(waiting)
         return None
 
     def report(self, trial: Trial, step: int, loss: float) -> None:
@@ -315,7 +223,7 @@ class Study:
             Lost: the trial was taken back.
         """
         with self._held(trial):
-            self._storage.set_trial_intermediate_value(trial.id, step, loss if math.isfinite(loss) else math.inf)
+            self._storage.report(trial, step, loss)
 
     def survives(self, trial: Trial, step: int, loss: float, alive: Callable[[], None] = lambda: None) -> bool:
         """Writes down a loss and tells whether the trial goes on: successive halving in the order of slots.
@@ -362,8 +270,7 @@ class Study:
     def died(self, trial: Trial) -> Trial:
         """Notes that a process died under this process's own trial; returns the trial as it stands then."""
         with self._held(trial):
-            self._storage.set_trial_user_attr(trial.id, "attempts", trial.attempts + 1)
-        return self._trial(self._storage.get_trial(trial.id))
+            return self._storage.died(trial)
 
     def finish(
         self,
@@ -387,55 +294,11 @@ class Study:
             Lost: the trial was taken back; what this process found counts no more.
         """
         with self._held(trial):
-            self._finish(trial, state, loss, seconds, reason)
+            self._storage.finish(trial, state, loss, seconds, reason)
         if self._leases is not None:
             self._leases.drop(trial.name)
-
-    def _finish(self, trial: Trial, state: State, loss: float | None, seconds: float, reason: str) -> None:
-        storage = self._storage
-        storage.set_trial_user_attr(trial.id, "seconds", trial.seconds + seconds)
-        if reason:
-            storage.set_trial_user_attr(trial.id, "reason", reason)
-        if state == "waiting":
-            storage.set_trial_state_values(trial.id, TrialState.WAITING)
-        elif state == "complete":
-            storage.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf if loss is None else loss])
-        elif state == "diverged":
-            storage.set_trial_user_attr(trial.id, "diverged", True)
-            storage.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf])
-        elif state == "stopped":
-            storage.set_trial_state_values(trial.id, TrialState.PRUNED)
-        else:
-            storage.set_trial_state_values(trial.id, TrialState.FAIL)
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """As a storage gives it back."""
     return json.loads(json.dumps(settings))
-
-
-def _sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:
-    if config.tuning.sampler == "tpe":
-        seed = random.Random(f"{config.run.seed} {slot}").getrandbits(32)  # noqa: S311  (no secret)
-        return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-    return optuna.samplers.RandomSampler(seed=config.run.seed)
-
-
-def _sample(
-    config: Config, space: Mapping[str, optuna.distributions.BaseDistribution], count: int
-) -> list[dict[str, Value]]:
-    """The first `count` points that the sampler draws; fewer where a grid has fewer."""
-    if config.tuning.sampler == "grid":
-        choices = [config.tuning.search[name].choice or [] for name in space]
-        points = [dict(zip(space, point, strict=True)) for point in itertools.product(*choices)]
-        random.Random(config.run.seed).shuffle(points)  # noqa: S311  (no secret)
-        return points[:count]
-    study = optuna.create_study(sampler=_sampler(config))
-    return [dict(study.ask(dict(space)).params) for _ in range(count)]
-
-
-def _suggest(trial: optuna.trial.Trial, name: str, distribution: optuna.distributions.BaseDistribution) -> None:
-    if isinstance(distribution, optuna.distributions.FloatDistribution):
-        trial.suggest_float(name, distribution.low, distribution.high, log=distribution.log)
-    elif isinstance(distribution, optuna.distributions.CategoricalDistribution):
-        trial.suggest_categorical(name, distribution.choices)

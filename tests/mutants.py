@@ -41,7 +41,8 @@ _APPLY = "mup_megatron/apply_rules.py"
 _OPTIM = "mup_megatron/optim.py"
 _INIT = "mup_megatron/init.py"
 _LAYOUT = "mup_megatron/layout.py"
-_CHECKS = "mup_megatron/config/checks.py"
+_GROWTH_CHECKS = "mup_megatron/config/growth_checks.py"
+_RUN_CHECKS = "mup_megatron/config/run_checks.py"
 _CHECKPOINT = "mup_megatron/checkpoint.py"
 _STATE = "mup_megatron/engines/state.py"
 _NORM = "mup_megatron/engines/gradient_norm.py"
@@ -558,7 +559,7 @@ GUARDS = (
     _mutant(
         "guard: Adam with L2",
         "weight decay under Adam is added to the gradient",
-        _CHECKS,
+        _RUN_CHECKS,
         'if optimizer.name == "adam" and hparams.weight_decay > 0:',
         "if False:",
         "test_config.py",
@@ -566,7 +567,7 @@ GUARDS = (
     _mutant(
         "guard: zero readout with a tied head",
         "the embedding starts from zero",
-        _CHECKS,
+        _GROWTH_CHECKS,
         "if parametrization.zero_init_readout and model.share_embeddings_and_output_weights:",
         "if False:",
         "test_architecture_rules.py",
@@ -575,7 +576,7 @@ GUARDS = (
     _mutant(
         "guard: zero query under QK-norm",
         "the query's gradient has no bound",
-        _CHECKS,
+        _GROWTH_CHECKS,
         "if parametrization.zero_init_query and model.qk_layernorm and not model.multi_latent_attention:",
         "if False:",
         "test_architecture_rules.py",
@@ -764,7 +765,7 @@ BASE = (
     _mutant(
         "guard: a depth rule without the base's depth",
         "each model takes its own depth for the base's, and the rule vanishes",
-        _CHECKS,
+        _GROWTH_CHECKS,
         "if config.base.num_layers is None:",
         "if False:",
         "test_config.py::test_bad",
@@ -772,7 +773,7 @@ BASE = (
     _mutant(
         "guard: sizes beside a file of base shapes",
         "they are ignored in silence",
-        _CHECKS,
+        _GROWTH_CHECKS,
         "        if beside:",
         "        if False:",
         "test_base_file.py::test_sizes_beside_the_file_are_refused",

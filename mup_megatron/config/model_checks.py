@@ -1,0 +1,191 @@
+"""What must hold between the keys of `model:`: sizes, attention, experts, norms. Public name: `CHECKS`."""
+
+from __future__ import annotations
+
+from mup_megatron.config.schema import Config, Model
+
+_MOST_EXPERTS = 200_000
+
+_LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+_YARN_KEYS = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def _given(model: Model) -> list[str]:
+    """Keys of the model that say something else than their default (a dumped config names them all)."""
+    fields = type(model).model_fields
+    return [name for name, field in fields.items() if not field.is_required() and getattr(model, name) != field.default]
+
+
+def _grown(config: Config) -> list[tuple[str, str]]:
+    """(section, key) of every size that is declared to grow."""
+    return [(section, name) for section in ("base", "proxy") for name in getattr(config, section).sizes]
+
+
+def _check_latent_attention(config: Config) -> None:
+    model, given = config.model, _given(config.model)
+    if not model.multi_latent_attention:
+        named = [f"model.{name}" for name in (*_LATENT_SIZES, "rope_type", *_YARN_KEYS) if name in given]
+        named += [f"{section}.{name}" for section, name in _grown(config) if name in _LATENT_SIZES]
+        if named:
+            raise config.error(
+                named[0], "belongs to multi-latent attention; expected model.multi_latent_attention: true"
+            )
+        return
+    for name in _LATENT_SIZES[1:]:
+        if getattr(model, name) is None:
+            raise config.error(f"model.{name}", "missing; multi-latent attention needs it")
+    for name in ("num_query_groups", "kv_channels"):
+        if getattr(model, name) is not None:
+            raise config.error(f"model.{name}", "multi-latent attention has no such size; remove the key")
+    for section, name in _grown(config):
+        if name in ("num_query_groups", "kv_channels"):
+            raise config.error(f"{section}.{name}", "multi-latent attention has no such size; remove the key")
+        if name == "q_lora_rank" and model.q_lora_rank is None:
+            raise config.error(f"{section}.{name}", "the model compresses no queries; expected model.q_lora_rank set")
+    if model.position_embedding_type != "rope":
+        raise config.error(
+            "model.position_embedding_type",
+            f"{model.position_embedding_type} under multi-latent attention, which carries rotary positions of its own; "
+            "expected rope",
+        )
+    if model.add_qkv_bias:
+        raise config.error("model.add_qkv_bias", "multi-latent attention has no such bias; expected false")
+    if model.rope_type != "yarn" and (named := [name for name in _YARN_KEYS if name in given]):
+        raise config.error(f"model.{named[0]}", "belongs to YaRN; expected model.rope_type: yarn")
+    for section, sizes in (("model", model), ("base", config.base), ("proxy", config.proxy)):
+        if (sizes.qk_pos_emb_head_dim or 0) % 2:
+            raise config.error(
+                f"{section}.qk_pos_emb_head_dim", f"{sizes.qk_pos_emb_head_dim} is odd; RoPE needs an even size"
+            )
+
+
+def _check_heads(config: Config) -> None:
+    models = {"model": config.model, "base": config.model.resized(config.base.width)}
+    models["proxy"] = config.proxy_model
+    for section, model in models.items():
+        if model.multi_latent_attention:
+            continue
+        if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+            raise config.error(
+                f"{section}.hidden_size",
+                f"{model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; "
+                "expected a multiple of it, or model.kv_channels set",
+            )
+        if model.num_attention_heads % model.query_groups:
+            raise config.error(
+                f"{section}.num_query_groups",
+                f"{model.query_groups} does not divide num_attention_heads {model.num_attention_heads}",
+            )
+        if model.position_embedding_type == "rope" and model.head_size % 2:
+            raise config.error(f"{section}.kv_channels", f"head size {model.head_size} is odd; RoPE needs an even one")
+
+
+def _check_experts(config: Config) -> None:
+    model, given = config.model, _given(config.model)
+    experts, topk = model.num_moe_experts, model.moe_router_topk
+    if experts is None:
+        named = [f"model.{name}" for name in given if name.startswith("moe_")]
+        named += [f"{section}.{name}" for section, name in _grown(config) if name.startswith("moe_")]
+        if named:
+            raise config.error(named[0], "belongs to a mixture of experts; expected model.num_moe_experts set")
+        return
+    if config.model.num_layers * experts > _MOST_EXPERTS:
+        raise config.error(
+            "model.num_moe_experts",
+            f"{experts} experts in {model.num_layers} layers are more than {_MOST_EXPERTS:,}, which nobody has listed "
+            "tensor by tensor; expected fewer",
+        )
+    if topk > experts:
+        raise config.error(
+            "model.moe_router_topk", f"{topk} experts per token of {experts}; expected at most {experts}"
+        )
+    if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        raise config.error(
+            "model.moe_router_pre_softmax",
+            "softmax over a single chosen expert is 1 and gives the router no gradient; expected true, or "
+            "moe_router_score_function: sigmoid",
+        )
+    _check_expert_groups(config, experts, topk)
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        raise config.error(
+            "model.moe_router_enable_expert_bias", "needs moe_router_score_function: sigmoid (megatron-core)"
+        )
+    if "moe_router_bias_update_rate" in given and not model.moe_router_enable_expert_bias:
+        raise config.error("model.moe_router_bias_update_rate", "needs moe_router_enable_expert_bias: true")
+    if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none":
+        raise config.error("model.moe_aux_loss_coeff", "moe_router_load_balancing_type is none; expected 0")
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is None:
+        named = [f"{section}.{name}" for section, name in _grown(config) if name.startswith("moe_shared")]
+        named += ["model.moe_shared_expert_gate"] if model.moe_shared_expert_gate else []
+        if named:
+            raise config.error(named[0], "no shared experts; expected model.moe_shared_expert_intermediate_size set")
+    elif model.add_bias_linear:
+        raise config.error("model.add_bias_linear", "megatron-core's shared experts have no biases; expected false")
+    if isinstance(model.moe_layer_freq, list):
+        if len(model.moe_layer_freq) != model.num_layers:
+            raise config.error(
+                "model.moe_layer_freq",
+                f"{len(model.moe_layer_freq)} entries for {model.num_layers} layers; expected a 0 (dense) or 1 "
+                "(experts) for each",
+            )
+        if not any(model.moe_layer_freq):
+            raise config.error("model.moe_layer_freq", "no layer has experts; expected a 1, or no num_moe_experts")
+        if config.parametrization.depth != "none" and config.num_layers_base != model.num_layers:
+            raise config.error(
+                "model.moe_layer_freq", "a list names the layers of one depth; expected a number where depth grows"
+            )
+
+
+def _check_expert_groups(config: Config, experts: int, topk: int) -> None:
+    model = config.model
+    groups, per_token = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None and per_token is None:
+        return
+    if groups is None or per_token is None:
+        missing = "moe_router_num_groups" if groups is None else "moe_router_group_topk"
+        raise config.error(f"model.{missing}", "missing; routing by groups needs their number and how many per token")
+    if experts % groups:
+        raise config.error("model.moe_router_num_groups", f"{groups} does not divide num_moe_experts {experts}")
+    if per_token > groups:
+        raise config.error("model.moe_router_group_topk", f"{per_token} groups per token of {groups}")
+    if topk % per_token or topk // per_token > experts // groups:
+        raise config.error(
+            "model.moe_router_topk",
+            f"{topk} experts per token cannot be taken in equal parts from {per_token} groups of {experts // groups}",
+        )
+
+
+def _check_multi_token_prediction(config: Config) -> None:
+    model = config.model
+    if model.mtp_num_layers is None:
+        if "mtp_loss_scaling_factor" in _given(model):
+            raise config.error("model.mtp_loss_scaling_factor", "needs mtp_num_layers")
+        return
+    if model.mtp_num_layers >= config.training.seq_length:
+        raise config.error(
+            "model.mtp_num_layers",
+            f"{model.mtp_num_layers} further tokens cannot be predicted within training.seq_length "
+            f"{config.training.seq_length}",
+        )
+
+
+def _check_norms(config: Config) -> None:
+    model = config.model
+    if model.norm_gains == "none" and model.norm_implementation in ("apex", "transformer_engine"):
+        raise config.error(
+            "model.norm_implementation",
+            f"{model.norm_implementation}'s norms have gains; expected torch, or norm_gains: trained",
+        )
+
+
+CHECKS = (_check_latent_attention, _check_heads, _check_experts, _check_multi_token_prediction, _check_norms)
+"""In this order; each takes a config and raises ConfigError."""

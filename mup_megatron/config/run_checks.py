@@ -1,0 +1,177 @@
+"""What must hold between the keys of training, optimizer, data, tuning and SLURM. Public name: `CHECKS`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from mup_megatron.config.schema import Config, Hparams, Range, Training
+from mup_megatron.errors import ConfigError, shown
+
+
+def _check_batch(config: Config) -> None:
+    training = config.training
+    if training.global_batch_size % training.micro_batch_size:
+        raise config.error(
+            "training.micro_batch_size",
+            f"{training.micro_batch_size} does not divide training.global_batch_size {training.global_batch_size}",
+        )
+    if config.model.position_embedding_type == "learned_absolute" and (
+        config.max_position_embeddings < training.seq_length
+    ):
+        raise config.error(
+            "model.max_position_embeddings",
+            f"{config.max_position_embeddings} is less than training.seq_length {training.seq_length}",
+        )
+    if training.recompute_granularity == "full" and training.recompute_method is None:
+        raise config.error("training.recompute_method", "missing; full recomputation needs uniform or block")
+    if training.recompute_granularity == "full" and training.recompute_num_layers is None:
+        raise config.error(
+            "training.recompute_num_layers", "missing; full recomputation needs the layers of a unit, such as 1"
+        )
+
+
+def _check_schedule(config: Config, training: Training | None = None) -> None:
+    """Of the config, or of one with other training keys."""
+    training = training or config.training
+    decay_steps = training.lr_decay_steps or training.train_steps
+    if training.lr_warmup_steps >= decay_steps:
+        raise config.error(
+            "training.lr_warmup_steps", f"{training.lr_warmup_steps} leaves nothing of the {decay_steps} decay steps"
+        )
+    if training.lr_schedule == "WSD" and training.lr_wsd_decay_steps is None:
+        raise config.error("training.lr_wsd_decay_steps", "missing; the WSD schedule needs the length of its decay")
+    if training.lr_schedule == "multi-step" and not training.lr_milestones:
+        raise config.error("training.lr_milestones", "missing; the multi-step schedule needs the steps where it drops")
+    if training.lr_milestones != sorted(set(training.lr_milestones)):
+        raise config.error(
+            "training.lr_milestones", f"expected increasing steps, found {shown(training.lr_milestones)}"
+        )
+
+
+def _check_optimizer(config: Config, hparams: Hparams | None = None) -> None:
+    """Of the config, or of one with other hyperparameters."""
+    optimizer, hparams = config.optimizer, hparams or config.hparams
+    if optimizer.name == "adam" and hparams.weight_decay > 0:
+        raise config.error(
+            "hparams.weight_decay",
+            f"{hparams.weight_decay} under optimizer.name adam would be L2 added to the gradient, which has no "
+            "width-independent rule; expected 0, or optimizer.name adamw",
+        )
+    adam_only = {"deepspeed_cpu_adam", "apex", "transformer_engine"}
+    # megatron-core takes SGD, too, from the package that has its Adam.
+    if optimizer.name == "sgd" and optimizer.implementation in adam_only and config.parallel.engine == "deepspeed":
+        raise config.error(
+            "optimizer.implementation", f"{optimizer.implementation} implements Adam and AdamW, not sgd; expected torch"
+        )
+    if optimizer.name == "muon" and config.parallel.engine != "megatron":
+        raise config.error("optimizer.name", "muon is megatron-core's; expected it with parallel.engine: megatron")
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    given = [name for name in ("corpus", "files", "data_path") if getattr(data, name)]
+    if len(given) != 1:
+        raise config.error(
+            "data", f"expected one of corpus, files and data_path, found {' and '.join(given) or 'none'}"
+        )
+    try:
+        parts = [float(part) for part in data.split.split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts, default=-1) < 0 or sum(parts) <= 0:
+        raise config.error("data.split", f"expected train,valid,test shares such as 98,2,0, found {shown(data.split)}")
+    if data.tokenizer.library in {"huggingface", "tiktoken"} and data.tokenizer.path is None:
+        raise config.error(
+            "data.tokenizer.path", f"missing; a {data.tokenizer.library} tokenizer is loaded, not trained"
+        )
+    if data.tokenizer.library in {"sentencepiece", "null"} and not (data.tokenizer.path or data.tokenizer.vocab_size):
+        raise config.error("data.tokenizer.vocab_size", "missing; expected the size of the vocabulary")
+
+
+def _check_search(config: Config) -> None:
+    known = [*Hparams.model_fields, "lr_schedule"]
+    for name, dimension in config.tuning.search.items():
+        key = f"tuning.search.{name}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise config.error(key, f"unknown hyperparameter; {hint}")
+        given = [kind for kind in Range.model_fields if getattr(dimension, kind) is not None]
+        if len(given) != 1:
+            raise config.error(key, "expected one of log_uniform, uniform and choice")
+        bounds = dimension.log_uniform or dimension.uniform
+        if bounds and not bounds[0] < bounds[1]:
+            raise config.error(key, f"low {bounds[0]} is not below high {bounds[1]}")
+        if dimension.log_uniform and bounds and bounds[0] <= 0:
+            raise config.error(key, f"low {bounds[0]} of a log_uniform range must be above 0")
+        _check_values(config, name, dimension.choice or bounds or [])
+        if config.tuning.sampler == "grid" and dimension.choice is None:
+            raise config.error(key, "the grid sampler needs values to go through; expected choice")
+
+
+def _check_values(config: Config, name: str, values: Sequence[float | str]) -> None:
+    """Every value that a search dimension names must be one that the config itself would take."""
+    for value in values:
+        try:
+            if name == "lr_schedule":
+                training = Training.model_validate({**config.training.model_dump(), name: value})
+                _check_schedule(config, training)
+            else:
+                hparams = Hparams.model_validate({**config.hparams.model_dump(), name: value})
+                _check_optimizer(config, hparams)
+        except (ValidationError, ConfigError) as error:
+            why = error.problem if isinstance(error, ConfigError) else error.errors()[0]["msg"]
+            raise config.error(f"tuning.search.{name}", f"{shown(value)} is no value of {name}: {why}") from None
+
+
+def _check_tuning_batch(config: Config) -> None:
+    """The proxy's batch, on its own single process."""
+    tuning, training = config.tuning, config.training
+    batch = tuning.global_batch_size or training.global_batch_size
+    micro = tuning.micro_batch_size or training.micro_batch_size
+    if batch % micro:
+        raise config.error("tuning.micro_batch_size", f"{micro} does not divide the proxy's global batch size {batch}")
+    if tuning.storage != "journal" and "://" not in tuning.storage:
+        raise config.error(
+            "tuning.storage",
+            f"expected journal, or a database such as sqlite:///study.db, found {shown(tuning.storage)}",
+        )
+
+
+# sbatch's own forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...
+_SLURM_TIME = r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE"
+
+# What the names of partitions, accounts and environment modules are made of.
+_SLURM_NAME = r"[\w.+/@][\w.+/@,-]*"
+
+
+def _check_slurm(config: Config) -> None:
+    slurm = config.slurm
+    if not re.fullmatch(_SLURM_TIME, slurm.time):
+        raise config.error(
+            "slurm.time", f'expected a time as sbatch takes it, such as "24:00:00", found {shown(slurm.time)}'
+        )
+    named = [("partition", slurm.partition), ("account", slurm.account), *(("modules", name) for name in slurm.modules)]
+    for key, name in named:
+        if name is not None and not re.fullmatch(_SLURM_NAME, name):
+            raise config.error(
+                f"slurm.{key}", f"expected a name of letters, digits and . + / @ , _ -, found {shown(name)}"
+            )
+    if slurm.container_mounts and slurm.container_image is None:
+        raise config.error("slurm.container_mounts", "without slurm.container_image there is nothing to mount into")
+
+
+CHECKS = (
+    _check_batch,
+    _check_schedule,
+    _check_optimizer,
+    _check_data,
+    _check_search,
+    _check_tuning_batch,
+    _check_slurm,
+)
+"""In this order; each takes a config and raises ConfigError."""

@@ -13,13 +13,16 @@ import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.model import parametrize
 from mup_megatron.proof import stability
 from mup_megatron.proof.grid import Outcome
+from mup_megatron.proof.question import Question
+from mup_megatron.proof.question import question as ask_question
 from mup_megatron.proof.reverse import rise, small_model
 from mup_megatron.ranks import Rank
 from mup_megatron.report.stability import title
+from mup_megatron.setup.megatron import muon_missing
 from mup_megatron.tuning.space import one_process
 from tests import bodies
 from tests.commands import Background, losses, metrics, mup, until
@@ -34,8 +37,8 @@ def config_of(folder: Path, **keys: Any) -> Config:
     return make(MIXED, "gpt3", run__dir=str(folder / "run"), **{**SMALL, **keys})
 
 
-def asked(config: Config, **keys: Any) -> stability.Question:
-    return stability.question(config, **{"over": "lr", "across": "width", **keys})
+def asked(config: Config, **keys: Any) -> Question:
+    return ask_question(config, **{"over": "lr", "across": "width", **keys})
 
 
 def ask(config: Config, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[str]]:
@@ -48,7 +51,7 @@ def test_what_is_not_said(tmp_path: Path) -> None:
     question = asked(config_of(tmp_path))
     assert question.values == [8e-3 * 2.0**power for power in range(-4, 5)]
     assert question.factors == [1, 2, 4, 8]
-    assert (question.least, question.seeds, question.beside) == (1, 3, True)
+    assert (question.least, question.seeds, question.compare_with) == (1, 3, ("standard", "fan_in"))
     schedules = asked(config_of(tmp_path), over="lr_schedule").values
     assert schedules == ["linear", "cosine", "inverse-square-root", "constant"]
 
@@ -85,6 +88,16 @@ def test_a_size_or_value_that_makes_no_config(tmp_path: Path) -> None:
         stability.grid(unsplit, asked(unsplit))
 
 
+@pytest.mark.skipif(muon_missing() is None, reason="muon is there, so that nothing of it is refused")
+def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path) -> None:
+    muon = config_of(
+        tmp_path, optimizer={"name": "muon"}, parallel={"engine": "megatron", "use_distributed_optimizer": False}
+    )
+    with pytest.raises(ConfigError) as error:
+        stability.grid(muon, asked(muon))
+    assert (error.value.key, error.value.problem) == ("optimizer.name", muon_missing())
+
+
 @pytest.mark.parametrize(
     ("across", "sizes"),
     [
@@ -102,7 +115,7 @@ def test_what_grows_and_nothing_else(tmp_path: Path, across: Any, sizes: dict[in
     assert len({run.job.name for run in runs}) == len(runs) == 2 * 9 * 2 * 3
     for run in runs:
         made = run.job.config
-        assert (made.hparams.lr, made.run.seed, made.parametrization.name) == (run.value, run.seed, run.line)
+        assert (made.hparams.lr, made.run.seed, made.parametrization.name) == (run.value, run.seed, run.parametrization)
         assert made.training.eval_interval == made.training.train_steps
         assert made.training.lr_warmup_steps == (8 if across == "tokens" and run.factor == 4 else 2)
         assert made.parallel == one_process(config).parallel
@@ -117,7 +130,7 @@ def outcome(loss: float) -> Outcome:
     )
 
 
-def result_of(config: Config, question: stability.Question, loss: Any) -> dict[str, Any]:
+def result_of(config: Config, question: Question, loss: Any) -> dict[str, Any]:
     runs = stability.grid(config, question)
     return stability._result(config, question, runs, {run.job.name: outcome(loss(run)) for run in runs})
 
@@ -126,7 +139,7 @@ def bowl(moves: dict[str, float]) -> Any:
     """Losses least at the config's own rate, which moves by some octaves per doubling of the size."""
 
     def loss(run: Any) -> float:
-        off = math.log2(run.value / 8e-3) - moves.get(run.line, 0.0) * math.log2(run.factor)
+        off = math.log2(run.value / 8e-3) - moves.get(run.parametrization, 0.0) * math.log2(run.factor)
         return 3 - 0.1 * math.log2(run.factor) + 0.02 * off**2 + 0.001 * (run.seed % 3)
 
     return loss
@@ -214,7 +227,7 @@ def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytes
     """Every run is `train` on one process with that config; then nothing runs again; other settings are refused."""
     config = config_of(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1e30", "seeds": 1, "beside": False}
+    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1e30", "seeds": 1, "compare": False}
     result, said = ask(config, tmp_path / "grid", **keys)
     assert sum("/6 mup-width-" in line for line in said) == 6
     assert result["lines"]["mup"]["rows"][0]["losses"][2] == [None]  # diverged
@@ -267,7 +280,7 @@ def test_two_commands_share_a_grid_and_one_is_ended(tmp_path: Path) -> None:
 def test_a_run_that_fails_is_said(tmp_path: Path) -> None:
     """And has another chance with the next command."""
     config = config_of(tmp_path)
-    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1.6e-2", "seeds": 1, "beside": False}
+    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1.6e-2", "seeds": 1, "compare": False}
     runs = tmp_path / "grid" / "runs"
     blocked = runs / "mup-width-1-lr-0.004-seed-7"
     blocked.mkdir(parents=True)

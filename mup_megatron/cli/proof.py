@@ -168,10 +168,11 @@ def stability(
     settings = read_config(config, overrides)
     upstream.prepare_process()
     from mup_megatron.proof import stability as proof
+    from mup_megatron.proof.question import question
     from mup_megatron.report.stability import draw_stability
 
     asked = [
-        proof.question(
+        question(
             settings,
             over=name,
             across=across,
@@ -179,7 +180,7 @@ def stability(
             factors=_factors(sizes, "--sizes"),
             seeds=seeds,
             least=least,
-            beside=beside,
+            compare=beside,
         )
         for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip())
     ]
@@ -259,7 +260,7 @@ def reverse(
     directory = Path(output or f"{settings.run.dir}/reverse")
 
     def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
-        result = proof.reverse(settings, numbers, seeds, directory, rank, beside=beside, workers=workers, say=say)
+        result = proof.reverse(settings, numbers, seeds, directory, rank, compare=beside, workers=workers, say=say)
         if rank.is_first:
             paths = [*proof.write(result, directory), draw_reverse(result, directory / "reverse.png")]
             print(json.dumps(result) if as_json else "\n".join([*proof.lines(result), *map(str, paths)]))

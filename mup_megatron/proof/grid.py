@@ -23,7 +23,7 @@ from mup_megatron.data.prepare import data_directory
 from mup_megatron.errors import UserError
 from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory, write_whole
-from mup_megatron.setup import resolve_auto
+from mup_megatron.setup import resolve
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.process import ATTEMPTS, RunProcess
@@ -68,11 +68,11 @@ def comparable(config: Config) -> Config:
     """The config as a run of a grid: on one process, on shared data, evaluated at the end.
 
     Raises:
-        ConfigError: it has nothing to validate on.
+        ConfigError: it has nothing to validate on, or every run would be refused.
     """
     if not float([*config.data.split.split(","), "0"][1]):
         raise config.error("data.split", f"{config.data.split} holds nothing to validate on; expected 98,2,0")
-    config = one_process(resolve_auto(config))
+    config = resolve(one_process(config), 1).config
     there = {"data.dir": str(data_directory(config)), "training.eval_interval": config.training.train_steps}
     return config.derive(there)
 

@@ -64,7 +64,7 @@ def reverse(
     directory: Path,
     rank: Rank,
     *,
-    beside: bool,
+    compare: bool,
     workers: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def reverse(
         seeds: repetitions.
         directory: for runs, which go on where they were stopped.
         rank: this process.
-        beside: also train the large model, and the small one with the same values in the standard parametrization.
+        compare: also train the large model, and the small one with the same values in the standard parametrization.
         workers: runs at a time.
         say: takes lines of progress.
 
@@ -93,7 +93,7 @@ def reverse(
     small = small_model(config)
     large = config.derive({"parametrization.name": "standard"})
     models = {REVERSED: small}
-    if beside:
+    if compare:
         models |= {LARGE: large, SMALL: small.derive({"parametrization.name": "standard"})}
     jobs: dict[tuple[str, float, int], Job] = {}
     for label, model in models.items():

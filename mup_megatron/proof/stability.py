@@ -1,8 +1,8 @@
 """Whether the best hyperparameter stays put while the model, the batch or the run grows.
 
-Public names: `stability`, `question`, `Question`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. Every size
-is trained with every value and seed, in the config's parametrization and in those that are drawn beside it; each run is
-one process (grid.py), as a tuning trial is.
+Public names: `stability`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. A question (question.py) names
+what is varied and what grows. Every size is trained with every value and seed, in the config's parametrization and in
+those that it is compared with; each run is one process (grid.py), as a tuning trial is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from mup_megatron import upstream
-from mup_megatron.config import Config, Hparams
+from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.proof.family import default_factors, members
+from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import Job, Outcome, alone, comparable, run_grid
 from mup_megatron.proof.optimum import (
     Curve,
@@ -31,138 +31,27 @@ from mup_megatron.proof.optimum import (
     transfer_cost,
     wider_is_worse,
 )
+from mup_megatron.proof.question import Across, Question
 from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import write_whole
 from mup_megatron.tuning.space import stretched
-
-Across = Literal["width", "depth", "batch", "sequence", "tokens"]
-ACROSS: tuple[Across, ...] = get_args(Across)
-"""What grows: the sizes that `base:` names, layers, sequences per step, tokens per sequence, steps."""
-
-OVER = (*Hparams.model_fields, "lr_schedule")
-"""What is varied."""
 
 BOUNDS = {"octaves": 0.5, "cost": 0.005}
 """A judged parametrization passes where the smallest size's optimum is at most so far from the largest's (or within two
 standard errors), and its best value costs the largest at most this share of its loss."""
 
-_OCTAVES = 4
 _GROWS = {"batch": "training.global_batch_size", "sequence": "training.seq_length"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked.
-
-    Args:
-        over: hyperparameter that is varied.
-        across: what grows.
-        values: that are tried, ascending; names of schedules for `lr_schedule`.
-        factors: sizes over the base's (width, depth), else over the config's own.
-        seeds: repetitions, with seeds from the config's on.
-        least: smallest factor that is judged; all are drawn.
-        beside: whether others are drawn too: standard and fan_in beside µP, µP beside these.
-    """
-
-    over: str
-    across: Across
-    values: Sequence[float | str]
-    factors: Sequence[int]
-    seeds: int
-    least: int
-    beside: bool
-
-    @property
-    def name(self) -> str:
-        """Of its files."""
-        return f"{self.over}-{self.across}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One cell of the grid."""
+    """One run of the grid."""
 
-    line: str
+    parametrization: str
     factor: int
     value: float | str
     seed: int
     job: Job
-
-
-def question(
-    config: Config,
-    *,
-    over: str,
-    across: str,
-    values: str = "",
-    factors: Sequence[int] = (),
-    seeds: int = 3,
-    least: int | None = None,
-    beside: bool = True,
-) -> Question:
-    """Reads what is asked, and fills in what is not said.
-
-    Args:
-        config: the run.
-        over: see `Question`.
-        across: see `Question`.
-        values: separated by commas; powers of two about the config's own value unless given.
-        factors: see `Question`; from the base to the config's own size unless given.
-        seeds: see `Question`.
-        least: see `Question`; the smallest unless given.
-        beside: see `Question`.
-
-    Raises:
-        UserError: no such hyperparameter, values that are none, fewer than two sizes.
-    """
-    if over not in OVER:
-        raise UserError(f"--over: {over}: no hyperparameter; expected one of {', '.join(OVER)}")
-    if across not in ACROSS:
-        raise UserError(f"--across: {across}: expected one of {', '.join(ACROSS)}")
-    if seeds < 1:
-        raise UserError(f"--seeds: {seeds}: expected 1 or more")
-    known: Across = across
-    sizes = sorted(set(factors)) or _factors(config, known)
-    if len(sizes) < 2 or sizes[0] < 1:
-        raise UserError(f"--sizes: {','.join(map(str, sizes))}: expected two different factors or more, from 1 on")
-    if least is not None and least not in sizes[:-1]:
-        raise UserError(f"--from: {least}: expected one of the factors below the largest, {sizes[:-1]}")
-    return Question(
-        over=over,
-        across=known,
-        values=_values(config, over, values),
-        factors=sizes,
-        seeds=seeds,
-        least=least or sizes[0],
-        beside=beside,
-    )
-
-
-def _factors(config: Config, across: Across) -> list[int]:
-    return default_factors(config, across) if across in ("width", "depth") else [1, 2, 4, 8]
-
-
-def _values(config: Config, over: str, values: str) -> list[float | str]:
-    words = [word.strip() for word in values.split(",") if word.strip()]
-    if over == "lr_schedule":
-        training = config.training
-        if words:
-            return list(dict.fromkeys(words))
-        there = ["linear", "cosine", "inverse-square-root", "constant"]
-        there += ["multi-step"] if training.lr_milestones else []
-        return [*there, *(["WSD"] if training.lr_wsd_decay_steps else [])]
-    if not words:
-        own = getattr(config.hparams, over)
-        if not own:
-            raise UserError(f"--values: missing; hparams.{over} is {own}, about which there are no powers of two")
-        return [own * 2.0**power for power in range(-_OCTAVES, _OCTAVES + 1)]
-    try:
-        numbers = sorted({float(word) for word in words})
-    except ValueError:
-        numbers = []
-    if not all(math.isfinite(number) and number > 0 for number in numbers) or len(numbers) < 3:
-        raise UserError(f"--values: {values}: a minimum needs three different positive numbers or more")
-    return list(numbers)
 
 
 def stability(
@@ -207,25 +96,23 @@ def grid(config: Config, asked: Question) -> list[_Run]:
     Raises:
         UserError: a size or a value makes no config; names it.
     """
-    lines = [config.parametrization.name]
-    if asked.beside:
-        lines += ["standard", "fan_in"] if lines == ["mup"] else ["mup"]
+    parametrizations = [config.parametrization.name, *asked.compare_with]
     sized = dict(zip(asked.factors, _sized(config, asked), strict=True))
     section = "training" if asked.over == "lr_schedule" else "hparams"
     runs = []
     for seed in range(config.run.seed, config.run.seed + asked.seeds):
         for factor, sizes in sized.items():
             for value in asked.values:
-                for line in lines:
-                    keys = {f"{section}.{asked.over}": value, "parametrization.name": line, "run.seed": seed}
+                for parametrization in parametrizations:
+                    keys = {f"{section}.{asked.over}": value, "parametrization.name": parametrization}
                     try:
-                        made = sizes.derive(keys)
+                        made = sizes.derive({**keys, "run.seed": seed})
                     except ConfigError as error:
                         raise UserError(f"--values: {value}: {error}") from None
                     shown = value if isinstance(value, str) else f"{value:.6g}"
-                    name = f"{line}-{asked.across}-{factor}-{asked.over}-{shown}-seed-{seed}"
+                    name = f"{parametrization}-{asked.across}-{factor}-{asked.over}-{shown}-seed-{seed}"
                     job = Job(name=name, config=made)
-                    runs.append(_Run(line=line, factor=factor, value=value, seed=seed, job=job))
+                    runs.append(_Run(parametrization=parametrization, factor=factor, value=value, seed=seed, job=job))
     return runs
 
 
@@ -259,33 +146,33 @@ def size_of(config: Config, across: Across) -> int:
 
 def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     sizes = {run.factor: size_of(run.job.config, asked.across) for run in runs}
-    lines = list(dict.fromkeys(run.line for run in runs))
+    parametrizations = list(dict.fromkeys(run.parametrization for run in runs))
     curves = {
-        line: {
+        parametrization: {
             factor: Curve(
                 values=asked.values,
                 losses=[
                     {
                         run.seed: outcomes[run.job.name].loss
                         for run in runs
-                        if (run.line, run.factor, run.value) == (line, factor, value)
+                        if (run.parametrization, run.factor, run.value) == (parametrization, factor, value)
                     }
                     for value in asked.values
                 ],
             )
             for factor in sizes
         }
-        for line in lines
+        for parametrization in parametrizations
     }
-    for line, held in curves.items():
+    for parametrization, held in curves.items():
         for factor, curve in held.items():
             if not math.isfinite(min(curve.means)):
                 raise UserError(
-                    f"{line}, {asked.across} {sizes[factor]}: no value of {asked.over} has a finite loss with every "
-                    "seed; expected --values with smaller ones"
+                    f"{parametrization}, {asked.across} {sizes[factor]}: no value of {asked.over} has a finite loss "
+                    "with every seed; expected --values with smaller ones"
                 )
-    found = {line: _line(held, sizes, asked) for line, held in curves.items()}
-    judged = lines[0]
+    found = {parametrization: _line(held, sizes, asked) for parametrization, held in curves.items()}
+    judged = parametrizations[0]
     result = {
         "judged": judged,
         "over": asked.over,

@@ -1,0 +1,129 @@
+"""What a stability check is asked: which hyperparameter, over which size. Public names: `Question`, `question`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mup_megatron.config import Config, Hparams
+from mup_megatron.errors import UserError
+from mup_megatron.proof.family import default_factors
+
+Across = Literal["width", "depth", "batch", "sequence", "tokens"]
+ACROSS: tuple[Across, ...] = get_args(Across)
+"""What grows: the sizes that `base:` names, layers, sequences per step, tokens per sequence, steps."""
+
+OVER = (*Hparams.model_fields, "lr_schedule")
+"""What is varied."""
+
+_OCTAVES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Args:
+        over: hyperparameter that is varied.
+        across: what grows.
+        values: that are tried, ascending; names of schedules for `lr_schedule`.
+        factors: sizes over the base's (width, depth), else over the config's own.
+        seeds: repetitions, with seeds from the config's on.
+        least: smallest factor that is judged; all are drawn.
+        compare_with: parametrizations that are trained and drawn too, and not judged.
+    """
+
+    over: str
+    across: Across
+    values: Sequence[float | str]
+    factors: Sequence[int]
+    seeds: int
+    least: int
+    compare_with: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.over}-{self.across}"
+
+
+def question(
+    config: Config,
+    *,
+    over: str,
+    across: str,
+    values: str = "",
+    factors: Sequence[int] = (),
+    seeds: int = 3,
+    least: int | None = None,
+    compare: bool = True,
+) -> Question:
+    """Reads what is asked, and fills in what is not said.
+
+    Args:
+        config: the run.
+        over: see `Question`.
+        across: see `Question`.
+        values: separated by commas; powers of two about the config's own value unless given.
+        factors: see `Question`; from the base to the config's own size unless given.
+        seeds: see `Question`.
+        least: see `Question`; the smallest unless given.
+        compare: also train other parametrizations: standard and fan_in with µP, µP with these.
+
+    Raises:
+        UserError: no such hyperparameter, values that are none, fewer than two sizes.
+    """
+    if over not in OVER:
+        raise UserError(f"--over: {over}: no hyperparameter; expected one of {', '.join(OVER)}")
+    if across not in ACROSS:
+        raise UserError(f"--across: {across}: expected one of {', '.join(ACROSS)}")
+    if seeds < 1:
+        raise UserError(f"--seeds: {seeds}: expected 1 or more")
+    known: Across = across
+    sizes = sorted(set(factors)) or _factors(config, known)
+    if len(sizes) < 2 or sizes[0] < 1:
+        raise UserError(f"--sizes: {','.join(map(str, sizes))}: expected two different factors or more, from 1 on")
+    if least is not None and least not in sizes[:-1]:
+        raise UserError(f"--from: {least}: expected one of the factors below the largest, {sizes[:-1]}")
+    return Question(
+        over=over,
+        across=known,
+        values=_values(config, over, values),
+        factors=sizes,
+        seeds=seeds,
+        least=least or sizes[0],
+        compare_with=_others(config.parametrization.name) if compare else (),
+    )
+
+
+def _others(judged: str) -> tuple[str, ...]:
+    return ("standard", "fan_in") if judged == "mup" else ("mup",)
+
+
+def _factors(config: Config, across: Across) -> list[int]:
+    return default_factors(config, across) if across in ("width", "depth") else [1, 2, 4, 8]
+
+
+def _values(config: Config, over: str, values: str) -> list[float | str]:
+    words = [word.strip() for word in values.split(",") if word.strip()]
+    if over == "lr_schedule":
+        training = config.training
+        if words:
+            return list(dict.fromkeys(words))
+        there = ["linear", "cosine", "inverse-square-root", "constant"]
+        there += ["multi-step"] if training.lr_milestones else []
+        return [*there, *(["WSD"] if training.lr_wsd_decay_steps else [])]
+    if not words:
+        own = getattr(config.hparams, over)
+        if not own:
+            raise UserError(f"--values: missing; hparams.{over} is {own}, about which there are no powers of two")
+        return [own * 2.0**power for power in range(-_OCTAVES, _OCTAVES + 1)]
+    try:
+        numbers = sorted({float(word) for word in words})
+    except ValueError:
+        numbers = []
+    if not all(math.isfinite(number) and number > 0 for number in numbers) or len(numbers) < 3:
+        raise UserError(f"--values: {values}: a minimum needs three different positive numbers or more")
+    return list(numbers)

@@ -235,7 +235,8 @@ class _Loop:
                 if training.eval_interval and (done % training.eval_interval == 0 or last):
                     eval_loss = self._evaluate()
                     metrics.write(step=done, eval_loss=eval_loss)
-                    self._progress.say(f"step {done}: evaluation loss {eval_loss:.4f}")
+                    perplexity = math.exp(min(eval_loss, 700.0))  # more would overflow
+                    self._progress.say(f"step {done}: evaluation loss {eval_loss:.4f}, perplexity {perplexity:.4g}")
                     if watcher is not None and not watcher.evaluated(done, eval_loss):
                         return eval_loss
                 interval = training.checkpoint_interval

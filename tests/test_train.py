@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -57,6 +59,13 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: R
     assert steps[0]["lr"] == 0.0
     evaluations = [line for line in metrics(directory) if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [6, 12]
+    for line in evaluations:
+        loss = line["eval_loss"]
+        assert f"step {line['step']}: evaluation loss {loss:.4f}, perplexity {math.exp(loss):.4g}\n" in result.stdout
+    assert re.findall(r"^next: (.*?)  #", result.stdout, re.MULTILINE) == [
+        f"mup-megatron report {directory}",
+        f"mup-megatron generate {directory} 'Once upon a time'",
+    ]
     for name in ("config.yaml", "explain.json", "loss.png", "tensorboard", "checkpoints/step_00000012/mup.json"):
         assert (directory / name).exists(), name
     kept = sorted(path.name for path in (directory / "checkpoints").iterdir())

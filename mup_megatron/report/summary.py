@@ -5,10 +5,12 @@ Public names: `summarize`, `summary`, `print_transfer`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.checkpoint import Checkpoints
 from mup_megatron.errors import UserError
 from mup_megatron.explain import shown_init
 from mup_megatron.report.run_data import Run, read_run
@@ -16,7 +18,7 @@ from mup_megatron.tuning.outcome import open_sides
 
 
 def summarize(directory: Path, console: Any) -> None:
-    """Draws the pictures of a run and prints its summary; nothing for a run that did not begin."""
+    """Draws the pictures of a run, prints its summary and what to run next; nothing for a run that did not begin."""
     from mup_megatron.report.pictures import draw_curves, draw_search
 
     try:
@@ -27,6 +29,11 @@ def summarize(directory: Path, console: Any) -> None:
     for picture in (draw_search(run), draw_curves(run) if run.target and run.target.steps else None):
         if picture is not None:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+    folder = shlex.quote(str(directory))
+    console.print(f"next: mup-megatron report {folder}  # one HTML page of the run", highlight=False, soft_wrap=True)
+    if Checkpoints(directory / "checkpoints", 1).newest_first():
+        say = f"next: mup-megatron generate {folder} 'Once upon a time'  # text from the last checkpoint"
+        console.print(say, highlight=False, soft_wrap=True)
 
 
 def summary(run: Run) -> dict[str, Any]:

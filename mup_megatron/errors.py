@@ -1,7 +1,7 @@
 """What goes wrong on the user's side: one clear sentence, exit status 2, no traceback.
 
 Public names: `UserError`, `ConfigError`, `DiskFull`; for what stands in sentences `shown`, `one_line`, `masked`,
-`masked_value`.
+`masked_value`, `no_such_file`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Sequence
+from pathlib import Path, PurePath
 
 _LONGEST = 2000
 _MOST_LINES = 60
@@ -81,6 +82,17 @@ class UserError(Exception):
     def __init__(self, message: str, table: Sequence[str] = ()) -> None:
         lines = [message, *table[:_MOST_LINES]]
         super().__init__("\n".join(_cut(one_line(masked(line))) for line in lines))
+
+
+def no_such_file(path: str | PurePath, *others: Path) -> str:
+    """A problem: the file is missing. A relative path is said with the folders that it was looked for in.
+
+    Args:
+        path: as it was given.
+        others: folders that were tried after the working directory.
+    """
+    folders = () if PurePath(path).is_absolute() else (Path.cwd(), *others)
+    return f"no such file: {path}" + (f" in {', '.join(map(str, folders))}" if folders else "")
 
 
 class ConfigError(UserError):

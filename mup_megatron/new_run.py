@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mup_megatron.config import parse_config, parse_yaml
 from mup_megatron.config.reference import SCHEMA_FILE, schema_text
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, no_such_file
 from mup_megatron.files import write_whole
 from mup_megatron.shipped import shipped_folder
 
@@ -262,5 +262,5 @@ def seen_from(directory: Path, files: Sequence[str]) -> tuple[str, ...]:
     """Files as paths from a folder that may not be there yet. Raises UserError where one is missing."""
     for file in files:
         if not Path(file).is_file():
-            raise UserError(f"--text: no such file: {file}")
+            raise UserError(f"--text: {no_such_file(file)}")
     return tuple(os.path.relpath(Path(file).resolve(), directory.resolve()) for file in files)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from mup_megatron.config import load_config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.setup.deepspeed import deepspeed_config
@@ -70,10 +72,16 @@ def test_files_that_are_no_deepspeed_config(tmp_path: Path, content: str) -> Non
         merged(tmp_path, content)
 
 
-def test_missing_file() -> None:
-    config = make(MIXED, "gpt3", parallel__deepspeed_config="none.json")
-    with pytest.raises(ConfigError, match=r"parallel\.deepspeed_config: no such file: none\.json"):
+def test_missing_file(tmp_path: Path) -> None:
+    """A relative path is said with every folder that it was looked for in."""
+    (tmp_path / "configs").mkdir()
+    path = tmp_path / "configs" / "run.yaml"
+    path.write_text(yaml.safe_dump(make(MIXED, "gpt3", parallel__deepspeed_config="none.json").model_dump()))
+    config = load_config(path)
+    with pytest.raises(ConfigError) as error:
         deepspeed_config(config, resolve_layout(config, 1))
+    problem = f"no such file: none.json in {Path.cwd()}, {tmp_path / 'configs'}, {tmp_path}"
+    assert str(error.value) == f"{path}: parallel.deepspeed_config: {problem}"
 
 
 def test_offload(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_pipeline_resolves_each_run_once(tmp_path: Path, repository: Path) -> 
         parallel__deepspeed_config=str(json),
         parallel__tensor_model_parallel_size=1,
     )
-    asked = (setup.resolve_auto, resolve_layout, setup.refuse, deepspeed._find)
+    asked = (setup.resolve_auto, resolve_layout, setup.refuse, deepspeed._folders)
     with counted(*asked) as calls:
         assert cli.run(["pipeline", str(path), "--control", "--nproc-per-node", "1"]) == 0
     runs = 5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mup_megatron.config import Config
 from mup_megatron.data.parts import is_left_empty
-from mup_megatron.errors import UserError, shown
+from mup_megatron.errors import UserError, no_such_file, shown
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "ensurepip"}
 _JSON_LINES = (".jsonl", ".json")
@@ -32,8 +32,7 @@ def source_files(config: Config) -> list[Path]:
     files = [Path(name) for name in config.data.files]
     for path in files:
         if not path.is_file():
-            looked = "" if path.is_absolute() else f" in {Path.cwd()}"
-            raise config.error("data.files", f"no such file: {path}{looked}")
+            raise config.error("data.files", no_such_file(path))
     return files
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, no_such_file
 
 _HEADER = b"MMIDIDX\x00\x00"
 _SCANNED = 10_000_000
@@ -32,7 +32,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int) -> tuple[int, int]:
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         if not path.is_file():
-            raise UserError(f"data.data_path: no such file: {path}")
+            raise UserError(f"data.data_path: {no_such_file(path)}")
     content = index.read_bytes()
     start = len(_HEADER) + 8 + 1 + 8 + 8
     if not content.startswith(_HEADER):

@@ -22,7 +22,7 @@ from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from mup_megatron.data.whole import File, partial_name, problem, put_in_place, remove_partials, write
 from mup_megatron.disk import full_disk
-from mup_megatron.errors import UserError, shown
+from mup_megatron.errors import UserError, no_such_file, shown
 from mup_megatron.locks import hold
 
 _RECORD = "prepared.json"
@@ -226,7 +226,7 @@ def _digest(config: Config) -> str:
         try:
             stat = path.stat()
         except OSError:
-            raise config.error("data", f"no such file: {path}") from None
+            raise config.error("data", no_such_file(path)) from None
         stamps.append((str(path), stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
     version = sys.version if config.data.corpus else ""
     tokens = _TOKENS_OF_CUT_FILES if cuts_files(config) else _TOKENS

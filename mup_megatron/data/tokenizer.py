@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.errors import UserError, no_such_file
 
 _TRAINING_CHARACTERS = 4_000_000
 
@@ -94,7 +94,7 @@ def load_tokenizer(config: Config, trained: Path | None = None) -> Any:
         arguments["vocab_size"] = section.vocab_size
     path = section.path or (str(trained) if trained else None)
     if section.library != "byte-level" and (path is None or not Path(path).exists()):
-        raise config.error("data.tokenizer.path", f"no such file: {path}")
+        raise config.error("data.tokenizer.path", no_such_file(path) if path else "expected the tokenizer's file")
     try:
         return MegatronTokenizer.from_pretrained(
             tokenizer_path=path, metadata_path={"library": section.library}, **arguments

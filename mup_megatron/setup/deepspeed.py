@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError, UserError, shown
+from mup_megatron.errors import ConfigError, UserError, no_such_file, shown
 from mup_megatron.layout import Layout
 
 _REFUSED = {
@@ -128,9 +128,10 @@ def _read(config: Config) -> tuple[str | None, dict[str, Any]]:
     name = config.parallel.deepspeed_config
     if name is None:
         return None, {}
-    path = _find(name, config.source)
+    folders = _folders(config.source)
+    path = next((folder / name for folder in (Path(), *folders) if (folder / name).is_file()), None)
     if path is None:
-        raise config.error("parallel.deepspeed_config", f"no such file: {name}")
+        raise config.error("parallel.deepspeed_config", no_such_file(name, *folders))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -148,10 +149,9 @@ def _read(config: Config) -> tuple[str | None, dict[str, Any]]:
     return name, content
 
 
-def _find(name: str, config_source: str | None) -> Path | None:
-    """The file as named from the working directory, else from the config's folder or the one above it."""
-    folders = [Path()]
-    if config_source:
-        folder = Path(config_source).resolve().parent
-        folders += [folder, folder.parent]
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+def _folders(config_source: str | None) -> list[Path]:
+    """Where a DeepSpeed config is looked for after the working directory: the config's folder, and the one above it."""
+    if not config_source:
+        return []
+    folder = Path(config_source).resolve().parent
+    return [folder, folder.parent]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError, shown
+from mup_megatron.errors import UserError, no_such_file, shown
 from mup_megatron.layout import resolve_layout
 from mup_megatron.shipped import shipped_folder
 from mup_megatron.tuning.space import check_overrides
@@ -218,7 +218,7 @@ def container(config: Config, environment: Mapping[str, str]) -> list[str]:
     if not image:
         return []
     if image.startswith(("/", "./", "../")) and not Path(image).is_file():
-        raise config.error("slurm.container_image", f"no such file: {image}")
+        raise config.error("slurm.container_image", no_such_file(image))
     known = call("srun", "--help").stdout
     if "--container-image" not in known:
         raise config.error(

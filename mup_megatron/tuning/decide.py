@@ -16,6 +16,7 @@ from mup_megatron.checkpoint import check_folder
 from mup_megatron.config import Config
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import known_vocab_size, prepare
+from mup_megatron.errors import no_such_file
 from mup_megatron.files import write_whole
 from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank
@@ -43,7 +44,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
             f"{config.data.split} holds nothing to validate on, by which trials are compared; expected 98,2,0",
         )
     if config.tuning.run == "never" and found is None and config.tuning.record is not None:
-        raise config.error("tuning.record", f"no such file: {path}")
+        raise config.error("tuning.record", no_such_file(path))
     _check_folder(config, found, tune, allowed)
     directory = Path(config.run.dir)
     plan = budget.plan(config, known_vocab_size(config), rank.world_size, measure=tune)
@@ -118,7 +119,7 @@ def apply_record(config: Config) -> tuple[Config, dict[str, Any]]:
     path = record.record_path(config)
     found = record.read_record(path, config)
     if found is None:
-        raise config.error("tuning.record", f"no such file: {path}; expected a transfer record (mup-megatron tune)")
+        raise config.error("tuning.record", f"{no_such_file(path)}; expected a transfer record (mup-megatron tune)")
     return with_values(config, _transferred(config, found)), found
 
 

@@ -60,8 +60,8 @@ def test_a_pipeline_resolves_each_run_once(tmp_path: Path, repository: Path) -> 
     with counted(*asked) as calls:
         assert cli.run(["pipeline", str(path), "--control", "--nproc-per-node", "1"]) == 0
     runs = 5
-    # The proxy takes no DeepSpeed JSON; _find is called where one is read.
-    assert calls == {"resolve_auto": runs, "resolve_layout": runs, "refuse": runs, "_find": runs - 1}
+    # The proxy takes no DeepSpeed JSON; _folders is called where one is read.
+    assert calls == {"resolve_auto": runs, "resolve_layout": runs, "refuse": runs, "_folders": runs - 1}
 
 
 def test_a_setup_is_made_again_only_where_a_value_differs() -> None:

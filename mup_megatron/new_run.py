@@ -197,7 +197,7 @@ data:                                 # {said}
 
 tuning:
   trials: 16                          # more are better: 128 in the large shipped configs
-  sampler: random
+  sampler: quasi_random               # covers every range evenly, however few the trials
   pruner: successive_halving          # stops about three of four trials early
   train_steps: {steps:<22} # {trial}
   global_batch_size: {batch}

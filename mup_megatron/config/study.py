@@ -83,8 +83,9 @@ class Tuning(Section):
     """Path of the transfer record; configs of one family share it. If unset: run.dir/transfer.json."""
     trials: Ranks = 16
     """Points of the search space that are tried, without repetitions. Unit: trials."""
-    sampler: Literal["random", "tpe", "grid"] = "random"
-    """How points are chosen: `random` draws, `tpe` (Tree-structured Parzen Estimator) learns from trials that ended,
+    sampler: Literal["random", "quasi_random", "tpe", "grid"] = "random"
+    """How points are chosen: `random` draws, `quasi_random` covers every range evenly (a scrambled Sobol sequence; best
+    with 8, 16, 32, ... trials), `tpe` (Tree-structured Parzen Estimator) learns from trials that ended,
     `grid` goes through all combinations of `choice`."""
     pruner: Literal["hyperband", "successive_halving", "none"] = "successive_halving"
     """When trials stop early: at steps/r² and steps/r unless among the best 1/r so far (`successive_halving`), the same

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
@@ -34,8 +36,30 @@ def points(config: Config) -> list[dict[str, Value]]:
         found = [dict(zip(space, point, strict=True)) for point in itertools.product(*choices)]
         random.Random(config.run.seed).shuffle(found)  # noqa: S311  (no secret)
         return found[:count]
+    if config.tuning.sampler == "quasi_random":
+        return _sobol(space, count, config.run.seed)
     study = optuna.create_study(sampler=sampler(config))
     return [dict(study.ask(dict(space)).params) for _ in range(count)]
+
+
+def _sobol(space: Mapping[str, BaseDistribution], count: int, seed: int) -> list[dict[str, Value]]:
+    """Points of a scrambled Sobol sequence: of 2^k of them, each 2^k-th part of every range holds exactly one."""
+    import torch
+
+    engine = torch.quasirandom.SobolEngine(len(space), scramble=True, seed=seed)
+    return [
+        {name: _at(distribution, part) for (name, distribution), part in zip(space.items(), row, strict=True)}
+        for row in engine.draw(count, dtype=torch.float64).tolist()
+    ]
+
+
+def _at(distribution: Any, part: float) -> Value:
+    """The value that lies so far along a dimension, from 0 to below 1."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices[int(part * len(distribution.choices))]
+    if not distribution.log:
+        return distribution.low + part * (distribution.high - distribution.low)
+    return math.exp(math.log(distribution.low) + part * math.log(distribution.high / distribution.low))
 
 
 def suggest(trial: optuna.trial.Trial, space: Mapping[str, BaseDistribution]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mup_megatron.tuning.space import Value, proxy_config, values_of, with_value
 _BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
 _LEAD_SECONDS = 1.0
+_ALIKE = 3
 
 
 def tune(config: Config, layout: Layout, rank: Rank, meeting: Meeting, progress: Progress) -> None:
@@ -235,6 +236,7 @@ class _Leader:
         """Whether every trial is done, repetitions included."""
         self._listen()
         trials = self.announce()
+        check_failures(trials, self._study.directory)
         if self._study.plan(trials) or any(trial.state in ("waiting", "running") for trial in trials):
             return False
         if not self._repeating:
@@ -263,6 +265,26 @@ class _Leader:
                 + time_left(ended - self._before, time.monotonic() - self._began, total - ended)
             )
         return trials
+
+
+def check_failures(trials: Sequence[Any], directory: Path) -> None:
+    """Ends a study whose first trials all failed for one reason, which the others would share.
+
+    Args:
+        trials: of the study.
+        directory: of the study.
+
+    Raises:
+        UserError: three trials failed alike, and none came as far as an evaluation.
+    """
+    ended = [trial for trial in trials if trial.state not in ("waiting", "running")]
+    reasons = {trial.reason for trial in ended}
+    if len(ended) < _ALIKE or len(reasons) > 1 or any(trial.state != "failed" or trial.reports for trial in ended):
+        return
+    raise UserError(
+        f"{directory}: the first {len(ended)} trials all failed with: {reasons.pop()}; worker-*.log there says more. "
+        "Nothing else was tried; when it is mended, remove that folder to start again"
+    )
 
 
 def _short(value: Value) -> str:

@@ -156,7 +156,8 @@ CPU_PATCHES: tuple[Patch, ...] = (
         versions=">=0.16.1,<0.20",
         symbol="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         parameters=("new_state", "device", "graph_safe"),
-        why="the counterpart of cpu-get-rng-state",
+        why="the counterpart of cpu-get-rng-state; without it the fork queues a CUDA call each step and never takes "
+        "effect",
         lower_rung="as there",
         until="as there",
         when="cpu",

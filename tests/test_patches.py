@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from mup_megatron.patches import ALL_PATCHES, Patch, PatchError, active_patches,
 from mup_megatron.patches.cpu import for_cpu
 from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
 from mup_megatron.ranks import Rank
+from tests import patch_tables
 from tests.breakages import break_
 from tests.distributed import Ranks
 
@@ -190,9 +192,10 @@ def test_every_record_says_why() -> None:
             assert len(text) > 5, patch.name
 
 
-def test_the_table_lists_every_patch(repository: Any) -> None:
-    table = (repository / "patches" / "README.md").read_text()
+def test_the_page_is_made_from_the_records() -> None:
+    text = patch_tables.PAGE.read_text(encoding="utf-8")
+    assert patch_tables.page(text) == text, "run python -m tests.patch_tables"
+    assert re.findall(r"<!-- made: (\w+) -->", text) == list(patch_tables.TABLES)
     for patch in (*ALL_PATCHES, *RUN_PATCHES):
-        assert f"`{patch.name}`" in table
-        assert patch.symbol.replace(":", ".") in table or patch.symbol in table
+        assert text.count(f"| `{patch.name}` | `{patch.symbol}` |") == 1
     assert patches.__doc__

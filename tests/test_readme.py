@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
-from mup_megatron import upstream
+from mup_megatron import __version__, upstream
 from mup_megatron.config import load_config
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import TensorHyperparameters
@@ -103,3 +105,9 @@ def test_every_picture_is_shown() -> None:
     pages = [README, *(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))]
     shown = {Path(target).name for page in pages for target in re.findall(r"\]\(([^)]+\.png)\)", page)}
     assert {path.name for path in (ROOT / "docs" / "images").glob("*.png")} <= shown
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (cited["version"], cited["license"]) == (project.get("version", __version__), project["license"])

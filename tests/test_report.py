@@ -99,6 +99,103 @@ def test_the_page_in_a_browser(whole: Path, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "page.png").stat().st_size > 50_000
 
 
+# In an iframe as wide as a screen: what lies outside it, and what of a picture lies under its toolbar.
+MEASURE = """
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const wide = [], name = (e) => e.id || e.textContent.slice(0, 40) || e.tagName;
+  if (document.documentElement.scrollWidth > innerWidth) wide.push(`page ${document.documentElement.scrollWidth}`);
+  for (const e of document.querySelectorAll("h1, h2, p, li, img, pre, details, .wide, .js-plotly-plot, .main-svg"))
+    if (e.getBoundingClientRect().right > innerWidth + 0.5) wide.push(name(e));
+  const scrolled = [...document.querySelectorAll(".wide")].filter((e) => e.scrollWidth > e.clientWidth).map(name);
+  const covered = [], boxes = (plot, what) => [...plot.querySelectorAll(what)].map((e) => e.getBoundingClientRect());
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  for (const plot of document.querySelectorAll(".js-plotly-plot")) {
+    const bars = boxes(plot, ".modebar"), legends = boxes(plot, ".legend"), titles = boxes(plot, ".g-xtitle text");
+    const ticks = boxes(plot, ".xtick text");
+    const any = (some, others) => some.some((one) => others.some((other) => meet(one, other)));
+    if (any(bars, [...legends, ...titles])) covered.push(`${plot.id} toolbar`);
+    if (any(titles, [...ticks, ...legends])) covered.push(`${plot.id} title`);
+  }
+  const plots = document.querySelectorAll(".js-plotly-plot .main-svg").length;
+  parent.postMessage(JSON.stringify({width: innerWidth, wide, scrolled, covered, plots}), "*");
+}, 500));
+</script></body>"""
+
+
+def measure(page: Path, folder: Path, width: int) -> dict[str, Any]:
+    """What does not fit on a screen of a width; chromium's own window is never narrower than 500 pixels."""
+    inner = folder / "inner.html"
+    inner.write_text(page.read_text().replace("</body>", MEASURE))
+    outer = folder / "outer.html"
+    outer.write_text(
+        "<body><script>addEventListener('message', (e) => { const seen = document.createElement('pre');"
+        "seen.id = 'seen'; seen.textContent = e.data; document.body.appendChild(seen); });</script>"
+        f"<iframe src='inner.html' width='{width}' height='2000' style='border: 0'></iframe></body>"
+    )
+    found = re.search(r'<pre id="seen">(.*?)</pre>', browse(outer, folder, "--dump-dom"), re.DOTALL)
+    assert found
+    seen = json.loads(html.unescape(found.group(1)))
+    assert seen["width"] == width
+    assert seen["plots"] >= 3
+    return seen
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_the_screen(whole: Path, tmp_path: Path, width: int) -> None:
+    """On a phone tables may scroll by themselves, with their first column in place; the page never does."""
+    seen = measure(write_page(whole / "run"), tmp_path, width)
+    assert seen["wide"] == []
+    assert seen["covered"] == []
+    if width == 1280:
+        assert seen["scrolled"] == []
+
+
+@needs_browser
+def test_what_does_not_fit_is_seen(whole: Path, tmp_path: Path) -> None:
+    """A legend where it once lay, and a line that does not break."""
+    text = write_page(whole / "run").read_text()
+    broken = tmp_path / "broken.html"
+    text = text.replace('"yref": "container", "y": 0, "yanchor": "bottom"', '"y": 1.12, "x": 0.5')
+    broken.write_text(text.replace("<h2>Trials", "<h2 style='white-space: nowrap'>" + "Trials " * 60))
+    seen = measure(broken, tmp_path, 390)
+    assert any(name.startswith("page ") for name in seen["wide"])
+    assert "search-lr toolbar" in seen["covered"]
+
+
+def test_the_first_lines(whole: Path, tmp_path: Path) -> None:
+    """Sizes by hand: in tests/configs.py the target has 96 channels and takes 8 steps of 8 x 32 tokens."""
+    text = html.unescape(write_page(whole / "run").read_text())
+    explained = json.loads((whole / "run" / "explain.json").read_text())
+    total = sum(math.prod(parameter["global_shape"]) for parameter in explained["parameters"])
+    assert f"Trained: a gpt3 target of {total / 1000:.0f} k parameters (2 layers, hidden size 96) for 8 steps" in text
+    assert "for 8 steps, 2.05 k tokens." in text
+    assert re.search(r"Tuned: 5 trials of a proxy of 54\.4 k parameters, [\d.]+ k tokens in all\.", text)
+    assert re.search(r"Tuned on \d{4}-\d\d-\d\d; page of \d{4}-\d\d-\d\d; .*megatron-core \d", text)
+    for word in ("interior", "standard", "nats per token"):
+        assert f"<dt>{word}</dt>" in text
+
+
+def test_runs_compared(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Curves of both in one figure, and the one setting that differs."""
+    other = shutil.copytree(whole / "run", tmp_path / "<other>")
+    explained = json.loads((other / "explain.json").read_text())
+    explained["config"]["hparams"]["lr"] = 0.5
+    (other / "explain.json").write_text(json.dumps(explained))
+    path = tmp_path / "both.html"
+    assert cli.run(["report", str(whole / "run"), str(other), "--compare", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}\n"
+    text = path.read_text()
+    assert "<other>" not in text
+    differing = text.partition("Settings that differ")[2].partition("</table>")[0]
+    assert re.findall(r'<td class="number">(.*?)</td>', differing)[0::3] == ["hparams.lr"]
+    assert re.findall(r'<td class="number">(.*?)</td>', differing)[2] == "0.5"
+    figures = json.loads(re.search(r"const figures = (.*?);\n", text)[1])
+    assert len(figures["curves"]["data"]) == 4
+    assert cli.run(["report", str(whole / "run"), str(tmp_path), "--compare", str(path)]) == 2
+
+
 @needs_browser
 def test_an_error_on_the_page_is_seen(whole: Path, tmp_path: Path) -> None:
     page = write_page(whole / "run")

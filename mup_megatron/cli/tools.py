@@ -18,8 +18,16 @@ from mup_megatron.errors import UserError
 @app.command(epilog="Example: mup-megatron report runs/demo")
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs (run.dir).")],
+    compare: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write one page that compares the runs' targets instead.")
+    ] = None,
 ) -> None:
     """Write report.html into each run's folder: pictures, tables, config, record; opens from disk, needs no network."""
+    if compare is not None:
+        from mup_megatron.report.comparison import write_comparison
+
+        print(write_comparison([Path(run) for run in runs], Path(compare)))
+        return
     from mup_megatron.report.page import write_page
 
     for run in runs:

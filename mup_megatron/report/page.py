@@ -1,7 +1,4 @@
-"""One self-contained HTML page of a run: opens from disk, needs no network. Public names: `write_page`, `page`.
-
-Plotly draws the pictures in the browser; its code is inside the page.
-"""
+"""One self-contained HTML page of a run. Public names: `write_page`, `page`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import base64
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +14,12 @@ import yaml
 from mup_megatron.errors import UserError, masked
 from mup_megatron.explain import shown_init, without_numbers
 from mup_megatron.files import write_whole
+from mup_megatron.report.document import curves, document, layout_of, table
+from mup_megatron.report.opening import opening
 from mup_megatron.report.pictures import COLORS, STATES, extent_of
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
-
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; margin-bottom: 0.2em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
-th, td { text-align: right; padding: 0.18em 0.8em 0.18em 0; border-bottom: 1px solid #eee; white-space: nowrap }
-th:first-child, td:first-child, td.text { text-align: left } th { color: #666; font-weight: 600 }
-pre { background: #f6f6f6; padding: 0.8em; overflow-x: auto; font-size: 13px } .wide { overflow-x: auto }
-summary { cursor: pointer; color: #4878a8; margin: 0.6em 0 } li { margin: 0.15em 0 }
-img { max-width: 100% }
-"""
 
 
 def write_page(directory: Path) -> Path:
@@ -69,17 +56,17 @@ def page(run: Run, plotly: str) -> str:
         UserError: a check in the run's folder is damaged.
     """
     directory = run.directory
-    name = html.escape(str((run.config.get("run") or {}).get("name", directory.name)))
-    sections = [f"<h1>{name}</h1>"]
+    name = str((run.config.get("run") or {}).get("name", directory.name))
+    sections = [f"<h1>{html.escape(name)}</h1>", opening(run)]
     figures: dict[str, dict[str, Any]] = {}
     if run.record is not None or run.curves:
         data = summary(run)
         sections.append("<h2>What was done</h2>")
-        sections.append(_table(data["columns"], data["values"]))
-        sections.append(_table((), data["results"], "text"))
+        sections.append(table(data["columns"], data["values"]))
+        sections.append(table((), data["results"], "text"))
         sections.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in data["remarks"]) + "</ul>")
     if run.curves:
-        figures["curves"] = _curves(run)
+        figures["curves"] = curves(run.curves)
         sections.append('<h2>The target</h2><div id="curves"></div>')
     if run.record is not None:
         sections.append("<h2>The proxy's loss over each hyperparameter</h2>")
@@ -91,27 +78,12 @@ def page(run: Run, plotly: str) -> str:
     if run.explanation is not None:
         sections.append("<h2>What the parametrization does to every tensor</h2>" + _explanation(run.explanation))
     sections.append("<h2>Config, record, environment</h2>")
-    sections.append(_table((), list(run.versions.items()), "text"))
+    sections.append(table((), list(run.versions.items()), "text"))
     if run.record is not None:
         sections.append(_details("transfer record", json.dumps(run.record, indent=1)))
     if run.config:
         sections.append(_details("config, resolved", yaml.safe_dump(run.config, sort_keys=False)))
-    script = json.dumps(figures).replace("<", "\\u003c")  # `</script`, and `<!--<script`, which swallows the end
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-        f'<link rel="icon" href="data:,"><script>{plotly}</script></head>'
-        f"<body>{''.join(sections)}<script>const figures = {script};\n"
-        "for (const [id, figure] of Object.entries(figures))\n"
-        "  Plotly.newPlot(id, figure.data, figure.layout, {displaylogo: false, responsive: true});\n"
-        "</script></body></html>\n"
-    )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "number") -> str:
-    first = "<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
-    lines = ("".join(f'<td class="{kind}">{html.escape(str(cell))}</td>' for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table>{first}{body}</table></div>'
+    return document(name, sections, figures, plotly)
 
 
 def _proof(proof: Proof) -> str:
@@ -126,47 +98,6 @@ def _proof(proof: Proof) -> str:
 def _details(title: str, text: str) -> str:
     # A run of an older version may hold a password, which this page, made to be shown, must not.
     return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(masked(text))}</pre></details>"
-
-
-def _layout(x: str, y: str, *, log: bool = False, height: int = 320) -> dict[str, Any]:
-    return {
-        "height": height,
-        "margin": {"l": 60, "r": 20, "t": 30, "b": 45},
-        "template": "none",
-        "hovermode": "closest",
-        "legend": {"orientation": "h", "y": 1.12},
-        "xaxis": {"title": {"text": x}, "type": "log" if log else "-", "gridcolor": "#eee"},
-        "yaxis": {"title": {"text": y}, "gridcolor": "#eee"},
-    }
-
-
-def _curves(run: Run) -> dict[str, Any]:
-    data: list[dict[str, Any]] = []
-    for curve, color in zip(run.curves, COLORS, strict=False):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"{curve.name}, training",
-                "x": [line["step"] for line in curve.steps],
-                "y": [_number(line["loss"]) for line in curve.steps],
-                "line": {"color": color, "width": 1},
-                "opacity": 0.5,
-                "hovertemplate": "step %{x}<br>training loss %{y:.4f}",
-            }
-        )
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"{curve.name}, evaluation",
-                "x": [line["step"] for line in curve.evaluations],
-                "y": [_number(line["eval_loss"]) for line in curve.evaluations],
-                "line": {"color": color, "width": 2},
-                "hovertemplate": "step %{x}<br>evaluation loss %{y:.4f}",
-            }
-        )
-    return {"data": data, "layout": _layout("step", "loss (nats per token)", height=400)}
 
 
 def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, Any]:
@@ -189,7 +120,7 @@ def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, 
             }
         )
     chosen, extent = study["values"][name], extent_of(study, name)
-    layout = _layout(name, "proxy loss (nats per token)", log=extent is not None and extent.log, height=260)
+    layout = layout_of(name, "proxy loss (nats per token)", log=extent is not None and extent.log, height=310)
     if extent is not None:
         logarithm = math.log10 if extent.log else float
         low, high = logarithm(extent.low), logarithm(extent.high)
@@ -206,11 +137,6 @@ def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, 
             layout["shapes"].append({**whole, **line})
             layout["title"] = {"text": f"red: the target trained with {trained:.4g}", "font": {"size": 12}}
     return {"data": data, "layout": layout}
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if value == value and abs(value) != float("inf") else None
 
 
 def _hover(trial: dict[str, Any]) -> str:
@@ -232,7 +158,7 @@ def _trials(study: dict[str, Any]) -> str:
             f"{trial['state']}: {trial['reason']}" if trial["reason"] and trial["state"] == "failed" else trial["state"]
         )
         rows.append([str(trial["slot"]), trial["seed"], ended, steps, loss, *cells, f"{trial['seconds']:.0f} s"])
-    return _table(("trial", "seed", "ended", "step", "loss", *names, "time"), rows)
+    return table(("trial", "seed", "ended", "step", "loss", *names, "time"), rows)
 
 
 def _explanation(explanation: dict[str, Any]) -> str:
@@ -252,4 +178,4 @@ def _explanation(explanation: dict[str, Any]) -> str:
         rows[row] = None
     head = ("tensor", "global", "on a rank", "base", "init std", "lr", "eps", "weight decay")
     forward = ", ".join(f"{key} {value:.6g}" for key, value in explanation["forward"].items())
-    return f"<p>Forward multipliers: {html.escape(forward)}</p>" + _table(head, rows)
+    return f"<p>Forward multipliers: {html.escape(forward)}</p>" + table(head, rows)

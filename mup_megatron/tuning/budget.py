@@ -251,7 +251,7 @@ def lines(config: Config, budget: Plan) -> list[str]:
         share = f"{cost.flops / budget.target.flops:.3g}"
         rule = f"{cost.six_nd:>12.2e}{cost.six_nd / budget.target.six_nd:>10.3g}"
         rows.append(
-            f"{name:8}{_si(cost.parameters):>12}{_si(cost.tokens):>12}{cost.flops:>12.2e}{share:>10}"
+            f"{name:8}{short_count(cost.parameters):>12}{short_count(cost.tokens):>12}{cost.flops:>12.2e}{share:>10}"
             f"{rule}{_duration(cost.hours):>15}"
         )
     if budget.target.hours is not None:
@@ -288,7 +288,8 @@ def guidance(config: Config) -> list[str]:
     return [f"{name} {size} < {least}" for name, (size, least) in sizes.items() if size < least]
 
 
-def _si(number: float) -> str:
+def short_count(number: float) -> str:
+    """A count with three digits: 3.72 M, 175 B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {unit}"

@@ -1,0 +1,115 @@
+"""What the HTML pages are made of: one file each, which opens from disk and needs no network.
+
+Plotly draws the figures in the browser; its code is inside the page. Public names: `document`, `table`, `layout_of`,
+`curves`.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mup_megatron.report.pictures import COLORS
+from mup_megatron.report.run_data import Curve
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1240px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: 0.2em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
+h1, h2, p, li, dd { overflow-wrap: anywhere }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
+th, td { text-align: right; padding: 0.18em 0.8em 0.18em 0; border-bottom: 1px solid #eee; white-space: nowrap }
+th:first-child, td:first-child, td.text { text-align: left }
+th:first-child, td:first-child { position: sticky; left: 0; background: #fff } th { color: #666; font-weight: 600 }
+td.text { white-space: normal; overflow-wrap: anywhere; min-width: 7em; vertical-align: top }
+pre { background: #f6f6f6; padding: 0.8em; overflow-x: auto; font-size: 13px } .wide { overflow-x: auto }
+dl { color: #555 } dt { font-weight: 600; float: left; clear: left; margin-right: 0.5em } dd { margin: 0.15em 0 }
+summary { cursor: pointer; color: #4878a8; margin: 0.6em 0 } li { margin: 0.15em 0 }
+img { max-width: 100% }
+@media (max-width: 700px) { body { font-size: 14px; margin: 1em 0; padding: 0 0.7em } table { font-size: 13px } }
+"""
+
+
+def document(name: str, sections: Sequence[str], figures: Mapping[str, dict[str, Any]], plotly: str) -> str:
+    """A page as text.
+
+    Args:
+        name: title, as text.
+        sections: HTML of the body; a figure's place is an element of its id.
+        figures: Plotly's data and layout, by id.
+        plotly: Plotly's own code.
+    """
+    script = json.dumps(figures).replace("<", "\\u003c")  # `</script`, and `<!--<script`, which swallows the end
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style>'
+        f'<link rel="icon" href="data:,"><script>{plotly}</script></head>'
+        f"<body>{''.join(sections)}<script>const figures = {script};\n"
+        "for (const [id, figure] of Object.entries(figures))\n"
+        "  Plotly.newPlot(id, figure.data, figure.layout, {displaylogo: false, responsive: true});\n"
+        "</script></body></html>\n"
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "number") -> str:
+    """An HTML table, which scrolls by itself where it is wider than the page.
+
+    Args:
+        head: names of the columns, as text; none where empty.
+        rows: cells, as text.
+        kind: number (one line, to the right) or text (to the left, broken where the page ends).
+    """
+    first = "<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
+    lines = ("".join(f'<td class="{kind}">{html.escape(str(cell))}</td>' for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table>{first}{body}</table></div>'
+
+
+def layout_of(x: str, y: str, *, log: bool = False, height: int = 340) -> dict[str, Any]:
+    """A figure's layout: axes named `x` and `y`, the legend under the picture, where no toolbar lies over it."""
+    return {
+        "height": height,
+        "margin": {"l": 60, "r": 20, "t": 30, "b": 100},
+        "template": "none",
+        "hovermode": "closest",
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+        "xaxis": {"title": {"text": x, "standoff": 14}, "type": "log" if log else "-", "gridcolor": "#eee"},
+        "yaxis": {"title": {"text": y}, "gridcolor": "#eee"},
+    }
+
+
+def curves(drawn: Sequence[Curve]) -> dict[str, Any]:
+    """The figure of training and evaluation losses over steps."""
+    data: list[dict[str, Any]] = []
+    for curve, color in zip(drawn, itertools.cycle(COLORS)):
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": f"{curve.name}, training",
+                "x": [line["step"] for line in curve.steps],
+                "y": [_number(line["loss"]) for line in curve.steps],
+                "line": {"color": color, "width": 1},
+                "opacity": 0.5,
+                "hovertemplate": "step %{x}<br>training loss %{y:.4f}",
+            }
+        )
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": f"{curve.name}, evaluation",
+                "x": [line["step"] for line in curve.evaluations],
+                "y": [_number(line["eval_loss"]) for line in curve.evaluations],
+                "line": {"color": color, "width": 2},
+                "hovertemplate": "step %{x}<br>evaluation loss %{y:.4f}",
+            }
+        )
+    return {"data": data, "layout": layout_of("step", "loss (nats per token)", height=400)}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if value == value and abs(value) != float("inf") else None

@@ -1,0 +1,65 @@
+"""The first lines of a run's page: what was done with which models, when, with which versions, and what words mean.
+
+Public name: `opening`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import html
+import math
+
+from mup_megatron.report.run_data import Run
+from mup_megatron.tuning.budget import short_count
+
+_WORDS = {
+    "µP": "the maximal update parametrization (Tensor Programs V, arXiv 2203.03466): init and learning rate of every "
+    "tensor follow its width, so that values tuned on the small proxy are right for the large target",
+    "standard": "the same target with the same values in Megatron's default parametrization: one init standard "
+    "deviation and one learning rate at every width",
+    "nats per token": "the loss: minus the natural logarithm of the probability that the model gave to the next token; "
+    "exp(loss) is the perplexity",
+    "interior": "whether the chosen value lies inside the range that was tried; at an edge, a better one may lie "
+    "outside",
+}
+
+
+def opening(run: Run) -> str:
+    """The lines as HTML; what no file of the run tells is left out."""
+    sentences = [sentence for sentence in (_proxy(run), _target(run), _made(run)) if sentence]
+    terms = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(text)}.</dd>" for word, text in _WORDS.items())
+    said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
+    return f"{said}<details><summary>What the words on this page mean</summary><dl>{terms}</dl></details>"
+
+
+def _proxy(run: Run) -> str:
+    if run.record is None or run.plan is None:
+        return ""
+    trials = len({trial["slot"] for trial in run.record["study"]["trials"]})
+    tuned, spent = run.plan["tuning"]["parameters"], run.record["budget"]["spent"]["tokens"]
+    return (
+        f"Tuned: {trials} trials of a proxy of {short_count(tuned)} parameters, {short_count(spent)} tokens in all. "
+        "The best values were transferred to the target by the rules of µP."
+    )
+
+
+def _target(run: Run) -> str:
+    model, training = run.config.get("model") or {}, run.config.get("training") or {}
+    if run.target is None or not model:
+        return ""
+    parameters = ""
+    if run.explanation is not None:
+        total = sum(math.prod(parameter["global_shape"]) for parameter in run.explanation["parameters"])
+        parameters = f" of {short_count(total)} parameters"
+    done = run.target.last * training.get("global_batch_size", 0) * training.get("seq_length", 0)
+    return (
+        f"Trained: a {model.get('architecture')} target{parameters} ({model.get('num_layers')} layers, hidden size "
+        f"{model.get('hidden_size')}) for {run.target.last} steps, {short_count(done)} tokens."
+    )
+
+
+def _made(run: Run) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    tuned = f"tuned on {run.record['created'][:10]}; " if run.record is not None else ""
+    today = datetime.datetime.now(datetime.UTC).date()
+    return f"{tuned}page of {today}; {versions}".strip("; ").capitalize() + "."

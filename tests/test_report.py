@@ -191,8 +191,8 @@ def test_runs_compared(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     differing = text.partition("Settings that differ")[2].partition("</table>")[0]
     assert re.findall(r'<td class="number">(.*?)</td>', differing)[0::3] == ["hparams.lr"]
     assert re.findall(r'<td class="number">(.*?)</td>', differing)[2] == "0.5"
-    figures = json.loads(re.search(r"const figures = (.*?);\n", text)[1])
-    assert len(figures["curves"]["data"]) == 4
+    (figures,) = re.findall(r"const figures = (.*?);\n", text)
+    assert len(json.loads(figures)["curves"]["data"]) == 4
     assert cli.run(["report", str(whole / "run"), str(tmp_path), "--compare", str(path)]) == 2
 
 

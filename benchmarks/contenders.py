@@ -121,7 +121,7 @@ def build(name: str, bench: Bench) -> Contender:
     """The contender `ours`, `plain` or `native`, ready for its first step."""
     if name == "ours":
         parametrization = parametrize(bench.config, bench.vocabulary)
-        chunks = build_model(bench.config, parametrization, bench.layout, 0, bench.device)
+        chunks = build_model(parametrization, bench.layout, 0, bench.device)
         ours = DeepSpeedEngine(resolve(bench.config, 1), parametrization, chunks)
         return Contender(model=chunks[0], step=lambda: ours.step([bench.batch], bench.config.hparams.lr).loss)
     build_theirs, group = {"plain": (plain_model, plain_groups), "native": (native_model, native_groups)}[name]

@@ -272,7 +272,7 @@ def _train(
     runtime.start_distributed(layout, Rank(), config.run.seed)
     parametrization = parametrize(config, 512)
     setup = resolve(config, 1)
-    engine = build_engine(setup, parametrization, build_model(config, parametrization, layout, 0, device))
+    engine = build_engine(setup, parametrization, build_model(parametrization, layout, 0, device))
     losses = [engine.step([_batch(config, 512, device, step)], config.hparams.lr).loss for step in range(steps)]
     engine.close()
     runtime.stop_distributed()
@@ -312,7 +312,7 @@ def _pair(
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
     parametrization = parametrize(config, vocabulary)
-    model = build_model(config, parametrization, layout, 0, device)
+    model = build_model(parametrization, layout, 0, device)
     plain = plain_model(config, vocabulary, layout, device)
     plain.load_state_dict(model[0].state_dict())
     ours = DeepSpeedEngine(resolve(config, 1), parametrization, model)

@@ -17,9 +17,7 @@ from mup_megatron.parametrization import Parametrization, TensorHyperparameters
 from mup_megatron.shapes import InfDim, Init, expert_number, layer_number
 
 
-def explain(
-    config: Config, parametrization: Parametrization, layout: Layout, rank: int | None = None
-) -> dict[str, Any]:
+def explain(parametrization: Parametrization, layout: Layout, rank: int | None = None) -> dict[str, Any]:
     """Every parameter that `rank` holds, as plain data (ARCHITECTURE: explain --json).
 
     `growth` holds every size that grows, including sizes that follow from others and are not named (`GrowingSize`).
@@ -27,12 +25,11 @@ def explain(
     `init_std`, and those of the tensor are null.
 
     Args:
-        config: the run.
-        parametrization: of the same config.
+        parametrization: of the run's config.
         layout: how ranks split the model.
         rank: global rank; None tells every parameter of the model, with the shape that it has where it is held.
     """
-    forward = parametrization.forward
+    config, forward = parametrization.config, parametrization.forward
     return {
         "config": config.model_dump(),
         "layout": _layout(config, layout, rank),

@@ -287,7 +287,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
     from mup_megatron.model import build_model, parametrize
 
     parametrization = parametrize(config, int(tokenizer.vocab_size))
-    (model,) = chunks = build_model(config, parametrization, layout, 0, device)
+    (model,) = chunks = build_model(parametrization, layout, 0, device)
     load_weights(chunks, parametrization, layout, 0, path)
     if config.training.precision == "bf16":
         _cast(model)

@@ -26,14 +26,16 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
         model: this rank's part, or its chunks.
 
     Raises:
-        UserError: a parameter that no shim recorded; names it.
+        UserError: a parameter without a TensorSpec; names it.
     """
     for chunk in [model] if isinstance(model, GPTModel) else model:
         global_name = _global_names(chunk)
         for local_name, parameter in chunk.named_parameters():
             name = global_name(local_name)
             if spec_of(parameter) is None:
-                raise UserError(f"{name}: no shim recorded this parameter, so no rule can be applied to it")
+                raise UserError(
+                    f"{name}: its layer does not say its global shape (no TensorSpec), so no rule can be applied to it"
+                )
             yield name, parameter
 
 

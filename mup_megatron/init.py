@@ -53,7 +53,7 @@ def fill(
         tensor: the slice, of shape `local_shape(spec, ranks)`, on its device.
         seed: the run's.
         name: global name of the parameter.
-        spec: what the shim recorded.
+        spec: its TensorSpec.
         std: standard deviation per block ({None: std} for one block).
         rank: tensor-parallel rank.
         ranks: tensor-parallel size.

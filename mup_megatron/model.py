@@ -69,24 +69,21 @@ def parametrize(config: Config, vocab_size: int) -> Parametrization:
     return apply_rules(config, shapes, base_head_size=base.head_size)
 
 
-def build_model(
-    config: Config, parametrization: Parametrization, layout: Layout, rank: int, device: torch.device
-) -> list[GPTModel]:
+def build_model(parametrization: Parametrization, layout: Layout, rank: int, device: torch.device) -> list[GPTModel]:
     """This rank's part of the model, initialised, multipliers in place: a chunk per virtual pipeline stage.
 
     Needs megatron-core's parallel_state (runtime.start_distributed).
 
     Args:
-        config: the run, every `auto` resolved.
-        parametrization: of the same config.
+        parametrization: of the run's config, every `auto` resolved.
         layout: how ranks split the model.
         rank: global rank of this process.
         device: where the weights live.
 
     Raises:
-        UserError: a parameter that no shim recorded, or that was recorded differently than in the unsharded build.
+        UserError: a parameter without a TensorSpec, or with another one than in the unsharded build.
     """
-    chunks = _chunks(config, parametrization, layout, rank, device)
+    chunks = _chunks(parametrization, layout, rank, device)
     initialise(chunks, parametrization, layout, rank)
     return chunks
 
@@ -97,7 +94,7 @@ def initialise(
     """Fills this rank's part of the model with its initial values.
 
     Args:
-        model: this rank's part, or its chunks; recorded (`check_specs`).
+        model: this rank's part, or its chunks, whose TensorSpecs were checked (`check_specs`).
         parametrization: of the same model.
         layout: how ranks split the model.
         rank: global rank of this process.
@@ -116,21 +113,20 @@ def initialise(
         )
 
 
-def dry_run(config: Config, parametrization: Parametrization, layout: Layout, rank: int) -> list[GPTModel]:
+def dry_run(parametrization: Parametrization, layout: Layout, rank: int) -> list[GPTModel]:
     """Builds this rank's part on the meta device: does the model come about in this layout?
 
     Needs megatron-core's parallel_state, whose groups may be torch's `fake` ones: nothing is sent.
 
     Args:
-        config: the run, every `auto` resolved.
-        parametrization: of the same config.
+        parametrization: of the run's config, every `auto` resolved.
         layout: how ranks split the model.
         rank: global rank of this process.
 
     Raises:
-        UserError: a parameter that no shim recorded, or one whose shape on this rank is not its share of the whole.
+        UserError: a parameter without a TensorSpec, or one whose shape on this rank is not its share of the whole.
     """
-    chunks = _chunks(config, parametrization, layout, rank, torch.device("meta"))
+    chunks = _chunks(parametrization, layout, rank, torch.device("meta"))
     for name, parameter in named_parameters(chunks):
         spec = parametrization.tensors[name].shape.spec
         if tuple(parameter.shape) != init.local_shape(spec, layout.slice_of(spec, rank)[1]):
@@ -138,11 +134,10 @@ def dry_run(config: Config, parametrization: Parametrization, layout: Layout, ra
     return chunks
 
 
-def _chunks(
-    config: Config, parametrization: Parametrization, layout: Layout, rank: int, device: torch.device
-) -> list[GPTModel]:
-    """This rank's chunks, not initialised; every parameter recorded as in the unsharded model."""
-    vocabulary, forward = _vocabulary(parametrization), parametrization.forward
+def _chunks(parametrization: Parametrization, layout: Layout, rank: int, device: torch.device) -> list[GPTModel]:
+    """This rank's chunks, not initialised; every TensorSpec is that of the unsharded model."""
+    config, forward = parametrization.config, parametrization.forward
+    vocabulary = _vocabulary(parametrization)
     stage = layout.pipeline_rank(rank)
     with device if device.type == "meta" else contextlib.nullcontext():
         chunks = [
@@ -155,7 +150,7 @@ def _chunks(
 
 
 def check_specs(model: GPTModel, parametrization: Parametrization, layout: Layout, rank: int, chunk: int) -> None:
-    """Whether a chunk holds the layers that the layout says, every parameter recorded as in the unsharded model.
+    """Whether a chunk holds the layers that the layout says, and every TensorSpec is that of the unsharded model.
 
     Args:
         model: the chunk.
@@ -177,9 +172,7 @@ def check_specs(model: GPTModel, parametrization: Parametrization, layout: Layou
     for name, parameter in named_parameters(model):
         tensor = parametrization.tensors.get(name)
         if tensor is None or spec_of(parameter) != tensor.shape.spec:
-            raise UserError(
-                f"{name}: on rank {rank} recorded as {spec_of(parameter)}, but the unsharded model has {tensor}"
-            )
+            raise UserError(f"{name}: on rank {rank} it is {spec_of(parameter)}, but the unsharded model has {tensor}")
 
 
 def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Sequence[int] | None = None) -> GPTModel:

@@ -1,7 +1,7 @@
 """Global shapes, base shapes and what grows: everything the rules need to know of a tensor, and no tensor.
 
-Public names: `Fused`, `TensorSpec` (what a layer shim records), `InfDim` (microsoft/mup's term: a dimension and its
-base), `TensorShape` (a spec joined with its base), `join_shapes`, `save_base_shapes`, `load_base_shapes`.
+Public names: `Fused`, `TensorSpec` (what a layer's shim says of a tensor), `InfDim` (microsoft/mup's term: a dimension
+and its base), `TensorShape` (a spec joined with its base), `join_shapes`, `save_base_shapes`, `load_base_shapes`.
 
 All sizes are global, that is, unsharded. Whether a dimension grows is declared once for a family of models and never
 inferred from comparing two sizes (docs/parametrization.md, section 1): a growing dimension may have ratio 1.
@@ -138,7 +138,7 @@ class TensorShape:
 
     Args:
         name: global name, layer numbers counted over the whole model.
-        spec: what the shim recorded.
+        spec: what the shim of its layer says.
         infshape: one InfDim per dimension.
         blocks: InfDim of the fan-out of each block, for fused tensors.
         layer: number of the transformer layer that holds it, from 0; None outside the blocks.

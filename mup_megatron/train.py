@@ -108,7 +108,7 @@ def train(
             changes = check_resume(found, record, latest, allowed_changes)
             record["changes"] = [*found.get("changes", []), *changes]
         if rank.is_first:
-            explanation = explain(config, parametrization, layout)
+            explanation = explain(parametrization, layout)
             _describe(directory, config, {**explanation, "changes": record.get("changes", [])})
             progress.say(
                 f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
@@ -119,7 +119,7 @@ def train(
             for warning in parametrization.clip_warnings()[:1]:
                 progress.say(f"warning: {warning}")
 
-        chunks = build_model(config, parametrization, layout, rank.rank, device)
+        chunks = build_model(parametrization, layout, rank.rank, device)
         if latest is not None:
             load_weights(chunks, parametrization, layout, rank.rank, latest)
         engine = build_engine(setup, parametrization, chunks)

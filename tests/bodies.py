@@ -38,7 +38,7 @@ def start(rank: Rank, config: Config) -> tuple[Config, Layout, Parametrization, 
     layout = resolve_layout(config, rank.world_size)
     device = runtime.start_distributed(layout, rank, config.run.seed)
     parametrization = parametrize(config, prepare(config).vocab_size)
-    return config, layout, parametrization, build_model(config, parametrization, layout, rank.rank, device)
+    return config, layout, parametrization, build_model(parametrization, layout, rank.rank, device)
 
 
 def values(model: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def held(rank: Rank, *, config: Config, vocabulary: int) -> dict[str, tuple[int,
     config = resolve_auto(config)
     layout = resolve_layout(config, rank.world_size)
     device = runtime.start_distributed(layout, rank, config.run.seed)
-    chunks = build_model(config, parametrize(config, vocabulary), layout, rank.rank, device)
+    chunks = build_model(parametrize(config, vocabulary), layout, rank.rank, device)
     return {name: tuple(parameter.shape) for name, parameter in named_parameters(chunks)}
 
 
@@ -111,7 +111,7 @@ def built(rank: Rank, *, config: Config, kernels: str = "local") -> dict[str, An
     if kernels != "local":
         config = config.derive({f"model.{key}": kernels for key in Model.PLAIN_KERNELS})
         with replaced(torch.cuda, "is_available", lambda: True):  # which they ask for, and building needs no more
-            model = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+            model = build_model(parametrization, layout, rank.rank, torch.device("cpu"))
     marks = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "allreduce")
     defaults = {"allreduce": True, "partition_dim": -1}
     return {
@@ -244,7 +244,7 @@ def norms(rank: Rank, *, config: Config) -> dict[str, float]:
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     reported = engine.step(batches[0], 0.0).grad_norm
     engine.close()
-    (fresh,) = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+    (fresh,) = build_model(parametrization, layout, rank.rank, torch.device("cpu"))
     loss = torch.zeros(())
     for batch in batches[0]:
         losses = fresh(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
@@ -265,7 +265,7 @@ def row_squares(rank: Rank, *, config: Config) -> dict[str, Any]:
     batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
     reported = engine.step(batches[0], 0.0).grad_norm
     engine.close()
-    (fresh,) = build_model(config, parametrization, layout, rank.rank, torch.device("cpu"))
+    (fresh,) = build_model(parametrization, layout, rank.rank, torch.device("cpu"))
     for batch in batches[0]:
         losses = fresh(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
         (losses.mean() / len(batches[0])).backward()
@@ -499,7 +499,7 @@ def decode(
         tokens = torch.randint(vocabulary, (positions,), generator=torch.Generator().manual_seed(4))
         result[name] = {}
         for way, arguments in ways.items():
-            (model,) = build_model(config, parametrization, layout, rank.rank, device)
+            (model,) = build_model(parametrization, layout, rank.rank, device)
             model.eval()
             result[name][way] = _decode(model, config.model.head_size, tokens, **arguments)
     return result

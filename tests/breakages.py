@@ -132,7 +132,7 @@ def no_row_parallel_shim() -> contextlib.AbstractContextManager[None]:
 
 
 def no_qkv_blocks() -> contextlib.AbstractContextManager[None]:
-    """QKV recorded as one block."""
+    """QKV as one block."""
     from mup_megatron.layers import linear
 
     return replaced(linear.QKV, "fused", lambda self, config, rows: None)
@@ -388,7 +388,7 @@ def _patch_off(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def break_(name: str) -> Iterator[None]:
-    """The breakage of that name; `patch:NAME` reverts a patch. What shims recorded before or meanwhile is forgotten."""
+    """The breakage of that name; `patch:NAME` reverts a patch. TensorSpecs set before or meanwhile are forgotten."""
     from mup_megatron import model
 
     broken = _patch_off(name.removeprefix("patch:")) if name.startswith("patch:") else globals()[name]()

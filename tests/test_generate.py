@@ -14,8 +14,10 @@ import torch
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.errors import UserError
+from mup_megatron.config import parse_config
+from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.generate import Sampling, _find, _Reader, generate
+from mup_megatron.setup import resolve
 from tests import bodies
 from tests.commands import mup
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, VOCABULARY, make
@@ -312,6 +314,29 @@ def test_a_run_in_bf16(trained: Path, tmp_path: Path, say: Callable[..., dict[st
     path.write_text(json.dumps(record))
     seal(path.parent)
     assert len(say(str(copy), PROMPT, "--max-new-tokens", "5")["tokens"]) == 5
+
+
+def test_a_run_that_this_machine_could_not_train(
+    trained: Path, tmp_path: Path, say: Callable[..., dict[str, Any]]
+) -> None:
+    """Trained with Apex on many GPUs, from a DeepSpeed JSON that is elsewhere: its text is the same here."""
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    path = copy / "checkpoints" / "step_00000006" / "mup.json"
+    record = json.loads(path.read_text())
+    there = {
+        "model": {"norm_implementation": "apex", "core_attention": "sdpa"},
+        "optimizer": {"implementation": "apex"},
+        "parallel": {"tensor_model_parallel_size": 8, "zero_stage": 3, "deepspeed_config": "elsewhere.json"},
+    }
+    for section, keys in there.items():
+        record["config"][section] |= keys
+    path.write_text(json.dumps(record))
+    seal(path.parent)
+    with pytest.raises(ConfigError, match=r"optimizer\.implementation: apex computes on CUDA alone"):
+        resolve(parse_config(record["config"], "there"), 8, trains=False)  # negative control: it is not resolved anew
+    words = [PROMPT, "--max-new-tokens", "8", "--top-k", "1"]
+    assert say(str(copy), *words)["tokens"] == say(str(trained), *words)["tokens"]
 
 
 def damage(folder: Path, what: str) -> None:

@@ -189,7 +189,7 @@ def arguments_of(built: Any) -> dict[str, Any]:
 def table(parametrization: Parametrization) -> dict[str, Any]:
     """`explain --json` without the config, which names data and tokenizer of its own."""
     config = parametrization.config
-    told = explain(config, parametrization, resolve_layout(config, 1))
+    told = explain(parametrization, resolve_layout(config, 1))
     return {"forward": told["forward"], **{tensor["name"]: tensor for tensor in told["parameters"]}}
 
 

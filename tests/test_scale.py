@@ -160,7 +160,7 @@ def test_a_rank_holds_what_explain_says(ranks: Ranks, case: str) -> None:
     told = [
         {
             parameter["name"]: tuple(parameter["local_shape"])
-            for parameter in explain(config, parametrization, layout, rank)["parameters"]
+            for parameter in explain(parametrization, layout, rank)["parameters"]
         }
         for rank in range(4)
     ]

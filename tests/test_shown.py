@@ -376,7 +376,7 @@ def test_a_guess_is_no_bound(tmp_path: Path) -> None:
 
 def test_norms_that_start_from_ones(whole: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make(HEAD_SIZE, "llama")
-    explained = explain(config, parametrize(config, 375), resolve_layout(config, 1))
+    explained = explain(parametrize(config, 375), resolve_layout(config, 1))
     found = {parameter["name"]: parameter for parameter in explained["parameters"]}
     norm = found["decoder.final_layernorm.weight"]
     assert (norm["init"], shown_init(norm)) == ("ones", "ones")
@@ -384,7 +384,7 @@ def test_norms_that_start_from_ones(whole: Path, finished: Path, capsys: pytest.
     assert weight["init"] == "normal"
     assert float(shown_init(weight)) == pytest.approx(weight["init_std"], rel=1e-3)
     bias = make(MIXED, "gpt3")
-    tensors = {p["name"]: p for p in explain(bias, parametrize(bias, 375), resolve_layout(bias, 1))["parameters"]}
+    tensors = {p["name"]: p for p in explain(parametrize(bias, 375), resolve_layout(bias, 1))["parameters"]}
     assert shown_init(tensors["decoder.final_layernorm.bias"]) == "zeros"
 
     assert cli.run(["transfer", str(whole / "run.yaml"), f"run.dir={finished}", ALONE]) == 0

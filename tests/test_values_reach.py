@@ -30,7 +30,7 @@ def config_with(**values: Any) -> Any:
 
 def explained(**values: Any) -> dict[str, Any]:
     config = config_with(**values)
-    return explain(config, parametrize(config, 375), resolve_layout(config, 1))
+    return explain(parametrize(config, 375), resolve_layout(config, 1))
 
 
 @pytest.fixture(scope="module")

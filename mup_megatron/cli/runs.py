@@ -76,7 +76,7 @@ def explain(
         text = shapes.base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
         write_output(Path(save_base_shapes), text, "--save-base-shapes")
     if as_json:
-        print(json.dumps(explain_data(settings, parametrization, layout, rank), indent=1))
+        print(json.dumps(explain_data(parametrization, layout, rank), indent=1))
         return
     from rich.console import Console
 
@@ -178,7 +178,7 @@ def transfer(
     from mup_megatron.tuning.record import becomes, extrapolated, remarks
 
     transferred, record = apply_record(settings)
-    on_target = becomes(transferred, parametrize(transferred, known_vocab_size(settings)), layout)
+    on_target = becomes(parametrize(transferred, known_vocab_size(settings)), layout)
     if output:
         never = transferred.derive({"tuning.run": "never"})
         write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")

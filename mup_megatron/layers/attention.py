@@ -1,4 +1,4 @@
-"""Core attention, and multi-latent attention (MLA) recorded and at µP's softmax scale.
+"""Core attention, and multi-latent attention (MLA) with TensorSpecs and at µP's softmax scale.
 
 Public names: `SdpaAttention` (torch's scaled_dot_product_attention), `MegatronAttention` (megatron-core's own, for
 MLA's head sizes too), `MLASelfAttention`.

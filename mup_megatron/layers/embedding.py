@@ -1,4 +1,4 @@
-"""Embedding and readout, which GPTModel builds itself: recorded after construction, scaled by module hooks.
+"""Embedding and readout, which GPTModel builds itself: TensorSpecs set after construction, scaling by hooks.
 
 No spec reaches these layers, and a hook holds on every path that calls them: training, evaluation, generation and
 multi-token prediction. Public names: `set_embedding_specs`, `set_readout_spec`, `scale_output`, `scale_input`.
@@ -30,10 +30,10 @@ def _words(shape: tuple[int, int]) -> TensorSpec:
 
 
 def set_readout_spec(output_layer: tensor_parallel.ColumnParallelLinear, *, tied: bool) -> None:
-    """Records the language-model head, [vocabulary, hidden].
+    """Sets the TensorSpec of the language-model head, [vocabulary, hidden].
 
     A tied head has no tensor of its own, but on the last of several pipeline stages, where it is a copy of the
-    embedding and recorded as that.
+    embedding and gets its TensorSpec.
     """
     if output_layer.weight is None:
         return

@@ -1,7 +1,7 @@
 """Shims of megatron-core's parallel linear layers: its own ("local"), and what Transformer Engine's share with them.
 
-Upstream's layers take global sizes and divide them by the tensor-parallel size inside; here the sizes are recorded
-before that. Weights are [fan-out, fan-in]. Public names: `ColumnParallelLinear`, `QKVColumnParallelLinear`,
+Upstream's layers take global sizes and divide them by the tensor-parallel size inside; here the global sizes go into a
+TensorSpec before that. Weights are [fan-out, fan-in]. Public names: `ColumnParallelLinear`, `QKVColumnParallelLinear`,
 `QueryUpColumnParallelLinear`, `KeyValueUpColumnParallelLinear`, `FC1ColumnParallelLinear`, `RowParallelLinear`; the
 mixins `ColumnSpecs`, `RowSpecs` over any of upstream's layers, and `QKV`, `QueryUp`, `KeyValueUp`, `FC1`, which
 say what the rows are.
@@ -151,7 +151,7 @@ class FC1:
 
 
 class ColumnParallelLinear(ColumnSpecs, tensor_parallel.ColumnParallelLinear):
-    """megatron-core's ColumnParallelLinear, recorded."""
+    """megatron-core's ColumnParallelLinear, with TensorSpecs."""
 
 
 class QKVColumnParallelLinear(QKV, ColumnParallelLinear):
@@ -171,4 +171,4 @@ class FC1ColumnParallelLinear(FC1, ColumnParallelLinear):
 
 
 class RowParallelLinear(RowSpecs, tensor_parallel.RowParallelLinear):
-    """megatron-core's RowParallelLinear, recorded."""
+    """megatron-core's RowParallelLinear, with TensorSpecs."""

@@ -1,4 +1,4 @@
-"""Shims of megatron-core's mixture of experts: the router and the shared experts' gate, recorded.
+"""Shims of megatron-core's mixture of experts: the router and the shared experts' gate.
 
 The experts themselves are the linear shims (linear.py) inside megatron-core's SequentialMLP. Router and gate are
 output-like without a forward multiplier: their fan-out, experts or one, never grows.
@@ -21,7 +21,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class TopKRouter(router.TopKRouter):
-    """megatron-core's TopKRouter, [experts, hidden], recorded; every rank holds the whole."""
+    """megatron-core's TopKRouter, [experts, hidden], with its TensorSpec; every rank holds the whole."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +54,7 @@ class TopKRouter(router.TopKRouter):
 
 
 class SharedExpertMLP(shared_experts.SharedExpertMLP):
-    """megatron-core's SharedExpertMLP with its gate, [1, hidden], recorded."""
+    """megatron-core's SharedExpertMLP with its gate, [1, hidden], which has a TensorSpec."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

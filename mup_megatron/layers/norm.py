@@ -1,4 +1,4 @@
-"""Norms: torch's and Apex's, recorded. Transformer Engine's is in transformer_engine.py; spec.py chooses.
+"""Norms: torch's and Apex's, with TensorSpecs. Transformer Engine's is in transformer_engine.py; spec.py chooses.
 
 megatron-core picks its norm class when it is imported (Apex's if Apex is importable), and its torch norm refuses
 sequence parallelism although torch's norms compute it well. Here the config names the class, and gains are marked
@@ -63,11 +63,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def apex_norm() -> Any:
-    """NVIDIA Apex's LayerNorm by megatron-core, recorded; Apex is imported only where a config asks for it."""
+    """NVIDIA Apex's LayerNorm by megatron-core, with TensorSpecs; Apex is imported only where a config asks for it."""
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
     class ApexLayerNorm(FusedLayerNorm):
-        """NVIDIA Apex's fused LayerNorm, recorded."""
+        """NVIDIA Apex's fused LayerNorm, with TensorSpecs."""
 
         gains: Gains = "trained"
         per_head = False

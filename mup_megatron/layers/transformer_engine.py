@@ -21,7 +21,7 @@ _OLDEST = "1.10.0"
 
 
 class ColumnParallelLinear(ColumnSpecs, te.TEColumnParallelLinear):
-    """megatron-core's TEColumnParallelLinear, recorded."""
+    """megatron-core's TEColumnParallelLinear, with TensorSpecs."""
 
 
 class QKVColumnParallelLinear(QKV, ColumnParallelLinear):
@@ -41,7 +41,7 @@ class FC1ColumnParallelLinear(FC1, ColumnParallelLinear):
 
 
 class RowParallelLinear(RowSpecs, te.TERowParallelLinear):
-    """megatron-core's TERowParallelLinear, recorded."""
+    """megatron-core's TERowParallelLinear, with TensorSpecs."""
 
 
 class TEDotProductAttention(te.TEDotProductAttention):
@@ -61,7 +61,7 @@ class TEDotProductAttention(te.TEDotProductAttention):
 
 
 class TENorm:
-    """Transformer Engine's LayerNorm or RMSNorm as megatron-core makes it, recorded."""
+    """Transformer Engine's LayerNorm or RMSNorm as megatron-core makes it, with TensorSpecs."""
 
     gains: Gains = "trained"
     per_head = False

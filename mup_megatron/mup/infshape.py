@@ -43,7 +43,7 @@ class InfShape(tuple[InfDim, ...]):
         output_like: whether the tensor is output-like: a matrix from a dimension that grows to one that does not,
             without a forward multiplier. Its init and rate shrink as 1/m instead.
         name: of the parameter, for messages; empty where it is not known.
-        tensor: what a shim of a megatron-core layer recorded, joined with its base; None for other parameters.
+        tensor: the TensorSpec of a megatron-core layer's parameter, joined with its base; None for other parameters.
     """
 
     main: InfDim | None

@@ -93,7 +93,7 @@ def infshape_of(parameter: Any) -> InfShape:
 
 
 def global_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of the whole parameter, however it is split: shims' records, ZeRO 3's partitions, DTensors."""
+    """Shape of the whole parameter, however it is split: by its TensorSpec, ZeRO 3's own note, or a DTensor."""
     spec = spec_of(parameter)
     if spec is not None:
         return spec.shape

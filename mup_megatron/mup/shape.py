@@ -3,7 +3,7 @@
 Public names: `set_base_shapes`, `make_base_shapes`, `save_base_shapes`, `load_base_shapes`, `get_shapes`,
 `get_infshapes`, `zip_infshapes`, `clear_dims`, `apply_infshapes`, `assert_hidden_size_inf`.
 
-Shapes are global: a DTensor's, what ZeRO 3 has partitioned, what a shim of a megatron-core layer recorded. Base and
+Shapes are global: a DTensor's, what ZeRO 3 has partitioned, what the TensorSpec of a megatron-core layer says. Base and
 delta models may live on the meta device, where they cost nothing. A .bsh file is data, and read as such.
 """
 
@@ -245,7 +245,7 @@ def _infshapes(model: torch.nn.Module, base: Source, delta: Source | None) -> di
 
 
 def _specs(source: Any) -> dict[str, TensorSpec] | None:
-    """What the shims of megatron-core's layers recorded; None for a model without them."""
+    """The TensorSpecs that the shims of megatron-core's layers set; None for a model without them."""
     if not isinstance(source, torch.nn.Module):
         return None
     clean = clean_names(name for name, _ in source.named_parameters())
@@ -254,12 +254,14 @@ def _specs(source: Any) -> dict[str, TensorSpec] | None:
         return None
     lacking = [name for name, spec in specs.items() if spec is None]
     if lacking:
-        raise UserError(f"{lacking[0]}: no shim recorded this parameter, so no rule can be applied to it")
+        raise UserError(
+            f"{lacking[0]}: its layer does not say its global shape (no TensorSpec), so no rule can be applied to it"
+        )
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def _of_shims(target: dict[str, TensorSpec], base: Source, delta: Source | None) -> dict[str, InfShape]:
-    """Infinite shapes of a model of megatron-core's layers: fan-in, fan-out and blocks are those of the records."""
+    """Infinite shapes of a model of megatron-core's layers: fan-in, fan-out and blocks are those of the TensorSpecs."""
     if isinstance(base, (str, Path)):
         joined = shapes.join_base_shapes(target, shapes.load_base_shapes(base), str(base))
     else:

@@ -87,7 +87,7 @@ def measure(
         UserError: the config's engine does not have the layout.
     """
     config, layout = member.config, member.layout
-    chunks = build_model(config, parametrization, layout, rank, device)
+    chunks = build_model(parametrization, layout, rank, device)
     trained = {name: parameter for name, parameter in named_parameters(chunks) if not _frozen(parametrization, name)}
     # Before the engine takes them apart (ZeRO 3).
     weights = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
@@ -135,7 +135,7 @@ def _resumed(
     engine: Engine, member: Member, parametrization: Parametrization, rank: int, device: torch.device, step: int
 ) -> Engine:
     """Another engine that goes on from what this one saves. Collective."""
-    config, layout = member.config, member.layout
+    layout = member.layout
     where: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         where[0] = tempfile.mkdtemp(prefix="mup-megatron-coord-check-")
@@ -144,7 +144,7 @@ def _resumed(
     save_state(engine, parametrization, layout, rank, directory)
     torch.distributed.barrier()
     engine.close()
-    chunks = build_model(config, parametrization, layout, rank, device)
+    chunks = build_model(parametrization, layout, rank, device)
     load_weights(chunks, parametrization, layout, rank, directory)
     resumed = build_engine(member.setup, parametrization, chunks)
     load_state(resumed, parametrization, layout, rank, directory, step)

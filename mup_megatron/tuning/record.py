@@ -43,9 +43,9 @@ def record_path(config: Config) -> Path:
     return Path(config.record_path)
 
 
-def becomes(config: Config, parametrization: Parametrization, layout: Layout) -> dict[str, Any]:
-    """What the config's hyperparameters are on its model: the forward multipliers, and a row per kind of tensor."""
-    explained = explain(config, parametrization, layout)
+def becomes(parametrization: Parametrization, layout: Layout) -> dict[str, Any]:
+    """What a config's hyperparameters are on its model: the forward multipliers, and a row per kind of tensor."""
+    explained = explain(parametrization, layout)
     rows: dict[str, dict[str, Any]] = {}
     for parameter in explained["parameters"]:
         blocks = parameter["blocks"]
@@ -137,7 +137,7 @@ def make_record(
         "target": {
             "name": config.run.name,
             "sizes": {name: getattr(config.model, name) for name in (*config.base.sizes, "num_layers")},
-            "becomes": becomes(config, parametrization, layout),
+            "becomes": becomes(parametrization, layout),
             "extrapolated": extrapolated(config),
         },
         "proxy": {

@@ -1,10 +1,11 @@
-"""Global shapes, base shapes and what grows: everything the rules need to know of a tensor, and no tensor.
+"""Global shapes, base shapes, and which dimensions grow: what the rules need to know about a tensor, without tensors.
 
 Public names: `Fused`, `TensorSpec` (what a layer's shim says of a tensor), `InfDim` (microsoft/mup's term: a dimension
 and its base), `TensorShape` (a spec joined with its base), `join_shapes`, `save_base_shapes`, `load_base_shapes`.
 
-All sizes are global, that is, unsharded. Whether a dimension grows is declared once for a family of models and never
-inferred from comparing two sizes (docs/parametrization.md, section 1): a growing dimension may have ratio 1.
+All sizes are global, that is, unsharded. Whether a dimension grows is declared once for a family of models. It is never
+inferred from a difference between target and base (docs/parametrization.md, section 1), because a growing dimension of
+the target may have the base's size.
 This module imports neither torch, nor megatron-core, nor DeepSpeed.
 """
 
@@ -77,8 +78,8 @@ class TensorSpec:
             config's `fixed_fan_out_init` (`Parametrization.is_output_like`). For a fused tensor: of every block that
             `block_fixed_fan_out` does not name.
         block_fixed_fan_out: (block name, rule) of the blocks that have a rule of their own.
-        query: what it puts out is attention's query (in a fused tensor: the block `query`).
-        expert: it is part of an expert: the experts' tensor parallelism splits it.
+        query: its output is attention's query (in a fused tensor: the output of the block `query`).
+        expert: it belongs to an expert, so that expert tensor parallelism splits it.
         frozen: it is not trained.
     """
 
@@ -196,7 +197,7 @@ def expert_number(name: str) -> int | None:
 def join_shapes(
     target: Mapping[str, TensorSpec], base: Mapping[str, TensorSpec], enlarged: Mapping[str, TensorSpec]
 ) -> dict[str, TensorShape]:
-    """Joins three builds of one family: what differs between `base` and `enlarged` grows, the rest is fixed.
+    """Joins three builds of one family: a dimension grows if its size differs between `base` and `enlarged`.
 
     Args:
         target: specs of the model to be trained, by global name.
@@ -207,7 +208,8 @@ def join_shapes(
         UserError: the builds have different tensors, or a fixed dimension of the target is not the base's.
     """
     result = {}
-    # Layers and experts of one kind share a spec, and are joined but once; by identity, for hashing one costs more.
+    # Layers and experts of one kind share a spec and are joined once. The key is the identity of the specs, because
+    # computing the hash of a spec takes longer than joining it.
     joined: dict[tuple[int, ...], tuple[tuple[InfDim, ...], dict[str, InfDim] | None]] = {}
     for name, spec in target.items():
         if name not in base or name not in enlarged:
@@ -283,7 +285,8 @@ def save_base_shapes(path: str | Path, shapes: Mapping[str, TensorShape], extra:
 
 
 def base_shapes_text(shapes: Mapping[str, TensorShape], extra: Mapping[str, Any]) -> str:
-    """The text of that file; what the format cannot hold (blocks of fused tensors, head size) is in a comment line."""
+    """The text of a .bsh file. A comment line holds what the format has no place for: blocks of fused tensors, head
+    size, depth."""
     dims = {name: [dim.base_dim for dim in shape.infshape] for name, shape in shapes.items()}
     blocks = {
         name: {block: dim.base_dim for block, dim in shape.blocks.items()}
@@ -353,8 +356,8 @@ def join_base_shapes(target: Mapping[str, TensorSpec], base: BaseShapes, source:
     """Joins specs with a .bsh file.
 
     Raises:
-        UserError: other tensors, another number of dimensions, another fixed size, or a fused tensor whose blocks'
-            base sizes the file does not tell and that do not follow from it.
+        UserError: the file has other tensors or another number of dimensions, or the base sizes of a fused tensor's
+            blocks are not in the file and do not follow from it.
     """
     if set(target) != set(base.dims):
         name = min(set(target) ^ set(base.dims))
@@ -382,7 +385,7 @@ def _blocks_from_file(
     if not whole.grows:
         return {block: InfDim(None, rows) for block, rows in fused.fan_outs.items()}
     if len(set(fused.fan_outs.values())) == 1 and whole.base_dim is not None and not whole.base_dim % len(fused.runs):
-        # Blocks of one size here (MHA, gate|up) are taken to be of one size in the base.
+        # Blocks that have the same size here (MHA, gate|up) are assumed to have the same size in the base.
         return {block: InfDim(whole.base_dim // len(fused.runs), rows) for block, rows in fused.fan_outs.items()}
     raise UserError(
         f"{source}: {name} holds blocks of different sizes ({fused.fan_outs}) and the file does not tell their base "

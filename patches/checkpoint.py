@@ -67,8 +67,8 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
         symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:"
         "FileSystemWriterAsync.write_preloaded_data_multiproc",
         parameters=None,
-        why="0.16 forks a process per file out of one that runs gloo's and CUDA's threads; later versions write in "
-        "the process itself",
+        why="0.16 forks a process per file. The process that forks runs threads of gloo and CUDA, so the copy can "
+        "hang; later versions write in the process itself",
         lower_rung="a strategy's thread_count of 1 still forks once",
         until="megatron-core 0.16 is not supported any more",
         when="always",

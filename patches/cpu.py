@@ -1,7 +1,8 @@
 """What megatron-core needs to train on a machine without CUDA: symbols that assume a current CUDA device.
 
-Where a function names CUDA in its body (`device="cuda"`, `torch.cuda.synchronize()`, `"torch.cuda.FloatTensor"`), the
-patch is the same function with these names said for the CPU: no line of it is rewritten here, so none can go stale.
+Some functions name CUDA in their body: `device="cuda"`, `torch.cuda.synchronize()`, `"torch.cuda.FloatTensor"`. Their
+patch is the same function with these names replaced by the CPU's. No line of upstream is copied here, so that none can
+become outdated.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _constant_for_cpu(constant: Any) -> Any:
 
 
 def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None) -> Patch:
-    """The record of a function that names CUDA in its body."""
+    """The patch of a function that names CUDA in its body."""
     return Patch(
         name=f"cpu-{name}",
         distribution="megatron-core",
@@ -156,10 +157,10 @@ CPU_PATCHES: tuple[Patch, ...] = (
         versions=">=0.16.1,<0.20",
         symbol="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         parameters=("new_state", "device", "graph_safe"),
-        why="the counterpart of cpu-get-rng-state; without it the fork queues a CUDA call each step and never takes "
-        "effect",
-        lower_rung="as there",
-        until="as there",
+        why="the RNG tracker sets CUDA's generator when it forks; without CUDA torch only queues that call, so that "
+        "the fork never takes effect",
+        lower_rung="the tracker's class is fixed inside initialize_rng_tracker and calls this function by name",
+        until="megatron-core's tracker knows devices other than CUDA",
         when="cpu",
         wrap=_set_cpu_rng_state,
     ),
@@ -180,58 +181,62 @@ CPU_PATCHES: tuple[Patch, ...] = (
         for name, module in (("rotary", "rotary_pos_embedding"), ("yarn", "yarn_rotary_pos_embedding"))
     ),
     *(
-        _named_for_cpu(name, f"pipeline_parallel.schedules:{symbol}", "counts tokens on device='cuda'")
+        _named_for_cpu(
+            name, f"pipeline_parallel.schedules:{symbol}", "the schedule counts tokens in a tensor on device='cuda'"
+        )
         for name, symbol in (
             ("schedule", "forward_backward_no_pipelining"),
             ("schedule-1f1b", "forward_backward_pipelining_without_interleaving"),
             ("schedule-interleaved", "forward_backward_pipelining_with_interleaving"),
         )
     ),
-    _named_for_cpu("grad-norm", "optimizer.optimizer:get_grad_norm_fp32", "sums the gradient norm on device='cuda'"),
+    _named_for_cpu(
+        "grad-norm", "optimizer.optimizer:get_grad_norm_fp32", "it sums the gradient norm in a tensor on device='cuda'"
+    ),
     _named_for_cpu(
         "grad-norm-group",
         "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group",
-        "gathers a flag on device='cuda'",
+        "it gathers a flag in a tensor on device='cuda'",
         needed=">=0.19",
     ),
-    _named_for_cpu("l2-norm", "optimizer.clip_grads:l2_norm_impl", "returns the norm on device='cuda'"),
+    _named_for_cpu("l2-norm", "optimizer.clip_grads:l2_norm_impl", "it returns the norm in a tensor on device='cuda'"),
     _named_for_cpu(
         "clip-grad",
         "optimizer.optimizer:clip_grad_by_total_norm_fp32",
-        "asserts that gradients are 'torch.cuda.FloatTensor'",
+        "it asserts that the type of gradients is 'torch.cuda.FloatTensor'",
     ),
     _named_for_cpu(
-        "fp32-optimizer", "optimizer.optimizer:FP32Optimizer.__init__", "keeps its loss scale on device='cuda'"
+        "fp32-optimizer", "optimizer.optimizer:FP32Optimizer.__init__", "it keeps its loss scale on device='cuda'"
     ),
     _named_for_cpu(
         "mixed-precision-optimizer",
         "optimizer.optimizer:MixedPrecisionOptimizer.__init__",
-        "keeps its loss scale on device='cuda'",
+        "it keeps its loss scale on device='cuda'",
     ),
     _named_for_cpu(
         "float16-optimizer",
         "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
-        "knows parameters by 'torch.cuda.BFloat16Tensor'",
+        "it tells bf16 parameters by the type name 'torch.cuda.BFloat16Tensor'",
     ),
     _named_for_cpu(
         "distributed-optimizer",
         "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
-        "knows parameters by 'torch.cuda.FloatTensor'",
+        "it tells fp32 parameters by the type name 'torch.cuda.FloatTensor'",
     ),
     _named_for_cpu(
         "tied-embedding",
         "models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
-        "moves the tied weight of the last pipeline stage with .cuda()",
+        "it moves the tied weight of the last pipeline stage with .cuda()",
     ),
     _named_for_cpu(
         "gradient-buckets",
         "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-        "asks for the current CUDA stream",
+        "it asks for the current CUDA stream",
         needed=">=0.19",
     ),
     _named_for_cpu(
         "checkpoint-preload",
         "dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
-        "waits for CUDA before it writes",
+        "it waits for CUDA before it writes",
     ),
 )

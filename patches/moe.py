@@ -13,7 +13,7 @@ from .patch import Patch
 
 def _no_stream(_original: Any) -> type:
     class NoStream:
-        """Stands where a CUDA stream would be, so that none is made."""
+        """Takes the place of a CUDA stream, so that none is made."""
 
     return NoStream
 
@@ -35,7 +35,7 @@ def _no_te_linear(original: Any) -> Any:
         return original
 
     class NoTELinear:
-        """Transformer Engine's linear layer where there is none: nothing is one."""
+        """Takes the place of Transformer Engine's linear layer where it is not installed: no layer is an instance."""
 
     return NoTELinear
 
@@ -61,9 +61,9 @@ MOE_PATCHES: tuple[Patch, ...] = (
         versions=">=0.16.1,<0.20",
         symbol=f"{_DISPATCHER}._maybe_dtoh_and_synchronize",
         parameters=("self", "point", "tokens_per_expert"),
-        why="it moves the sizes of what is sent on a CUDA stream, and leaves them tensors if they are on the CPU "
-        "already, where the collective needs numbers",
-        lower_rung="as cpu-alltoall-stream",
+        why="it copies the sizes of what is sent on a CUDA stream. On a CPU it leaves them as tensors, but the "
+        "collective needs numbers",
+        lower_rung="the dispatcher's class is fixed inside MoELayer, whose class is fixed inside TransformerLayer",
         until="maybe_move_tensor_to_cpu converts tensors that are on the CPU",
         when="cpu",
         wrap=_splits_on_cpu,
@@ -74,9 +74,9 @@ MOE_PATCHES: tuple[Patch, ...] = (
         versions=">=0.16.1,<0.20",
         symbol="megatron.core.transformer.multi_latent_attention:TELinear",
         parameters=None,
-        why="without Transformer Engine, 0.16's MLA still asks isinstance(layer, TELinear), where TELinear is a mock: "
-        "TypeError",
-        lower_rung="it is asked inside MultiLatentAttention's constructor, of a module's global name",
+        why="0.16's MLA calls isinstance(layer, TELinear) also where Transformer Engine is not installed; TELinear is "
+        "a mock there, which is a TypeError",
+        lower_rung="MultiLatentAttention's constructor calls it with a global name of its module",
         until="megatron-core 0.16 is left behind",
         when="always",
         wrap=_no_te_linear,

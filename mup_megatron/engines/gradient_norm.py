@@ -1,9 +1,10 @@
-"""Norms of whole gradients and clipping by them, whatever holds the gradients: whole tensors or partitions of them.
+"""The norm of the whole model's gradient, and clipping by it, whether ranks hold whole gradients or partitions.
 
-Two norms: `global`, the plain one; and `invariant`, N² = Σ m_out/(A² m_in) |grad|², block by block, which width leaves
-alone (docs/parametrization.md, section 6). The weights are the run's own (`TensorHyperparameters.gradient_norm`): in
-the standard parametrization all are 1, and both norms are one.
-Sums are in float64: DeepSpeed's own stage-0 clipping sums in float32, off by 1e-5 of the norm already in small models.
+There are two norms. `global` is the plain 2-norm. `invariant` is N² = Σ m_out/(A² m_in) |grad|², summed over the blocks
+of all tensors; it does not depend on width (docs/parametrization.md, section 6). Its weights are in the table
+(`TensorHyperparameters.gradient_norm`); in the standard parametrization all weights are 1 and both norms are equal.
+Sums are in float64. DeepSpeed's own clipping at stage 0 sums in float32, which is off by 1e-5 of the norm already in
+small models.
 
 Public names: `GradientPart`, `whole_gradients`, `holders`, `clip`.
 """
@@ -28,9 +29,10 @@ class GradientPart(NamedTuple):
 
     Args:
         name: the parameter's global name.
-        gradient: elements of its gradient in their order, of any shape; scaled in place.
-        start: which element of this rank's slice of the parameter is the first.
-        holders: how many ranks hold the same elements, tensor-parallel duplicates and copies on other stages apart.
+        gradient: consecutive elements of its gradient, in any shape; scaled in place.
+        start: index of the first of them within this rank's slice of the parameter.
+        holders: how many ranks hold the same elements. Tensor-parallel duplicates and copies on other pipeline stages
+            are not counted, since `clip` leaves them out.
     """
 
     name: str
@@ -40,7 +42,8 @@ class GradientPart(NamedTuple):
 
 
 def holders(spec: TensorSpec, layout: Layout) -> int:
-    """How many ranks hold the same slice of a parameter: the data- and context-parallel ones, or the experts' own."""
+    """How many ranks hold the same slice of a parameter: the data- and context-parallel ranks, or for an expert's
+    parameter the expert-data-parallel ranks."""
     if spec.expert:
         return layout.world_size // (layout.pipeline * layout.expert * layout.expert_tensor)
     return layout.data * layout.context
@@ -49,7 +52,7 @@ def holders(spec: TensorSpec, layout: Layout) -> int:
 def whole_gradients(
     named_gradients: Iterable[tuple[str, torch.Tensor | None]], parametrization: Parametrization, layout: Layout
 ) -> list[GradientPart]:
-    """Parts that are whole, as every data-parallel rank holds them; what has no gradient is left out.
+    """Gradients that every data-parallel rank holds whole, as parts; parameters without a gradient are left out.
 
     Args:
         named_gradients: (global name, gradient) pairs of this rank.
@@ -74,7 +77,7 @@ def clip(
     """Scales gradients in place so that their norm over all ranks is at most `limit` (0: no limit). Collective.
 
     Args:
-        parts: of this rank; none is fine.
+        parts: what this rank holds; may be empty.
         parametrization: of the same model; its config's `training.clip_norm` says which norm.
         layout: how ranks split the model.
         limit: threshold.
@@ -93,7 +96,7 @@ def clip(
         if spec.partition_dim is None and own != 0:
             continue  # every tensor-parallel rank holds the same gradient
         if part.name.startswith("embedding.") and layout.pipeline_rank(rank) != 0:
-            continue  # a tied head, or multi-token prediction's embedding: the first stage's, once more
+            continue  # a tied head or multi-token prediction has a copy of the embedding; the first stage's counts
         squares = part.gradient.detach().double().square()
         value = _weighted(squares, part.start, tensor, own, slices) if invariant else squares.sum()
         total += value.to(device) / part.holders
@@ -111,7 +114,7 @@ def _weighted(squares: torch.Tensor, start: int, tensor: TensorHyperparameters, 
     spec, weights = tensor.shape.spec, tensor.gradient_norm
     if spec.fused is None:
         return squares.sum() * weights[None]
-    # Blocks are of whole rows: squares are summed row by row, the first and the last row perhaps not whole.
+    # A block consists of whole rows, so squares are summed per row. The part may begin and end within a row.
     columns = math.prod(local_shape(spec, ranks)[1:])
     first, last = start // columns, -(-(start + squares.numel()) // columns)
     whole = squares.new_zeros((last - first) * columns)

@@ -1,7 +1,8 @@
-"""The coordinate check by microsoft/mup's names: sizes of activations over width, after a few steps.
+"""The coordinate check with microsoft/mup's names: sizes of activations over width, after a few steps.
 
-Public names: `get_coord_data`, `plot_coord_data`, `FDICT`. In µP the lines are flat; in the standard parametrization
-they grow with width (Tensor Programs V, appendix D.1).
+For plain torch models on one process; proof/coord_check.py is the check of megatron-core models under any layout.
+Public names: `get_coord_data`, `plot_coord_data`, `FDICT`. In µP the sizes do not depend on width; in the standard
+parametrization they grow with width (Tensor Programs V, appendix D.1).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Statistic = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _gram(x: torch.Tensor) -> torch.Tensor:
-    """Inner products of the vectors along the last dimension, over its size."""
+    """Inner products of all pairs of vectors (the last dimension), divided by the size of that dimension."""
     x = x.reshape(1, 1) if x.numel() == 1 else x.reshape(-1, x.shape[-1])
     return x @ x.T / x.shape[-1]
 
@@ -86,23 +87,24 @@ def get_coord_data(
     Args:
         models: width to a function that makes a model, base shapes set.
         dataloader: (input, label) pairs, or dictionaries of the model's arguments with `dict_in_out`.
-        optimizer: sgd, adam or adamw; or a function from a model to its optimizer.
-        lr: learning rate; 0.1 for sgd and 1e-3 for the others.
-        mup: the optimizer is µP's; False takes torch's.
-        filter_trainable_by_name: which parameters are trained, by name.
-        nsteps: steps.
-        dict_in_out: see `dataloader`; the loss is the output's first element, or the one of `output_name`.
+        optimizer: sgd, adam or adamw; or a function that makes the optimizer of a model.
+        lr: learning rate; unless given, 0.1 for sgd and 1e-3 for the others.
+        mup: True takes µP's optimizer, False torch's.
+        filter_trainable_by_name: whether a parameter of this name is trained; all unless given.
+        nsteps: optimizer steps.
+        dict_in_out: the model takes and returns dictionaries; the loss is the entry `output_name` of the output, or the
+            first element if the output is a tuple.
         flatten_input: the input becomes (samples, everything else).
         flatten_output: the output becomes (samples · positions, classes).
-        output_name: see `dict_in_out`.
+        output_name: name of the loss in the output; see `dict_in_out`.
         lossfn: xent, mse or nll.
-        filter_module_by_name: which modules are recorded, by name.
-        fix_data: the first batch is taken for every step.
+        filter_module_by_name: whether a module of this name is measured; all unless given.
+        fix_data: take the first batch for every step.
         cuda: train on a GPU, where there is one.
         nseeds: repetitions, each with another seed.
-        output_fdict: statistics of outputs, by name or as functions; {"l1": "l1"} unless told.
-        input_fdict: of inputs; none unless told.
-        param_fdict: of parameters; none unless told.
+        output_fdict: statistics of outputs: column to a name of `FDICT` or a function; {"l1": "l1"} unless given.
+        input_fdict: statistics of inputs; none unless given.
+        param_fdict: statistics of parameters; none unless given.
         show_progress: show a bar.
 
     Returns:
@@ -176,12 +178,12 @@ def plot_coord_data(
         save_to: file to be written.
         suptitle: title.
         x: column on the horizontal axis.
-        hue: column that makes the lines.
+        hue: column whose every value is a line.
         legend: False or None leaves it out.
-        name_contains: only modules whose name has this part.
-        name_not_contains: only modules whose name has not.
-        loglog: logarithmic axes.
-        logbase: their base.
+        name_contains: draw only modules whose name contains this text.
+        name_not_contains: leave out modules whose name contains this text.
+        loglog: whether both axes are logarithmic.
+        logbase: base of the logarithmic axes.
         face_color: background.
 
     Returns:
@@ -257,7 +259,7 @@ def _recorder(rows: list[dict[str, Any]], row: dict[str, Any], statistics: list[
 
 
 def _tensors(name: str, value: Any, mark: str) -> Iterable[tuple[str, torch.Tensor]]:
-    """Tensors of a possibly nested value that have coordinates; a plain tensor goes by the module's own name."""
+    """The floating-point tensors of a value that may be nested; a value that is a tensor keeps the given name."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield name, value

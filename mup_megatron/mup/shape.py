@@ -3,8 +3,9 @@
 Public names: `set_base_shapes`, `make_base_shapes`, `save_base_shapes`, `load_base_shapes`, `get_shapes`,
 `get_infshapes`, `zip_infshapes`, `clear_dims`, `apply_infshapes`, `assert_hidden_size_inf`.
 
-Shapes are global: a DTensor's, what ZeRO 3 has partitioned, what the TensorSpec of a megatron-core layer says. Base and
-delta models may live on the meta device, where they cost nothing. A .bsh file is data, and read as such.
+Shapes are global (unsharded) also where a parameter is a DTensor, is partitioned by ZeRO 3, or belongs to a sharded
+megatron-core layer (then its TensorSpec says the global shape). Base and delta models may be built on the meta device,
+where they need no memory. A .bsh file is read as plain data; nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Source = torch.nn.Module | Shapes | str | Path
 
 
 def get_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Global shape of every parameter, by its name without what wrappers add."""
+    """Global shape of every parameter, by name; prefixes that wrappers such as DDP add to names are removed."""
     clean = clean_names(name for name, _ in model.named_parameters())
     return {clean[name]: global_shape(parameter) for name, parameter in model.named_parameters()}
 
@@ -88,15 +89,15 @@ def zip_infshapes(base: Source, target: Source) -> dict[str, InfShape]:
 
 
 def clear_dims(infshapes: Mapping[str, InfShape]) -> dict[str, InfShape]:
-    """The same base shapes, sizes forgotten."""
+    """The same base shapes without the model's own sizes, which become None."""
     return {name: InfShape.from_base_shape(infshape.base_shape()) for name, infshape in infshapes.items()}
 
 
 def make_base_shapes(base_shapes: Source, delta_shapes: Source, savefile: str | Path | None = None) -> dict:
-    """Base shapes from two models of a family: what differs between them grows.
+    """Base shapes from two models of a family: a dimension grows if its size differs between the two.
 
     Args:
-        base_shapes: where hyperparameters are defined.
+        base_shapes: the base model, for which hyperparameters are defined.
         delta_shapes: the same model, larger in every dimension that grows.
         savefile: a .bsh file to be written.
 
@@ -113,7 +114,7 @@ def make_base_shapes(base_shapes: Source, delta_shapes: Source, savefile: str | 
 
 
 def apply_infshapes(model: torch.nn.Module, infshapes: Mapping[str, InfShape]) -> None:
-    """Attaches infinite shapes, by name; they stay when parameters are sharded or replaced (parameters.py)."""
+    """Attaches infinite shapes by name. They remain when parameters are sharded or replaced later (parameters.py)."""
     clean = clean_names(name for name, _ in model.named_parameters())
     by_identity = {id(parameter): infshapes[clean[name]] for name, parameter in model.named_parameters()}
     read_layers(model, lambda weight: by_identity[id(weight)])
@@ -131,27 +132,28 @@ def set_base_shapes(
     savefile: str | Path | None = None,
     do_assert: bool = True,
 ) -> torch.nn.Module:
-    """Gives every parameter of a model its infinite shape, `p.infshape`, and its default init µP's scale.
+    """Gives every parameter its infinite shape, `p.infshape`, and rescales values of torch's default init to µP.
 
     Args:
         model: to be trained.
-        base: a model, shapes by name, or a .bsh file; None takes the model itself, so that nothing grows.
-        rescale_params: True: the values that torch's own init drew are rescaled to µP's (readouts, and biases of linear
-            and convolution layers). `constant`: values were drawn with a standard deviation that does not depend on
-            width, as Hugging Face's models draw them; matrices inside are rescaled to µP's. False where weights come
-            from a checkpoint, or are drawn again (init.py).
-        delta: as `base`, larger in every dimension that grows; without it, what differs between model and base grows.
+        base: a model, shapes by name, or a .bsh file; None means the model itself, so that nothing grows.
+        rescale_params: True if torch's own init drew the values: readouts, and biases of linear and convolution layers,
+            are rescaled to µP. `constant` if the values were drawn with a standard deviation that does not depend on
+            width, as in Hugging Face's models: hidden matrices are rescaled to µP. False if weights come from a
+            checkpoint or are drawn again (init.py).
+        delta: as `base`, but larger in every dimension that grows. Without it a dimension grows if its size differs
+            between model and base.
         savefile: a .bsh file to be written.
-        do_assert: refuse a linear layer from a growing dimension to a fixed one that is no MuReadout.
+        do_assert: refuse a linear layer whose input grows and whose output does not, unless it is a MuReadout.
 
     Returns:
         The model.
 
     Raises:
         UserError: base and model have different tensors or dimensions (named), a readout is no MuReadout, a gate of
-            deepspeed.moe is one, or the model was rescaled before. Nothing has been changed then.
+            deepspeed.moe is a MuReadout, or the model was rescaled before. The model is unchanged then.
 
-    Warns where values look drawn without regard to width and `rescale_params` is True.
+    Warns if `rescale_params` is True and the values do not look like torch's default init, which depends on width.
     """
     if rescale_params not in (True, False, "constant"):
         raise UserError(f"rescale_params: {rescale_params!r}; expected True, False or 'constant'")
@@ -185,7 +187,7 @@ def set_base_shapes(
 
 
 def assert_hidden_size_inf(model: torch.nn.Module) -> None:
-    """Refuses linear layers from a growing dimension to a fixed one that are no MuReadout.
+    """Refuses a linear layer whose input grows and whose output does not, unless it is a MuReadout.
 
     Raises:
         UserError: names the layer.
@@ -216,7 +218,7 @@ def _check_not_rescaled(model: torch.nn.Module) -> None:
 
 
 def _shapes(source: Source) -> dict[str, Any]:
-    """Shapes of a model, InfShapes of a file; a dictionary, with what wrappers add to names taken off."""
+    """Shapes of a model, InfShapes of a file, or the given dictionary; without the prefixes that wrappers add."""
     if isinstance(source, torch.nn.Module):
         return dict(get_shapes(source))
     if isinstance(source, (str, Path)):

@@ -1,11 +1,11 @@
-"""What one model's coordinates do in a few steps on one batch: measured on every rank, put together globally.
+"""Sizes of activations, gradients, weights and updates of one model that takes a few steps on one batch, on all ranks.
 
-Public names: `Coordinates`, `measure`, `parts`. The size of a tensor is the mean absolute value of its coordinates.
-Each rank adds up what it holds and counts it; sums and counts are added over all ranks. Where ranks hold parts (tensor,
-sequence, context, pipeline and data parallelism), that is the mean over the whole; where some hold the same, every
-coordinate is counted equally often, and the mean is that of one.
+Public names: `Coordinates`, `measure`, `parts`. The size of a tensor is the mean absolute value of its elements.
+Each rank adds up the absolute values of the elements that it holds, and counts them; then sums and counts are added
+over all ranks. Ranks may hold parts of a tensor (tensor, sequence, context, pipeline and data parallelism) or copies of
+it. Both give the mean over the whole tensor, because every element has the same number of copies.
 
-    s sequence   b batch   a heads of this rank   g KV heads of this rank   d head size   p queries that are looked at
+    s sequence   b batch   a heads of this rank   g KV heads of this rank   d head size   p queries that are measured
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from mup_megatron.proof.family import Member
 from mup_megatron.shapes import TensorSpec
 
 _QUERIES = 64
-"""Queries, evenly spaced over the sequence, whose attention logits are looked at: all would take memory as s²."""
+"""Attention logits are measured for so many queries, evenly spaced over the sequence: all would need memory for s²."""
 
 QUANTITIES = ("output", "change", "gradient")
-"""Of a module: its output, that output's change since step 0, and the loss's gradient with respect to it."""
+"""What is measured of a module: its output, the change of the output since step 0, and the gradient of the loss with
+respect to the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,11 @@ class Coordinates:
     """Sizes in one model, one entry per step from 0; NaN where there was nothing to measure.
 
     Args:
-        modules: quantity (`QUANTITIES`) to module's global name to sizes before each step.
-        initial: part of a parameter (`parts`) to the size of its initial values.
-        updates: part of a parameter to the size of what each step added to it.
-        losses: nats per token before each step.
-        silent: modules with parameters whose forward never ran on any rank.
+        modules: by quantity (`QUANTITIES`), then by the module's global name: sizes before each step.
+        initial: by part of a parameter (`parts`): the size of its initial values.
+        updates: by part of a parameter: the size of what each step added to it.
+        losses: nats per token, before each step.
+        silent: modules that have parameters and whose forward ran on no rank, so that nothing was measured of them.
     """
 
     modules: dict[str, dict[str, list[float]]]
@@ -70,18 +71,18 @@ def measure(
     *,
     resumes: bool = False,
 ) -> Coordinates:
-    """Builds a model of the family, trains it on one batch, and looks at every module. Collective.
+    """Builds a model of the family, trains it on one batch, and measures every module at every step. Collective.
 
     Needs megatron-core's parallel_state (runtime.start_distributed).
 
     Args:
         member: config and layout; every `auto` of the config resolved.
-        parametrization: of the same model, its rules whole or broken.
+        parametrization: of the same model; a negative control's has one rule broken.
         rank: global rank of this process.
         device: where the model lives.
         batch: this rank's micro-batches of the global batch that every step takes.
-        steps: optimizer steps; coordinates are looked at before each and after the last.
-        resumes: half way through, the state is saved, and another model and optimizer go on from the files.
+        steps: optimizer steps; sizes are measured before each step and after the last.
+        resumes: half way, save the state, build another model and optimizer, and go on from the saved files.
 
     Raises:
         UserError: the config's engine does not have the layout.
@@ -89,7 +90,7 @@ def measure(
     config, layout = member.config, member.layout
     chunks = build_model(parametrization, layout, rank, device)
     trained = {name: parameter for name, parameter in named_parameters(chunks) if not _frozen(parametrization, name)}
-    # Before the engine takes them apart (ZeRO 3).
+    # Copied before the engine partitions them (ZeRO 3).
     weights = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
     cut = {name: _rows(parametrization.tensors[name].shape.spec, layout, rank, device) for name in trained}
     initial, updates = _Sums(), _Sums()
@@ -112,7 +113,7 @@ def measure(
             if step == steps:
                 break
             for name, parameter in trained.items():
-                held = engine.gather(parameter)[WEIGHT]  # None where no group of the optimizer has it (ZeRO 1 and 2)
+                held = engine.gather(parameter)[WEIGHT]  # None where no optimizer group of this rank has it (ZeRO 1, 2)
                 weight = weights[name] if held is None else held.detach().float().clone()
                 for part, values in parts(name, weight - weights[name], cut[name]):
                     updates.add((part, step), values)
@@ -157,7 +158,7 @@ def _resumed(
 def parts(
     name: str, tensor: torch.Tensor, rows: Mapping[str, torch.Tensor] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A parameter's blocks by name: `...linear_qkv.weight[key]`; the whole by the parameter's own where it is one.
+    """The blocks of a parameter, by name: `...linear_qkv.weight[key]`. One that is a single block keeps its own name.
 
     Args:
         name: global name.
@@ -211,10 +212,10 @@ class _Sums:
 
 
 class _Recorder:
-    """Forward hooks that add up coordinates of what modules put out, and hooks on those tensors for their gradients.
+    """Adds up the outputs of modules (forward hooks) and the gradients of these outputs (tensor hooks).
 
     Args:
-        gradient_scale: from the gradient on a rank to that of the loss over the global batch.
+        gradient_scale: a rank's gradient times this is the gradient of the loss over the global batch.
     """
 
     def __init__(self, gradient_scale: float) -> None:
@@ -228,7 +229,8 @@ class _Recorder:
         self._step = 0
 
     def watch(self, modules: Any, *, attention_logits: bool) -> None:
-        """Hooks every module but those whose inside depends on kernels (core attention) and identities."""
+        """Hooks every module, except identities, dropout, and what lies inside core attention: that depends on the
+        kernel, so the inputs of core attention are measured instead."""
         inside: tuple[str, ...] = ()
         for name, module in modules:
             if name.startswith(inside) and inside:
@@ -240,13 +242,13 @@ class _Recorder:
             if name.endswith(".router"):
                 self._handles.append(module.register_forward_pre_hook(_router_hook(name, self._see)))
             if isinstance(module, torch.nn.Dropout | IdentityOp) or name == "decoder":
-                continue  # under pipeline parallelism the decoder is another thing on every stage
+                continue  # the decoder's output is another one on every pipeline stage
             if any(True for _ in module.parameters(recurse=False)):
                 self.silent.add(name)
             self._handles.append(module.register_forward_hook(self._hook(name)))
 
     def begin(self, step: int) -> None:
-        """A step follows."""
+        """What is measured from now on is of this step."""
         self._step = step
         self._calls = defaultdict(int)
 
@@ -266,14 +268,14 @@ class _Recorder:
         return hook
 
     def _see(self, name: str, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Adds up a tensor. `mask`, broadcast to it, is 0 where a coordinate does not count."""
+        """Adds up a tensor. `mask`, broadcast to its shape, is 0 at elements that do not count."""
         call = self._calls[name]
         self._calls[name] += 1
         step = self._step
         values = tensor.detach()
         count = values.numel() if mask is None else int(mask.expand_as(values).sum())
         self.sums.add(("output", name, step), values if mask is None else values * mask, count)
-        if ".experts." not in name:  # of the tokens that are routed to an expert, another set at every step
+        if ".experts." not in name:  # an expert gets other tokens at every step, so its outputs cannot be compared
             if step == 0:
                 self._first[name, call] = values.clone()
             elif (name, call) in self._first and self._first[name, call].shape == values.shape:
@@ -288,14 +290,14 @@ class _Recorder:
 
 
 def _silent_everywhere(watched: set[str], fired: set[str]) -> tuple[str, ...]:
-    """Modules with parameters that ran on no rank. Collective."""
+    """Modules that have parameters and ran on no rank. Collective."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, (watched, fired))
     return tuple(sorted(set().union(*(held for held, _ in ranks)) - set().union(*(ran for _, ran in ranks))))
 
 
 def _attention_hook(name: str, see: Callable[..., None], logits: bool) -> Callable[..., None]:
-    """Sees query, key, value, and the attention logits that core attention makes of them, whatever its kernel is."""
+    """Measures query, key and value, and the attention logits, computed here because fused kernels never show them."""
 
     def hook(module: Any, inputs: Any) -> None:
         query, key, value = inputs[:3]
@@ -313,12 +315,12 @@ def _softmax_scale(module: Any, query: torch.Tensor) -> float:
 
 
 def _attention_logits(query: torch.Tensor, key: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention logits of some queries, [b, a, p, s], and 1 where a key is not after its query.
+    """Causal attention logits of some queries, [b, a, p, s], and a mask that is 1 where the key is not after the query.
 
     Args:
         query: [s, b, a, d].
         key: [s, b, g, d].
-        scale: of the logits.
+        scale: softmax scale: the logits are scale · q·k.
     """
     length, heads = query.size(0), query.size(2)
     positions = torch.linspace(0, length - 1, min(length, _QUERIES), device=query.device).round().long()
@@ -329,7 +331,7 @@ def _attention_logits(query: torch.Tensor, key: torch.Tensor, scale: float) -> t
 
 
 def _router_hook(name: str, see: Callable[..., None]) -> Callable[..., None]:
-    """Sees the logits of a router, whose module puts out probabilities."""
+    """Measures the logits of a router, because its module returns probabilities."""
 
     def hook(module: Any, inputs: Any) -> None:
         with torch.no_grad():

@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     for place in (folder, folder / "standard"):
         (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, data in {
-        "transfer.json": record,
+        "transfer.json": record.as_json(),
         "explain.json": explain(parametrization, layout),
         "plan.json": {"target": {"flops": 1e10}, "extrapolated": ["layers: tuned at 2, target at 4"]},
         "checkpoints/step_00000004/mup.json": {"versions": {"torch": "2"}},

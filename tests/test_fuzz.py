@@ -27,7 +27,7 @@ from mup_megatron.setup import refuse
 from mup_megatron.setup.deepspeed import deepspeed_config
 from mup_megatron.shapes import save_base_shapes
 from mup_megatron.tuning.family import digest
-from mup_megatron.tuning.record import read_record, remarks
+from mup_megatron.tuning.record import TransferRecord, remarks
 from mup_megatron.tuning.space import with_values
 from tests import test_record
 from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
@@ -323,10 +323,10 @@ def test_any_base_shapes(base_shapes: tuple[Path, str], content: bytes) -> None:
 def try_transfer(path: Path, config: Config) -> None:
     """As `transfer` and `train` read it."""
     try:
-        found = read_record(path, config)
+        found = TransferRecord.read(path, config)
         assert found is not None
-        with_values(config, found["values"])
-        _ = remarks(found, []), found["tuned"], found["created"]
+        with_values(config, found.values)
+        _ = remarks(found.study, []), found.tuned, found.created
     except UserError as error:
         said(error, str(path))
 
@@ -334,11 +334,11 @@ def try_transfer(path: Path, config: Config) -> None:
 @examples(800)
 @given(MUTATIONS, st.booleans())
 def test_mutated_transfer_records(
-    record: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, mutations: Any, sealed: bool
+    record: TransferRecord, tmp_path_factory: pytest.TempPathFactory, mutations: Any, sealed: bool
 ) -> None:
     """Also with a checksum that agrees, as of a record that another version, or someone's script, wrote."""
     path = tmp_path_factory.getbasetemp() / "transfer.json"
-    changed = json.loads(json.dumps(mutate(record, mutations)))  # keys are text then
+    changed = json.loads(json.dumps(mutate(record.as_json(), mutations)))  # keys are text then
     if sealed and isinstance(changed, dict):
         changed["checksum"] = digest({key: value for key, value in changed.items() if key != "checksum"})
     path.write_text(json.dumps(changed), encoding="utf-8")

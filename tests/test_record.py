@@ -14,7 +14,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import parametrize
 from mup_megatron.tuning.family import differences, digest, digested
-from mup_megatron.tuning.record import make_record, read_record, write_record
+from mup_megatron.tuning.record import TransferRecord, make_record, read_record, write_record
 from mup_megatron.tuning.space import with_values
 from tests.configs import MIXED, make
 
@@ -34,36 +34,37 @@ def config_in(path: Path, **overrides: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def record(tmp_path_factory: pytest.TempPathFactory) -> TransferRecord:
     config = with_values(config_in(tmp_path_factory.mktemp("run")), VALUES)
     parametrization, layout = parametrize(config, 375), resolve_layout(config, 1)
     return make_record(config, parametrization, layout, VALUES, study=STUDY, budget={"spent": {}})
 
 
-def test_written_and_read(record: dict[str, Any], tmp_path: Path) -> None:
+def test_written_and_read(record: TransferRecord, tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
     assert read_record(path, None) is None
     write_record(path, record)
-    assert read_record(path, config_in(tmp_path)) == record
+    assert read_record(path, config_in(tmp_path)) == record.as_json()
+    assert TransferRecord.read(path, config_in(tmp_path)) == record
     assert [entry.name for entry in tmp_path.iterdir()] == ["transfer.json"]
 
 
-def test_what_it_says(record: dict[str, Any]) -> None:
-    assert record["values"] == VALUES
-    assert record["target"]["sizes"] == {
+def test_what_it_says(record: TransferRecord) -> None:
+    assert record.values == VALUES
+    assert record.target["sizes"] == {
         "hidden_size": 96,
         "ffn_hidden_size": 160,
         "num_attention_heads": 8,
         "num_query_groups": 4,
         "num_layers": 2,
     }
-    on_target = record["target"]["becomes"]
+    on_target = record.target["becomes"]
     # Readout: α_output / (96/64) = 2/1.5. fc2: fan-in 160 over 64, so lr 0.004 · 64/160.
     assert on_target["forward"]["readout"] == pytest.approx(4 / 3)
     assert on_target["tensors"]["decoder.layers.*.mlp.linear_fc2.weight"]["lr"] == pytest.approx(0.0016)
     assert on_target["tensors"]["embedding.word_embeddings.weight"]["init_std"] == 0.03
-    assert set(record["versions"]) >= {"python", "torch", "megatron-core", "deepspeed", "optuna"}
-    assert record["rules"]["weight_decay"] == "independent"
+    assert set(record.versions) >= {"python", "torch", "megatron-core", "deepspeed", "optuna"}
+    assert record.rules["weight_decay"] == "independent"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_what_it_says(record: dict[str, Any]) -> None:
     ],
 )
 def test_another_family_is_refused_with_the_keys_that_differ(
-    record: dict[str, Any], tmp_path: Path, key: str, value: Any
+    record: TransferRecord, tmp_path: Path, key: str, value: Any
 ) -> None:
     write_record(tmp_path / "transfer.json", record)
     other = {key: value}
@@ -99,21 +100,21 @@ def test_another_family_is_refused_with_the_keys_that_differ(
         ("hparams__lr", 1.0),
     ],
 )
-def test_the_same_family_is_not(record: dict[str, Any], tmp_path: Path, key: str, value: Any) -> None:
+def test_the_same_family_is_not(record: TransferRecord, tmp_path: Path, key: str, value: Any) -> None:
     """Grown sizes, the layout, the implementation and the config's own values are not the family's."""
     write_record(tmp_path / "transfer.json", record)
-    assert read_record(tmp_path / "transfer.json", config_in(tmp_path, **{key: value})) == record
+    assert TransferRecord.read(tmp_path / "transfer.json", config_in(tmp_path, **{key: value})) == record
 
 
-def test_edited_by_hand(record: dict[str, Any], tmp_path: Path) -> None:
+def test_edited_by_hand(record: TransferRecord, tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
-    path.write_text(json.dumps({**record, "values": {**VALUES, "lr": 0.04}}))
+    path.write_text(json.dumps({**record.as_json(), "values": {**VALUES, "lr": 0.04}}))
     with pytest.raises(UserError, match="checksum: does not match what the record says"):
         read_record(path, config_in(tmp_path))
 
 
-def test_of_a_newer_format(record: dict[str, Any], tmp_path: Path) -> None:
-    newer = {**record, "format": 2}
+def test_of_a_newer_format(record: TransferRecord, tmp_path: Path) -> None:
+    newer = {**record.as_json(), "format": 2}
     write_record(tmp_path / "transfer.json", newer)
     with pytest.raises(UserError, match="format 2; this version of mup-megatron reads format 1"):
         read_record(tmp_path / "transfer.json", config_in(tmp_path))
@@ -136,7 +137,7 @@ def test_one_record_serves_a_family(repository: Path) -> None:
         assert len({config.tuning.record for config in configs}) == 1
 
 
-def test_the_command_shows_it(record: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_it(record: TransferRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import yaml
 
     config = config_in(tmp_path)
@@ -148,7 +149,7 @@ def test_the_command_shows_it(record: dict[str, Any], tmp_path: Path, capsys: py
     target = tmp_path / "target.yaml"
     assert cli.run(["transfer", str(source), "--json", "--output", str(target)]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["becomes"] == record["target"]["becomes"]
+    assert shown["becomes"] == record.target["becomes"]
     assert load_config(target).hparams.lr == 0.004
     assert cli.run(["transfer", str(source)]) == 0
     assert "output_multiplier" in capsys.readouterr().out

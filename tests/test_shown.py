@@ -29,7 +29,7 @@ from mup_megatron.tuning import budget
 from mup_megatron.tuning.decide import apply_record
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.outcome import open_sides
-from mup_megatron.tuning.record import extrapolated, remarks, write_record
+from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks, write_record
 from mup_megatron.tuning.space import check_overrides
 from tests import bodies
 from tests.commands import metrics, mup
@@ -290,7 +290,7 @@ def test_sides_that_are_open(value: float, tried: list[float], range_: Any, foun
 
 
 def study(values: list[float], losses: list[float], repeated: dict[int, list[float]], noise: float | None) -> Any:
-    """A record with one trial per value, some of them repeated; the first is the chosen one."""
+    """A record's study with one trial per value, some of them repeated; the first is the chosen one."""
     trials = [
         {"slot": slot, "values": {"lr": value}, "loss": loss, "state": "complete", "repeats": False}
         for slot, (value, loss) in enumerate(zip(values, losses, strict=True))
@@ -305,7 +305,7 @@ def study(values: list[float], losses: list[float], repeated: dict[int, list[flo
         for slot, more in repeated.items()
     ]
     found = {"values": {"lr": values[0]}, "interior": {"lr": True}, "ranges": {"lr": LOG}, "trials": trials}
-    return {"study": {**found, "candidates": candidates, "noise": noise}}
+    return {**found, "candidates": candidates, "noise": noise}
 
 
 def test_what_is_said_of_a_range() -> None:
@@ -337,7 +337,7 @@ def test_what_is_said_of_noise() -> None:
         "(±0.0500 per run, from 2 repetitions; 2 of those compared ran once)"
     )
     alone = study(values, [3.0, 3.12, 3.5], repeats, 0.05)
-    for trial in alone["study"]["trials"][1:]:
+    for trial in alone["trials"][1:]:
         trial["state"] = "stopped"
     assert remarks(alone, []) == [
         "no other trial ran to its end, so none can be told from noise (±0.0500 per run, from 2 repetitions)"
@@ -362,7 +362,7 @@ def test_a_hundred_times_the_tokens(
     assert cli.run(["transfer", str(whole / "run.yaml"), *words, "--json", "training.seq_length=64"]) == 0
     shown = json.loads(capsys.readouterr().out)["remarks"]
     assert "extrapolated, tokens per sequence: tuned at 32, target at 64 (2 times)" in shown
-    found = json.loads((finished / "transfer.json").read_text())
+    found = TransferRecord.read(finished / "transfer.json", None)
     assert extrapolated(config_of(whole, tmp_path), found) == []
 
 

@@ -182,9 +182,9 @@ def transfer(
     if output:
         never = transferred.derive({"tuning.run": "never"})
         write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")
-    said = remarks(record, extrapolated(transferred, record))
+    said = remarks(record.study, extrapolated(transferred, record))
     if as_json:
-        shown = {"values": record["values"], "tuned": record["tuned"], "becomes": on_target, "remarks": said}
+        shown = {"values": record.values, "tuned": record.tuned, "becomes": on_target, "remarks": said}
         print(json.dumps(shown, indent=1))
         return
     print_transfer(record, on_target, said, console())

@@ -8,13 +8,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mup_megatron.checkpoint import Checkpoints
 from mup_megatron.errors import UserError
 from mup_megatron.explain import shown_init
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.tuning.outcome import open_sides
+
+if TYPE_CHECKING:
+    from mup_megatron.tuning.record import TransferRecord
 
 
 def summarize(directory: Path, console: Any) -> None:
@@ -118,7 +121,7 @@ def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
     ]
     # The record may be a family's: what it says of a target is of the one that it was tuned for.
     extrapolated = run.plan["extrapolated"] if run.plan is not None else record["target"]["extrapolated"]
-    return results, [*said, *remarks(record, extrapolated)]
+    return results, [*said, *remarks(study, extrapolated)]
 
 
 def _share(run: Run, spent: Mapping[str, Any]) -> str:
@@ -165,13 +168,13 @@ def _print(data: Mapping[str, Any], console: Any) -> None:
         console.print(f"- {line}", highlight=False)
 
 
-def print_transfer(record: Mapping[str, Any], becomes: Mapping[str, Any], said: Sequence[str], console: Any) -> None:
+def print_transfer(record: TransferRecord, becomes: Mapping[str, Any], said: Sequence[str], console: Any) -> None:
     """The record's values, what each becomes on a target (record.becomes), and remarks on both."""
     from rich.table import Table
 
     values = Table(box=None, title="at the base", title_justify="left", show_header=False)
-    for name, value in record["values"].items():
-        how = "tuned" if name in record["tuned"] else "as configured"
+    for name, value in record.values.items():
+        how = "tuned" if name in record.tuned else "as configured"
         if value is not None:
             values.add_row(name, value if isinstance(value, str) else f"{value:.6g}", how)
     console.print(values)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -32,7 +31,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     What the folder holds already is looked at before anything is written, and stays if it is another run's.
     """
     path = record.record_path(config)
-    found = record.read_record(path, config)
+    found = record.TransferRecord.read(path, config)
     tune = found is None and config.tuning.run != "never"
     if tune and not config.tuning.search:
         raise config.error(
@@ -57,7 +56,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         budget.check_share(config, plan)
         write_whole(directory / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
     elif found is not None:
-        progress.say(f"{path}: tuned values of this family, found {found['created']}; nothing to tune")
+        progress.say(f"{path}: tuned values of this family, found {found.created}; nothing to tune")
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
     if tune or config.tuning.run != "only":
@@ -68,7 +67,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     return tune
 
 
-def _check_folder(config: Config, found: dict[str, Any] | None, tune: bool, allowed: tuple[str, ...]) -> None:
+def _check_folder(config: Config, found: record.TransferRecord | None, tune: bool, allowed: tuple[str, ...]) -> None:
     """What the folder holds of a target is of this config. Raises UserError."""
     if found is not None:
         check_folder(with_values(config, _transferred(config, found, allowed)), allowed)
@@ -110,14 +109,14 @@ def _check_writable(path: Path, config: Config) -> None:
         raise config.error("tuning.record", f"cannot write to {path.parent}: permission denied")
 
 
-def apply_record(config: Config) -> tuple[Config, dict[str, Any]]:
+def apply_record(config: Config) -> tuple[Config, record.TransferRecord]:
     """The config with the values of its record.
 
     Raises:
         UserError: no record, or one that does not belong to this config.
     """
     path = record.record_path(config)
-    found = record.read_record(path, config)
+    found = record.TransferRecord.read(path, config)
     if found is None:
         raise config.error("tuning.record", f"{no_such_file(path)}; expected a transfer record (mup-megatron tune)")
     return with_values(config, _transferred(config, found)), found
@@ -125,31 +124,31 @@ def apply_record(config: Config) -> tuple[Config, dict[str, Any]]:
 
 def trained_values(config: Config, progress: Progress, allowed: tuple[str, ...]) -> dict[str, Value]:
     """The values to train with: the record's, else the config's own."""
-    found = record.read_record(record.record_path(config), config)
+    found = record.TransferRecord.read(record.record_path(config), config)
     if found is None:
         return {}
     values, given = _transferred(config, found, allowed), values_of(config)
-    for name, value in found["values"].items():
+    for name, value in found.values.items():
         if values[name] != value:
             progress.say(f"{key_of(name)}: {values[name]} as given, not {value} of the record (--allow-change)")
-        elif name not in found["tuned"] and given.get(name) not in (None, value):
+        elif name not in found.tuned and given.get(name) not in (None, value):
             progress.say(f"{key_of(name)}: {value} as it was while tuning, not {given[name]}")
     return values
 
 
-def _transferred(config: Config, found: dict[str, Any], allowed: tuple[str, ...] = ()) -> dict[str, Value]:
+def _transferred(config: Config, found: record.TransferRecord, allowed: tuple[str, ...] = ()) -> dict[str, Value]:
     """The record's values, but for those that were given on the command line and may differ.
 
     Raises:
         ConfigError: one that was given on the command line and may not; it would be dropped.
     """
-    values = dict(found["values"])
-    for name, value in found["values"].items():
+    values = dict(found.values)
+    for name, value in found.values.items():
         key, given = key_of(name), value_of(config, name)
         if given == value or not config.is_overridden(key):
             continue
         if key not in allowed:
-            tuned = "tuned" if name in found["tuned"] else "tuned with"
+            tuned = "tuned" if name in found.tuned else "tuned with"
             raise config.error(
                 key,
                 f"{given} is given, and {record.record_path(config)} says {value} ({tuned}), which a transfer takes; "

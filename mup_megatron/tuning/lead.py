@@ -310,7 +310,7 @@ def _write_record(config: Config, layout: Layout, rank: Rank, study: Any, progre
     )
     record.write_record(record.record_path(config), written)
     progress.say(f"chosen: {', '.join(f'{name} {_short(value)}' for name, value in choice.values.items())}")
-    for line in record.remarks(written, written["target"]["extrapolated"]):
+    for line in record.remarks(written.study, written.target["extrapolated"]):
         progress.say(line)
     progress.say(f"record: {record.record_path(config)}")
 

@@ -1,6 +1,6 @@
 """transfer.json: the tuned values, what each becomes on the target, and what they were found with.
 
-Public names: `make_record`, `write_record`, `read_record`, `record_path`, `becomes`, `remarks`.
+Public names: `TransferRecord`, `make_record`, `write_record`, `read_record`, `record_path`, `becomes`, `remarks`.
 
 A record belongs to a family (family.py). A config whose digest differs is refused with the keys that differ.
 """
@@ -14,6 +14,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,14 @@ def becomes(parametrization: Parametrization, layout: Layout) -> dict[str, Any]:
     return {"forward": explained["forward"], "tensors": rows}
 
 
-def extrapolated(config: Config, found: Mapping[str, Any] | None = None) -> list[str]:
+def extrapolated(config: Config, found: TransferRecord | None = None) -> list[str]:
     """In what the target lies beyond what the proxy was tuned on, besides width, in words.
 
     Args:
         config: the target's run.
         found: the record whose values it takes; None for one that is tuned as the config says.
     """
-    tuned = {**_tuned_on(config), **({} if found is None else found.get("proxy", {}).get("trained", {}))}
+    tuned = {**_tuned_on(config), **({} if found is None else found.proxy.get("trained", {}))}
     target = _trained(config)
     said = []
     for name in ("train_steps", "global_batch_size", "seq_length", "tokens", "num_layers"):
@@ -107,6 +108,50 @@ def _trained(config: Config) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransferRecord:
+    """What transfer.json says.
+
+    Args:
+        created: when, ISO 8601.
+        digest: of `family`.
+        family: what must be equal for the values to transfer, by dotted key (family.py).
+        values: every hyperparameter at the base, by name.
+        tuned: names of those that were searched; the others are as the config had them.
+        target: of the run that tuned: its name, its sizes, what the values become there, where it is extrapolated.
+        proxy: its sizes, and on how many steps, tokens and layers it was trained.
+        rules: the parametrization and the optimizer's update rule.
+        study: what the values were found with (outcome.Choice.as_json).
+        budget: the plan, and what was spent.
+        versions: of the packages that tuned.
+    """
+
+    created: str
+    digest: str
+    family: Mapping[str, Any]
+    values: Mapping[str, Value]
+    tuned: Sequence[str]
+    target: Mapping[str, Any] = field(default_factory=dict)
+    proxy: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    study: Mapping[str, Any]
+    budget: Mapping[str, Any]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, config: Config | None) -> TransferRecord | None:
+        """The record in a file; see `read_record`."""
+        found = read_record(path, config)
+        if found is None:
+            return None
+        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is written: with its format, and a checksum over the rest."""
+        plain = {"format": FORMAT, **vars(self)}
+        return {**plain, "checksum": digest(plain)}
+
+
 def make_record(
     config: Config,
     parametrization: Parametrization,
@@ -115,8 +160,8 @@ def make_record(
     *,
     study: Mapping[str, Any],
     budget: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The record as plain data.
+) -> TransferRecord:
+    """The record of what was tuned.
 
     Args:
         config: the target's run, `values` in it.
@@ -127,8 +172,7 @@ def make_record(
         budget: the plan, and what was spent.
     """
     settings = digested(config)
-    record = {
-        "format": FORMAT,
+    made = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "digest": digest(settings),
         "family": settings,
@@ -157,16 +201,16 @@ def make_record(
             **{package: importlib.metadata.version(package) for package in _PACKAGES},
         },
     }
-    record = json.loads(json.dumps(record))  # as it will be read: keys are text, tuples are lists
-    return {**record, "checksum": digest(record)}
+    return TransferRecord(**json.loads(json.dumps(made)))  # as it will be read: keys are text, tuples are lists
 
 
-def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes the record whole or not at all."""
+def write_record(path: Path, record: TransferRecord | Mapping[str, Any]) -> None:
+    """Writes a record, or other plain data, whole or not at all."""
+    plain = record.as_json() if isinstance(record, TransferRecord) else record
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with open(open_new(partial), "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1)
+        json.dump(plain, file, indent=1)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
@@ -174,7 +218,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
-    """The record of a config, if it is there.
+    """The record in a file as plain data, checked; None if there is no file. `TransferRecord.read` gives it types.
 
     Args:
         path: of the record.
@@ -209,6 +253,9 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
     for key, kind in _PARTS.items():
         if not isinstance(record.get(key), kind):
             raise UserError(f"{path}: {key} is missing or no {kind.__name__}")
+    for key in ("target", "proxy", "rules", "versions"):
+        if not isinstance(record.get(key, {}), dict):
+            raise UserError(f"{path}: {key} is no dict")
     try:
         _Study.model_validate(record["study"])
     except (ValidationError, RecursionError):
@@ -277,14 +324,13 @@ def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None
     )
 
 
-def remarks(found: Mapping[str, Any], extrapolated: Sequence[str]) -> list[str]:
+def remarks(study: Mapping[str, Any], extrapolated: Sequence[str]) -> list[str]:
     """What a reader of the record must know of the choice, in words.
 
     Args:
-        found: the record.
+        study: the record's.
         extrapolated: where the target at hand leaves what was tuned on.
     """
-    study = found["study"]
     said = [line for name in study["interior"] for line in _open(study, name)]
     said.append(_noise(study))
     said += [f"extrapolated, {line}" for line in extrapolated]

@@ -77,6 +77,14 @@ def test_keys_say(path: str, values: str, default: str, unit: str) -> None:
     assert KEYS[path][1:4] == (values, default, unit)
 
 
+def test_a_default_that_one_architecture_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have the schema's; the page showed that one alone."""
+    monkeypatch.setitem(reference.PRESETS, "qwen3", {**reference.PRESETS["llama"], "qk_layernorm": True})
+    keys = {key.path: key.default for key in reference.described()}
+    assert keys["model.qk_layernorm"] == "gpt3: false, llama: false, qwen3: true"
+    assert keys["model.add_qkv_bias"] == "false"
+
+
 def test_the_page_is_made_from_the_schema(repository: Path) -> None:
     page = (repository / "docs" / "config.md").read_text()
     assert page == reference.markdown(), "run python -m mup_megatron.config.reference"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.links import PAGES, line_of, links
+from tests.links import PAGES, ROOT, line_of, links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -24,6 +24,13 @@ def test_links_to_code_hit_their_line(page: Path) -> None:
 def test_links_to_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Paths from the repository's root, as `tests/test_rules.py` and `mup_megatron/rules.py`."""
+    named = set(re.findall(r"(?<![\w/.])(?:tests|mup_megatron|patches|launch|configs)/[\w./-]+\.\w+", page.read_text()))
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 
 def test_named_tests_exist(repository: Path) -> None:

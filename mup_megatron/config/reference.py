@@ -147,8 +147,9 @@ def _is_named(field: FieldInfo) -> bool:
 
 
 def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:
-    if section is Model and all(name in preset for preset in PRESETS.values()):
-        return ", ".join(f"{architecture}: {_yaml(preset[name])}" for architecture, preset in PRESETS.items())
+    if section is Model and any(name in preset for preset in PRESETS.values()):
+        values = {architecture: preset.get(name, field.default) for architecture, preset in PRESETS.items()}
+        return ", ".join(f"{architecture}: {_yaml(value)}" for architecture, value in values.items())
     if field.is_required():
         return "required"
     return _yaml(field.default)

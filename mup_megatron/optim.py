@@ -116,14 +116,15 @@ def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim
     if optimizer.name == "sgd":
         fused = implementation == "torch_fused"
         return torch.optim.SGD(groups, lr=lr, momentum=optimizer.momentum, fused=fused)
+    is_adamw = {"adam": False, "adamw": True}[optimizer.name]  # no other name is taken for Adam
     if implementation in ("torch", "torch_fused"):
-        kind = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam
+        kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
         return kind(groups, lr=lr, betas=betas, eps=optimizer.eps, fused=implementation == "torch_fused" or None)
-    decoupled = {"adam_w_mode": optimizer.name == "adamw"}
+    decoupled = {"adam_w_mode": is_adamw}
     if implementation == "deepspeed_cpu_adam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        decoupled = {"adamw_mode": optimizer.name == "adamw"}
+        decoupled = {"adamw_mode": is_adamw}
         return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=optimizer.eps, **decoupled)
     if implementation == "apex":
         from apex.optimizers import FusedAdam

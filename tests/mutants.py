@@ -362,7 +362,7 @@ OPTIMIZER = (
         "groups: Adam's decay is L2",
         "adamw builds torch's Adam",
         _OPTIM,
-        'kind = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.Adam',
+        "kind = torch.optim.AdamW if is_adamw else torch.optim.Adam",
         "kind = torch.optim.Adam",
         "test_optim.py",
     ),

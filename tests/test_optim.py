@@ -52,6 +52,13 @@ def test_frozen_gains_have_no_group() -> None:
     assert len(names) == 28 - 2 * 5
 
 
+def test_a_name_without_a_builder_is_not_taken_for_adam() -> None:
+    """Muon has no torch optimizer here; a name that the config learns before `build_optimizer` does stops alike."""
+    config, result = groups(optimizer__name="muon", parallel__engine="megatron")
+    with pytest.raises(KeyError, match="muon"):
+        build_optimizer(config, result)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
 def test_optimizers(name: str, kind: type) -> None:
     growth = {"model__num_query_groups": 4, "base__num_query_groups": 2} if name == "sgd" else {}

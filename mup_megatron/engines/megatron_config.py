@@ -34,7 +34,7 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
     optimizer = config.optimizer
     bf16 = config.training.precision == "bf16"
     return OptimizerConfig(
-        optimizer=optimizer.name if optimizer.name in ("sgd", "muon") else "adam",
+        optimizer={"adam": "adam", "adamw": "adam", "sgd": "sgd", "muon": "muon"}[optimizer.name],
         decoupled_weight_decay=optimizer.name in ("adamw", "muon"),
         **(_muon(config) if optimizer.name == "muon" else {}),
         lr=config.hparams.lr,

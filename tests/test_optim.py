@@ -54,7 +54,8 @@ def test_frozen_gains_have_no_group() -> None:
 
 def test_a_name_without_a_builder_is_not_taken_for_adam() -> None:
     """Muon has no torch optimizer here; a name that the config learns before `build_optimizer` does stops alike."""
-    config, result = groups(optimizer__name="muon", parallel__engine="megatron")
+    config, result = groups()
+    config = config.derive({"optimizer.name": "muon", "parallel.engine": "megatron"})
     with pytest.raises(KeyError, match="muon"):
         build_optimizer(config, result)
 

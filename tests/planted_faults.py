@@ -90,8 +90,8 @@ def _built(change: Callable[[Any, Parametrization], None]) -> Iterator[None]:
     """Something is done to the model after it was built."""
     original = coordinates.build_model
 
-    def build(config: Any, parametrization: Any, *more: Any) -> Any:
-        chunks = original(config, parametrization, *more)
+    def build(parametrization: Any, *more: Any) -> Any:
+        chunks = original(parametrization, *more)
         change(chunks[0], parametrization)
         return chunks
 

@@ -130,6 +130,9 @@ def test_version_and_bare_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Commands" in capsys.readouterr().out
 
 
-def test_completion() -> None:
-    result = run(BIN / "mup-megatron", "--show-completion", "bash")
-    assert "complete -o default -F _mup_megatron_completion mup-megatron" in result.stdout
+def test_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bash asks when the tab key is pressed after `mup-megatron pip`."""
+    monkeypatch.setenv("_MUP_MEGATRON_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "mup-megatron pip")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run(BIN / "mup-megatron").stdout.split() == ["pipeline"]

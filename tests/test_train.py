@@ -122,7 +122,12 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     folder = tmp_path / "run" / "checkpoints" / f"step_{done:08d}"
     assert folder.is_dir()
     again = shlex.join(["mup-megatron", *words])
-    assert err.splitlines() == [f"{name}: saved step {done} to {folder}; the same command goes on from there: {again}"]
+    # torch may have warned at start-up, and says nothing of how it ended.
+    assert (
+        err.splitlines()[-1] == f"{name}: saved step {done} to {folder}; the same command goes on from there: {again}"
+    )
+    assert "death signal" not in err
+    assert "Traceback" not in err
 
     resumed = ranks.run(2, bodies.command, arguments=["train", str(config_file), *settings])
     ranks.stop()

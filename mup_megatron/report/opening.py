@@ -33,12 +33,14 @@ def opening(run: Run) -> str:
 
 
 def _proxy(run: Run) -> str:
-    if run.record is None or run.plan is None:
+    if run.record is None:
         return ""
+    proxy = (run.plan or {}).get("tuning")
+    size = f" of {short_count(proxy['parameters'])} parameters" if proxy else ""
     trials = len({trial["slot"] for trial in run.record["study"]["trials"]})
-    tuned, spent = run.plan["tuning"]["parameters"], run.record["budget"]["spent"]["tokens"]
+    spent = run.record["budget"]["spent"]["tokens"]
     return (
-        f"Tuned: {trials} trials of a proxy of {short_count(tuned)} parameters, {short_count(spent)} tokens in all. "
+        f"Tuned: {trials} trials of a proxy{size}, {short_count(spent)} tokens in all. "
         "The best values were transferred to the target by the rules of µP."
     )
 
@@ -51,15 +53,17 @@ def _target(run: Run) -> str:
     if run.explanation is not None:
         total = sum(math.prod(parameter["global_shape"]) for parameter in run.explanation["parameters"])
         parameters = f" of {short_count(total)} parameters"
-    done = run.target.last * training.get("global_batch_size", 0) * training.get("seq_length", 0)
+    sizes = f"{model.get('num_layers')} layers, hidden size {model.get('hidden_size')}"
+    tokens = run.target.last * (training.get("global_batch_size") or 0) * (training.get("seq_length") or 0)
     return (
-        f"Trained: a {model.get('architecture')} target{parameters} ({model.get('num_layers')} layers, hidden size "
-        f"{model.get('hidden_size')}) for {run.target.last} steps, {short_count(done)} tokens."
+        f"Trained: a {model.get('architecture')} target{parameters} ({sizes}) for {run.target.last} steps, "
+        f"{short_count(tokens)} tokens."
     )
 
 
 def _made(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    tuned = f"tuned on {run.record['created'][:10]}; " if run.record is not None else ""
+    created = (run.record or {}).get("created", "")[:10]
+    tuned = f"tuned on {created}; " if created else ""
     today = datetime.datetime.now(datetime.UTC).date()
     return f"{tuned}page of {today}; {versions}".strip("; ").capitalize() + "."

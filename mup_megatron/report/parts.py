@@ -40,13 +40,22 @@ class _Parametrization(_Part):
 
 class _Training(_Part):
     train_steps: _Count | None = None
+    global_batch_size: _Count | None = None
+    seq_length: _Count | None = None
     lr_schedule: _Text | None = None
+
+
+class _Model(_Part):
+    architecture: _Text | None = None
+    num_layers: _Count | None = None
+    hidden_size: _Count | None = None
 
 
 class Settings(_Part):
     """config.yaml, and the config of explain.json."""
 
     run: _Run | None = None
+    model: _Model | None = None
     tuning: _Tuning | None = None
     parametrization: _Parametrization | None = None
     hparams: dict[str, float | None] | None = None
@@ -97,9 +106,14 @@ class _Cost(_Part):
     flops: Annotated[float, Field(gt=0)]
 
 
+class _Proxy(_Part):
+    parameters: _Count
+
+
 class Plan(_Part):
     """plan.json."""
 
+    tuning: _Proxy | None = None
     target: _Cost
     extrapolated: list[_Text]
 
@@ -175,6 +189,7 @@ class _Target(_Part):
 class Tuned(_Part):
     """transfer.json."""
 
+    created: _Text = ""
     study: _Study
     budget: _Budget
     target: _Target

@@ -1,4 +1,4 @@
-"""What a checkpoint records beyond weights, how it is written whole or not at all, and the guard on resume.
+"""What a checkpoint holds beyond weights, how it is written whole or not at all, and the guard on resume.
 
 Public names: `Checkpoints`, `make_manifest`, `check_resume`, `check_folder`, `hash_files`.
 
@@ -98,8 +98,8 @@ def check_resume(
     """The guard: a checkpoint of another model, parametrization or hyperparameter does not go on as if it were this.
 
     Args:
-        found: the checkpoint's record.
-        current: the record that this run would write.
+        found: the checkpoint's manifest.
+        current: the manifest that this run would write.
         where: the checkpoint, for the message.
         allowed: keys whose change is deliberate (`--allow-change`).
         advice: what to do about it, for the message.
@@ -168,7 +168,7 @@ def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
 
 
 def _ended(directory: Path) -> dict[str, Any] | None:
-    """Of a target that took all its steps and kept no checkpoint: what a checkpoint would record of its settings."""
+    """The settings of a target that took all its steps and kept no checkpoint, as a manifest would hold them."""
     try:
         settings = json.loads((directory / "explain.json").read_text(encoding="utf-8"))["config"]
         steps = [json.loads(line)["step"] for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
@@ -185,11 +185,11 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _compared(record: dict[str, Any]) -> dict[str, Any]:
+def _compared(manifest: dict[str, Any]) -> dict[str, Any]:
     return {
-        **record["config"],
-        "data_digest": record["data_digest"],
-        "base_shapes": record["base_shapes"],
+        **manifest["config"],
+        "data_digest": manifest["data_digest"],
+        "base_shapes": manifest["base_shapes"],
     }
 
 
@@ -220,32 +220,34 @@ class Checkpoints:
         return self._whole()[::-1]
 
     def read(self, path: Path) -> dict[str, Any]:
-        """A checkpoint's record.
+        """A checkpoint's manifest.
 
         Raises:
             UserError: it is damaged, or of another format.
         """
         try:
-            record = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path / MANIFEST}: damaged ({error})") from None
-        if not isinstance(record, dict) or not {"format", "step"} <= set(record):
+        if not isinstance(manifest, dict) or not {"format", "step"} <= set(manifest):
             raise UserError(f"{path / MANIFEST}: expected a JSON object with format, step and config")
-        if record["format"] != FORMAT:
-            raise UserError(f"{path}: written in format {shown(record['format'])}; this version reads format {FORMAT}")
+        if manifest["format"] != FORMAT:
+            raise UserError(
+                f"{path}: written in format {shown(manifest['format'])}; this version reads format {FORMAT}"
+            )
         parts = {"config": dict, "base_shapes": dict, "data_digest": str, "step": int}
         for key, kind in parts.items():
-            if not isinstance(record.get(key), kind):
+            if not isinstance(manifest.get(key), kind):
                 raise UserError(f"{path / MANIFEST}: {key} is missing or no {kind.__name__}")
         named = re.fullmatch(r"step_(\d{8,})", path.name)
-        if record["step"] != (int(named[1]) if named else max(record["step"], 0)):
-            raise UserError(f"{path / MANIFEST}: step is {shown(record['step'])}; expected the folder's")
-        return record
+        if manifest["step"] != (int(named[1]) if named else max(manifest["step"], 0)):
+            raise UserError(f"{path / MANIFEST}: step is {shown(manifest['step'])}; expected the folder's")
+        return manifest
 
     def problem(self, path: Path, share: tuple[int, int] = (0, 1)) -> str | None:
         """What is wrong with a checkpoint's files, by their checksums; None if nothing is.
 
-        Every file that is there has a checksum, and every one that the record lists is there, so that none is loaded
+        Every file that is there has a checksum, and every one that the manifest lists is there, so that none is loaded
         unverified.
 
         Args:
@@ -261,12 +263,12 @@ class Checkpoints:
             return f"{SUMS} is cut short"
         try:
             unlisted = {entry.name for entry in path.iterdir()} - {SUMS} - set(sums)
-            recorded = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("files", [])
+            listed = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("files", [])
         except (OSError, ValueError, AttributeError, RecursionError):
             return f"{MANIFEST} cannot be read"
         if unlisted:
             return f"{min(unlisted)} is not in {SUMS}"
-        if lost := [str(name) for name in recorded if name not in sums]:
+        if lost := [str(name) for name in listed if name not in sums]:
             return f"{min(lost)}, which {MANIFEST} lists, is not in {SUMS}"
         for name in sorted(sums)[share[0] :: share[1]]:
             if "/" in name or not (path / name).is_file():
@@ -292,16 +294,16 @@ class Checkpoints:
         """Where the checkpoint of a step is written before it is whole."""
         return self.directory / f"step_{step:08d}.partial"
 
-    def commit(self, step: int, record: dict[str, Any], sums: dict[str, str]) -> Path:
+    def commit(self, step: int, manifest: dict[str, Any], sums: dict[str, str]) -> Path:
         """Makes the checkpoint of a step whole, then removes the oldest beyond those kept. Rank 0 calls it.
 
         Args:
             step: updates done.
-            record: from `make_manifest`.
+            manifest: from `make_manifest`.
             sums: of every other file in the folder, from `hash_files`.
         """
         partial, final = self.partial(step), self.directory / f"step_{step:08d}"
-        _write(partial / MANIFEST, json.dumps({**record, "files": sorted(sums)}, indent=1))
+        _write(partial / MANIFEST, json.dumps({**manifest, "files": sorted(sums)}, indent=1))
         sums = {**sums, MANIFEST: _sha256(partial / MANIFEST)}
         _write(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
         shutil.rmtree(final, ignore_errors=True)

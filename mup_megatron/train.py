@@ -99,17 +99,17 @@ def train(
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
         parametrization = setup.parametrization(prepared.vocab_size)
-        record = make_manifest(config, parametrization, layout, prepared.digest, step=0)
+        manifest = make_manifest(config, parametrization, layout, prepared.digest, step=0)
 
         checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
         latest = _newest_sound(checkpoints, rank, progress)
         found = checkpoints.read(latest) if latest else None
         if latest is not None and found is not None:
-            changes = check_resume(found, record, latest, allowed_changes)
-            record["changes"] = [*found.get("changes", []), *changes]
+            changes = check_resume(found, manifest, latest, allowed_changes)
+            manifest["changes"] = [*found.get("changes", []), *changes]
         if rank.is_first:
             explanation = explain(parametrization, layout)
-            _describe(directory, config, {**explanation, "changes": record.get("changes", [])})
+            _describe(directory, config, {**explanation, "changes": manifest.get("changes", [])})
             progress.say(
                 f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
                 f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "
@@ -129,7 +129,7 @@ def train(
         if latest is not None and found is not None:
             start = found["step"]
             load_state(engine, parametrization, layout, rank.rank, latest, start)
-            same = found.get("layout") == record["layout"]
+            same = found.get("layout") == manifest["layout"]
             same = runtime.load_random_state(latest, layout, rank.rank, config.run.seed, start, same=same)
             progress.say(
                 f"resumed from {latest} at step {start}"
@@ -148,7 +148,7 @@ def train(
             checkpoints,
             save,
             state_bytes(parametrization, config.optimizer),
-            record,
+            manifest,
             rank,
             progress,
             watcher,
@@ -190,14 +190,14 @@ class _Loop:
         checkpoints: Checkpoints,
         save: Callable[[Path], None],
         size: int,
-        record: dict[str, Any],
+        manifest: dict[str, Any],
         rank: Rank,
         progress: Progress,
         watcher: Watcher | None,
     ) -> None:
         self._config, self._training = config, config.training
         self._engine, self._batches, self._evaluation = engine, batches, evaluation
-        self._checkpoints, self._write, self._size, self._record = checkpoints, save, size, record
+        self._checkpoints, self._write, self._size, self._manifest = checkpoints, save, size, manifest
         self._rank, self._progress, self._watcher = rank, progress, watcher
         self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
 
@@ -293,8 +293,8 @@ class _Loop:
         torch.distributed.all_gather_object(sums, hash_files(partial, (rank.rank, rank.world_size)))
         path = partial.with_suffix("")
         if rank.is_first:
-            record = {**self._record, "step": step, "samples": step * self._training.global_batch_size}
-            path = checkpoints.commit(step, record, {name: value for part in sums for name, value in part.items()})
+            manifest = {**self._manifest, "step": step, "samples": step * self._training.global_batch_size}
+            path = checkpoints.commit(step, manifest, {name: value for part in sums for name, value in part.items()})
             self._progress.say(f"saved {path}")
         torch.distributed.barrier()
         return path

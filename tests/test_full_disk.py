@@ -26,8 +26,8 @@ from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.disk import full_disk, reason
 from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.metrics import Metrics
 from mup_megatron.ranks import Rank
-from mup_megatron.train import Metrics
 from mup_megatron.tuning.study import Study
 from tests import bodies
 from tests.commands import losses, metrics, mup, run

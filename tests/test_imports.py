@@ -21,7 +21,7 @@ LEVELS = [
     {"proof"},
     {"tuning"},
     {"train", "launch", "generate"},
-    {"explain"},
+    {"explain", "metrics"},
     {"checkpoint", "progress", "run_directory"},
     {"engines"},
     {"deepspeed"},

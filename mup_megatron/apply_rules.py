@@ -38,12 +38,12 @@ def apply_rules(config: Config, shapes: Mapping[str, TensorShape], *, base_head_
     """
     applied = Rules(config, shapes, base_head_size)
     # Tensors that differ by layer or expert number alone are worked out once.
-    rows: dict[tuple[int, int, int, bool], TensorHyperparameters] = {}
+    rows: dict[tuple[int, int, int, bool, bool], TensorHyperparameters] = {}
     tensors = {}
     for name, shape in shapes.items():
         # All that the rules see of a tensor. It is compared by identity: join_shapes shares objects, and hashing them
         # costs more.
-        key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None)
+        key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None, name == WORD_EMBEDDINGS)
         if key not in rows:
             rows[key] = applied.row(shape)
         tensors[name] = dataclasses.replace(rows[key], shape=shape)
@@ -85,6 +85,7 @@ class Rules:
         self._config, self._shapes = config, shapes
         self._rule = UPDATE_RULES[config.optimizer.name]
         self._base = BaseValues(config.hparams.lr, config.optimizer.eps, config.hparams.weight_decay)
+        self._decoupled = config.optimizer.decoupled_lr
         exponent = config.parametrization.depth_exponent if _is_mup(config) else None
         self._depth = rules.depth_factors(
             self._rule, Fraction(config.model.num_layers, config.num_layers_base), exponent
@@ -97,7 +98,7 @@ class Rules:
         Raises:
             UserError: a rule does not exist for it; names it.
         """
-        ratios = self._ratios(shape)
+        ratios, group = self._ratios(shape), self._group(shape, self._ratios(shape))
         return TensorHyperparameters(
             shape=shape,
             forward_multiplier=self.forward.of(shape.spec),
@@ -106,8 +107,8 @@ class Rules:
                 block: float(rules.gradient_norm(m_in=ratios.m_in, m_out=m_out, forward=ratios.forward))
                 for block, m_out in ratios.m_outs.items()
             },
-            group=self._group(shape, ratios),
-            base=self._base,
+            group=group,
+            base=self._base._replace(lr=self._decoupled or self._base.lr) if group.decoupled else self._base,
         )
 
     def _forward(self, base_head_size: int) -> ForwardMultipliers:
@@ -158,7 +159,14 @@ class Rules:
             lr *= _exact(depth.lr)
         eps = rules.epsilon(m_out=ratios.m_out, forward=ratios.forward) * _exact(depth.eps)
         decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed and lr else Fraction(0)
-        return GroupKey(update_rule=rule, lr=lr, eps=eps if rule == "adam" else rules.ONE, weight_decay=decay)
+        return GroupKey(
+            update_rule=rule,
+            lr=lr,
+            eps=eps if rule == "adam" else rules.ONE,
+            weight_decay=decay,
+            # As upstream has it: word embeddings and head, not learned positions.
+            decoupled=self._decoupled is not None and (spec.readout or shape.name == WORD_EMBEDDINGS),
+        )
 
     def _rule_of(self, spec: TensorSpec) -> rules.UpdateRule:
         """Megatron-core's Muon takes what has two dimensions and is no embedding and no readout; AdamW the rest."""

@@ -1,7 +1,8 @@
 """How ranks split a model: the config's `parallel:` section fitted to a number of processes, checked, and as numbers.
 
-Public names: `Layout`, `resolve_layout`. Ranks are ordered as megatron-core orders them: tensor parallel fastest, then
-context, then data, then pipeline; inside the experts tensor, then expert, then data, then pipeline. No torch here:
+Public names: `Layout`, `Stages`, `resolve_layout`. Ranks are ordered as megatron-core orders them: tensor parallel
+fastest, then context, then data, then pipeline (or pipeline, then data: `pipeline_before_data`); inside the experts
+tensor, then expert, then data, then pipeline. No torch here:
 `explain` resolves layouts of machines that are not there.
 """
 
@@ -15,6 +16,9 @@ from mup_megatron.config import Config
 from mup_megatron.shapes import TensorSpec
 
 _AUTO_TENSOR_PARALLEL_LIMIT = 8
+
+Stages = tuple[tuple[Sequence[int], ...], ...]
+"""Layers of the decoder, global numbers from 0: per pipeline stage, per chunk of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class Layout:
         expert_tensor: tensor-parallel size inside the experts.
         context: context-parallel size.
         distributed_optimizer: whether Megatron's optimizer is split over data-parallel ranks.
+        pipeline_before_data: whether the next rank after those of a stage is in the next stage (Megatron's
+            `--use-tp-pp-dp-mapping`), not in the next data-parallel replica.
     """
 
     world_size: int
@@ -45,11 +51,12 @@ class Layout:
     micro_batches: int
     pipeline: int = 1
     virtual_pipeline: int = 1
-    stages: tuple[tuple[Sequence[int], ...], ...] = ()
+    stages: Stages = ()
     expert: int = 1
     expert_tensor: int = 1
     context: int = 1
     distributed_optimizer: bool = False
+    pipeline_before_data: bool = False
 
     def tensor_rank(self, rank: int) -> int:
         """Tensor-parallel rank of a global rank."""
@@ -61,11 +68,13 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Data-parallel rank of a global rank."""
-        return rank // (self.tensor * self.context) % self.data
+        stages = self.pipeline if self.pipeline_before_data else 1
+        return rank // (self.tensor * self.context * stages) % self.data
 
     def pipeline_rank(self, rank: int) -> int:
         """Pipeline stage of a global rank."""
-        return rank // (self.tensor * self.context * self.data)
+        replicas = 1 if self.pipeline_before_data else self.data
+        return rank // (self.tensor * self.context * replicas) % self.pipeline
 
     def expert_tensor_rank(self, rank: int) -> int:
         """Tensor-parallel rank inside the experts."""
@@ -92,7 +101,8 @@ class Layout:
         first = spec.partition_dim is not None or self.slice_of(spec, rank)[0] == 0
         if spec.expert:
             replicas = self.world_size // (self.pipeline * self.expert * self.expert_tensor)
-            return first and rank // (self.expert_tensor * self.expert) % replicas == number % replicas
+            stages = self.pipeline if self.pipeline_before_data else 1
+            return first and rank // (self.expert_tensor * self.expert * stages) % replicas == number % replicas
         return first and self.context_rank(rank) == 0 and self.data_rank(rank) == number % self.data
 
     def __str__(self) -> str:
@@ -108,14 +118,24 @@ class Layout:
         return ", ".join([*parts, "distributed optimizer" if self.distributed_optimizer else f"ZeRO {self.zero_stage}"])
 
 
-def resolve_layout(config: Config, world_size: int) -> Layout:
+def resolve_layout(
+    config: Config, world_size: int, *, stages: Stages | None = None, pipeline_before_data: bool = False
+) -> Layout:
     """Fits the config's layout to a number of processes.
+
+    Args:
+        config: the run.
+        world_size: processes.
+        stages: where layers are, instead of what the config's sizes say.
+        pipeline_before_data: see `Layout`.
 
     Raises:
         ConfigError: a size does not divide, the processes cannot share the batch, or upstream does not allow the mix.
     """
     parallel = config.parallel
     _check_mix(config)
+    if stages is None:
+        _check_stages(config)
     pipeline, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     if parallel.tensor_model_parallel_size == "auto":
         tensor = _auto_tensor_parallel(config, world_size)
@@ -166,11 +186,12 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
         micro_batches=micro_batches,
         pipeline=pipeline,
         virtual_pipeline=virtual,
-        stages=_stages(config),
+        stages=_stages(config) if stages is None else stages,
         expert=expert,
         expert_tensor=expert_tensor,
         context=context,
         distributed_optimizer=megatron and parallel.use_distributed_optimizer,
+        pipeline_before_data=pipeline_before_data,
     )
 
 
@@ -218,11 +239,11 @@ def _check_mix(config: Config) -> None:
             "parallel.virtual_pipeline_model_parallel_size",
             f"{virtual} chunks per stage need stages; expected parallel.pipeline_model_parallel_size above 1",
         )
-    _check_stages(config, model.num_layers, pipeline, virtual)
 
 
-def _check_stages(config: Config, layers: int, pipeline: int, virtual: int) -> None:
-    parallel = config.parallel
+def _check_stages(config: Config) -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    pipeline, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first is None and last is None:
         if layers % (pipeline * virtual):

@@ -324,6 +324,8 @@ def _gpt_model(
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        rope_scaling=model.rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
         **arguments,
     )
     attach(built, forward)

@@ -76,6 +76,7 @@ def megatron_overrides(
         parametrization: of the same model.
     """
     rules = {}
+    optimizer, hparams = parametrization.config.optimizer, parametrization.config.hparams
     for name, parameter in named_parameters:
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
@@ -90,9 +91,13 @@ def megatron_overrides(
         def has_rule(parameter: torch.nn.Parameter, rule: str = rule) -> bool:
             return getattr(parameter, "mup_rule", None) == rule
 
+        min_lr = min_lr_ratio * tensor.lr
+        if tensor.group.decoupled:
+            given = optimizer.decoupled_min_lr
+            min_lr = tensor.lr_multiplier * (min_lr_ratio * hparams.lr if given is None else given)
         override = {
             "max_lr": tensor.lr,
-            "min_lr": min_lr_ratio * tensor.lr,
+            "min_lr": min_lr,
             "wd_mult": tensor.weight_decay_multiplier,
             "lr_multiplier": tensor.lr_multiplier,
             "rule": rule,
@@ -177,7 +182,7 @@ class LearningRateSchedule:
         # warm-up does not scale init_lr per group and its checkpoints identify groups by their rates.
         self._scheduler = OptimizerParamScheduler(
             optimizer=SimpleNamespace(param_groups=[]),
-            init_lr=0.0,
+            init_lr=training.lr_warmup_init,
             max_lr=lr,
             min_lr=training.min_lr_ratio * lr,
             lr_warmup_steps=training.lr_warmup_steps,

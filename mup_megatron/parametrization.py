@@ -67,17 +67,20 @@ class GroupKey:
         lr: factor on the base learning rate; exact where it can be, as all of them.
         eps: factor on the base epsilon; 1 where the optimizer has no epsilon.
         weight_decay: factor on the base decay; 0 where Megatron does not decay.
+        decoupled: whether the base learning rate is `optimizer.decoupled_lr`.
     """
 
     update_rule: rules.UpdateRule
     lr: Fraction | float
     eps: Fraction | float
     weight_decay: Fraction | float
+    decoupled: bool = False
 
     def __str__(self) -> str:
         """What identifies the group in an optimizer and in checkpoints, whatever its rates are."""
         muon = "muon, " if self.update_rule == "muon" else ""
-        return f"{muon}lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
+        decoupled = "decoupled " if self.decoupled else ""
+        return f"{muon}{decoupled}lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """megatron-core's TransformerConfig of a model, from the run's config, the forward multipliers and the layout.
 
-Public names: `core_config`, `ACTIVATIONS`, `INIT_METHODS`.
+Public names: `core_config`, `ACTIVATIONS`, `INIT_METHODS`, `YARN`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mup_megatron.config import Config, Model
@@ -22,8 +23,14 @@ ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "relu": torch.nn.functional.relu,
     "squared_relu": lambda x: torch.square(torch.nn.functional.relu(x)),
+    "quick_gelu": quick_gelu,
 }
 
+YARN = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "correction_range_round_to_int"),
+)
+"""Keys of the model that are YaRN's; multi-latent attention has no `correction_range_round_to_int`."""
 
 INIT_METHODS = {
     # The weights are filled by init.py; what goes into TransformerConfig only names the distribution.
@@ -46,12 +53,12 @@ def core_config(
         device: where it computes, which decides what is fused.
     """
     training = config.training
-    bf16 = training.precision == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    bf16, fp16 = training.precision == "bf16", training.precision == "fp16"
+    dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     fused = device.type == "cuda"
     split, interleaved = layout.pipeline > 1, layout.virtual_pipeline > 1
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    return kind(
+    made = kind(
         **_attention(model),
         **_experts(model),
         mtp_num_layers=model.mtp_num_layers,
@@ -67,6 +74,9 @@ def core_config(
         layernorm_epsilon=model.layernorm_epsilon,
         activation_func=ACTIVATIONS[model.activation_func],
         gated_linear_unit=model.gated_linear_unit,
+        glu_linear_offset=model.glu_linear_offset,
+        activation_func_clamp_value=model.activation_func_clamp_value,
+        softmax_type=model.softmax_type,
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
@@ -76,6 +86,7 @@ def core_config(
         use_cpu_initialization=device.type != "cuda",
         **INIT_METHODS,
         bf16=bf16,
+        fp16=fp16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=layout.tensor,
@@ -98,12 +109,23 @@ def core_config(
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
     )
+    for name, value in _yarn(model).items():  # which GPTModel reads from the config, although it is no field of it
+        setattr(made, name, value)
+    return made
+
+
+def _yarn(model: Model) -> dict[str, Any]:
+    """What YaRN outside multi-latent attention is told, under megatron-core's names."""
+    if model.position_embedding_type != "yarn":
+        return {}
+    return {f"yarn_{name}": getattr(model, name) for name in YARN}
 
 
 def _attention(model: Model) -> dict[str, Any]:
     """TransformerConfig's attention fields that only some models have."""
     if not model.multi_latent_attention:
-        return {"qk_layernorm": model.qk_layernorm}
+        names = ["qk_layernorm", "qk_l2_norm", "attention_output_gate"]
+        return {name: getattr(model, name) for name in names}
     names = [
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm"),
         *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),

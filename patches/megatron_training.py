@@ -3,6 +3,7 @@
 `entry_patches` puts the calls of mup_megatron/megatron_training in their places at run time; the source diffs beside
 this file put the same calls into a tree. They are handed in, for this package imports nothing of the rooms above it.
 `TRAINING_PATCHES` are what megatron.training needs to run at all as the wheel ships it, and on a CPU.
+`ELSEWHERE_PATCHES` hold only while options are read that another machine will run (`--mup-explain`).
 """
 
 from __future__ import annotations
@@ -154,6 +155,19 @@ def _also_the_tracker(set_random_seed: Callable[..., None]) -> Callable[..., Non
     return seed
 
 
+def _warms_up_by_group(get_lr: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(get_lr)
+    def of_group(self: Any, param_group: dict[str, Any]) -> float:
+        begins_with = self.init_lr
+        self.init_lr = begins_with * param_group.get("lr_multiplier", 1.0)
+        try:
+            return get_lr(self, param_group)
+        finally:
+            self.init_lr = begins_with
+
+    return of_group
+
+
 def _on_cpu(name: str, symbol: str, why: str, wrap: Callable[[Any], Any] = for_cpu) -> Patch:
     rung = "no argument, field or spec reaches it"
     return Patch(
@@ -171,6 +185,20 @@ def _on_cpu(name: str, symbol: str, why: str, wrap: Callable[[Any], Any] = for_c
     )
 
 
+def _hopper(_original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    def get_device_capability(device: Any = None) -> tuple[int, int]:
+        return 9, 0
+
+    return get_device_capability
+
+
+def _newest(_original: Callable[..., bool]) -> Callable[..., bool]:
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        return True
+
+    return is_te_min_version
+
+
 _LITERALS = "names device='cuda', or asks CUDA for streams and synchronisation"
 
 TRAINING_PATCHES: tuple[Patch, ...] = (
@@ -185,6 +213,18 @@ TRAINING_PATCHES: tuple[Patch, ...] = (
         until="megatron.training does not compile what is there",
         when="always",
         wrap=_compiled_already,
+    ),
+    Patch(
+        name="training-warmup-by-group",
+        distribution="megatron-core",
+        versions=_VERSIONS,
+        symbol="megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.get_lr",
+        parameters=("self", "param_group"),
+        why="warm-up begins with one rate for all groups (--lr-warmup-init), whatever each group's own rate is",
+        lower_rung="a group's override has `max_lr` and `min_lr`, and nothing for where warm-up begins",
+        until="a group's override has a rate that warm-up begins with",
+        when="always",
+        wrap=_warms_up_by_group,
     ),
     _on_cpu("tensor-cuda", "torch:Tensor.cuda", "scripts and megatron.training move tensors with .cuda()", _stays),
     _on_cpu(
@@ -230,6 +270,33 @@ TRAINING_PATCHES: tuple[Patch, ...] = (
     ),
     _on_cpu("read-metadata", "megatron.training.checkpointing:read_metadata", _LITERALS),
     _on_cpu("ddp", "megatron.training.models.dist_utils:_ddp_wrap", _LITERALS),
+    _on_cpu("loss-scale", "megatron.core.optimizer.grad_scaler:MegatronGradScaler.__init__", _LITERALS),
+    _on_cpu("dynamic-loss-scale", "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__", _LITERALS),
+    _on_cpu("loaded-loss-scale", "megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict", _LITERALS),
     _on_cpu("timer-start", "megatron.core.timers:Timer.start", "waits for CUDA"),
     _on_cpu("timer-stop", "megatron.core.timers:Timer.stop", "waits for CUDA"),
+)
+
+ELSEWHERE_PATCHES: tuple[Patch, ...] = tuple(
+    Patch(
+        name=f"elsewhere-{name}",
+        distribution="megatron-core",
+        versions=_VERSIONS,
+        symbol=symbol,
+        parameters=None,
+        why=f"options of a run on other machines are checked against {what} of this one",
+        lower_rung="upstream's checks of options call it by name",
+        until="upstream checks options without the machine that runs them",
+        when="cpu",
+        wrap=wrap,
+    )
+    for name, symbol, what, wrap in (
+        ("capability", "torch:cuda.get_device_capability", "the GPU", _hopper),
+        (
+            "transformer-engine",
+            "megatron.core.transformer.transformer_config:is_te_min_version",
+            "Transformer Engine's version",
+            _newest,
+        ),
+    )
 )

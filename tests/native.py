@@ -6,10 +6,14 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from mup_megatron.ranks import Rank
 
@@ -66,11 +70,20 @@ def warm(rank: Rank) -> None:
     import megatron.training.training  # noqa: F401
 
 
-def native(rank: Rank, *, words: list[str]) -> dict[str, Any]:
+def native(
+    rank: Rank, *, words: list[str], plainly: bool = False, initial: dict[str, np.ndarray] | None = None
+) -> dict[str, Any]:
     """Runs a user's script to its end.
 
+    Args:
+        rank: where.
+        words: its command line.
+        plainly: without `mup-megatron run`, as upstream alone runs it.
+        initial: values by parameter to start from, instead of those that are drawn.
+
     Returns:
-        Exit status, what was said on stderr, the losses that were logged, rows of the vocabulary, and what
+        Exit status, what was said on stderr, the losses of micro-batches to the last bit and as they were logged,
+        values at the start and at the end by upstream's names, groups by parameter, rows of the vocabulary, and what
         Transformer Engine was told of attention backends.
     """
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
@@ -79,6 +92,7 @@ def native(rank: Rank, *, words: list[str]) -> dict[str, Any]:
 
     from mup_megatron import megatron_training, model, parametrization
     from mup_megatron.errors import UserError
+    from mup_megatron.megatron_training.options import prepare
     from mup_megatron.megatron_training.script import run_script
 
     model._SPECS.clear()  # as in a process of its own, shapes are read from models first
@@ -86,19 +100,28 @@ def native(rank: Rank, *, words: list[str]) -> dict[str, Any]:
     for backend in BACKENDS:  # what another test's model said of it
         os.environ.pop(f"NVTE_{backend.upper()}_ATTN", None)
     out, err = io.StringIO(), io.StringIO()
-    found: dict[str, Any] = {"status": 0, "vocabulary": None}
+    found: dict[str, Any] = {"status": 0, "vocabulary": None, "steps": [], "initial": {}, "final": {}, "groups": {}}
+    setup = training.setup_model_and_optimizer
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings(action="ignore"):
         try:
-            run_script([str(SCRIPT), *words])
-            current = megatron_training.current()
-            assert current is not None
-            found["vocabulary"] = current.parametrization.tensors[parametrization.WORD_EMBEDDINGS].shape.spec.shape[0]
+            prepare()
+            training.setup_model_and_optimizer = _observed(setup, found, initial)
+            if plainly:
+                sys.argv = [str(SCRIPT), *words]
+                runpy.run_path(str(SCRIPT), run_name="__main__")
+            else:
+                run_script([str(SCRIPT), *words])
+                current = megatron_training.current()
+                assert current is not None
+                words_of = current.parametrization.tensors[parametrization.WORD_EMBEDDINGS]
+                found["vocabulary"] = words_of.shape.spec.shape[0]
         except SystemExit as leaving:
             found["status"] = leaving.code
         except UserError as error:
             found["status"] = 2
             err.write(f"mup-megatron: error: {error}")
         finally:
+            training.setup_model_and_optimizer = setup
             found["backends"] = {backend: os.environ.get(f"NVTE_{backend.upper()}_ATTN") for backend in BACKENDS}
             megatron_training.end()
             global_vars.destroy_global_vars()
@@ -109,4 +132,38 @@ def native(rank: Rank, *, words: list[str]) -> dict[str, Any]:
             os.environ.update(environment)
             sys.argv[:], sys.path[:] = argv, path
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", out.getvalue())]
+    if "chunks" in found:
+        found["final"] = _values(found.pop("chunks"))
     return {**found, "said": err.getvalue(), "losses": losses}
+
+
+def _observed(setup: Any, found: dict[str, Any], initial: dict[str, np.ndarray] | None) -> Any:
+    """Upstream's setup of model and optimizer, looked at, its parameters at given values."""
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        chunks = [chunk.module for chunk in model]
+        named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+        if initial is not None:
+            assert {name for name, _ in named} == set(initial)
+            for name, parameter in named:
+                parameter.data.copy_(torch.from_numpy(initial[name]))
+            optimizer.reload_model_params()
+        names = {id(parameter): name for name, parameter in named}
+        found["groups"] = {
+            names[id(parameter)]: {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        found["initial"], found["chunks"] = _values(chunks), chunks
+        hook = lambda _module, _inputs, losses: found["steps"].append(losses.detach().double().mean().item())  # noqa: E731
+        chunks[-1].register_forward_hook(hook)
+        return model, optimizer, scheduler
+
+    return observed
+
+
+def _values(chunks: list[Any]) -> dict[str, np.ndarray]:
+    pairs = [pair for chunk in chunks for pair in chunk.named_parameters()]
+    return {name: parameter.detach().float().numpy().copy() for name, parameter in pairs}

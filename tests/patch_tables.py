@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 
 from mup_megatron import megatron_training
 from mup_megatron.patches import ALL_PATCHES, Patch
-from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
+from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES, TRAINING_PATCHES, entry_patches
 from mup_megatron.patches.trees import source_patches
 from tests.links import ROOT
 
 PAGE = ROOT / "patches" / "README.md"
-RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training))
+RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training), *ELSEWHERE_PATCHES)
 _PART = re.compile(r"(<!-- made: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _WHERE = {"cpu": "without CUDA", "always": "everywhere"}
 _REASONS = ("why", "why no gentler way", "until")

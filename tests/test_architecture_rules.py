@@ -23,6 +23,7 @@ from mup_megatron.layers.residual import scaled_bias_dropout_add
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
+from mup_megatron.setup import resolve
 from mup_megatron.shapes import expert_number
 from tests import bodies
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
@@ -238,6 +239,51 @@ def test_at_the_base_everything_is_one() -> None:
         assert len(parametrization.groups) == 2
 
 
+def test_gates_and_sinks() -> None:
+    """hidden ×3/2, heads ×2, query groups ×4: gates are as many rows as queries, a sink is a vector over heads."""
+    tensors = apply(MIXED, "llama", model__attention_output_gate=True, model__softmax_type="learnable").tensors
+    qkv = tensors[ATTENTION + "linear_qkv.weight"]
+    assert qkv.shape.blocks == {
+        "query": (32, 64),
+        "gate": (32, 64),
+        "key": (8, 32),
+        "value": (8, 32),
+    }
+    assert qkv.shape.spec.fused is not None
+    assert qkv.shape.spec.fused.runs == (("query", 16), ("gate", 16), ("key", 8), ("value", 8))
+    assert qkv.init_std == dict.fromkeys(("query", "gate", "key", "value"), close(0.05 / math.sqrt(1.5)))
+    assert numbers(qkv) == (close(2 / 3), 0.25, 1.5)
+    sink = tensors[ATTENTION + "core_attention.softmax_offset"]
+    assert sink.shape.infshape == ((4, 8),)
+    assert sink.init_std == {None: 0.05}
+    assert numbers(sink) == (1, 0.5, 0)
+
+
+def test_rates_of_embedding_and_head_alone() -> None:
+    """Megatron's decoupled rate: multipliers stay the rules', groups are told apart, positions keep the common rate."""
+    apart = {"optimizer__decoupled_lr": 3e-3, "model__position_embedding_type": "learned_absolute"}
+    parametrization = apply(MIXED, "llama", **apart)
+    decoupled = {name: row.lr for name, row in parametrization.tensors.items() if row.group.decoupled}
+    assert decoupled == {EMBEDDING: 3e-3, "output_layer.weight": 3e-3}
+    plain = apply(MIXED, "llama", model__position_embedding_type="learned_absolute")
+    for name, row in plain.tensors.items():
+        assert numbers(parametrization.tensors[name]) == numbers(row), name
+        assert (parametrization.tensors[name].lr == row.lr) == (name not in decoupled), name
+    groups = {str(key) for key in parametrization.groups}
+    assert len(groups) == len(parametrization.groups)
+
+
+def test_what_only_megatrons_own_run_trains() -> None:
+    for change, key in (
+        ({"training__precision": "fp16"}, "training.precision"),
+        ({"optimizer__decoupled_lr": 3e-3}, "optimizer.decoupled_lr"),
+    ):
+        with pytest.raises(ConfigError, match="mup-megatron run") as error:
+            resolve(make(MIXED, "llama", **change), 1)
+        assert error.value.key == key
+        resolve(make(MIXED, "llama", **change), 1, trains=False)
+
+
 EXPERTS = {key: value for key, value in MOE["model"].items() if key != "moe_layer_freq"}
 
 
@@ -277,6 +323,31 @@ EXPERTS = {key: value for key, value in MOE["model"].items() if key != "moe_laye
         (MLA, {"model__add_qkv_bias": True}, "model.add_qkv_bias", "no such bias"),
         (MLA, {"model__mscale": 0.7}, "model.mscale", "belongs to YaRN"),
         (MLA, {"model__qk_pos_emb_head_dim": 7}, "model.qk_pos_emb_head_dim", "odd"),
+        (MLA, {"model__qk_l2_norm": True}, "model.qk_l2_norm", "no such norm"),
+        (MLA, {"model__attention_output_gate": True}, "model.attention_output_gate", "no such gate"),
+        (MLA, {"model__rope_scaling": True}, "model.rope_scaling", "no multi-latent attention"),
+        (MIXED, {"model__rope_scaling_factor": 4.0}, "model.rope_scaling_factor", "belongs to rope_scaling"),
+        (MIXED, {"model__rotary_scaling_factor": 4.0}, "model.rotary_scaling_factor", "multi-latent attention"),
+        (MIXED, {"model__correction_range_round_to_int": False}, "correction_range", "belongs to YaRN"),
+        (MIXED, {"model__qk_l2_norm": True, "model__qk_layernorm": True}, "model.qk_l2_norm", "have a norm already"),
+        (MIXED, {"model__softmax_type": "learnable", "model__core_attention": "sdpa"}, "core_attention", "learnable"),
+        (MIXED, {"model__attention_output_gate": True, "optimizer__name": "muon"}, "attention_output_gate", "Muon"),
+        (
+            MIXED,
+            {"model__gated_linear_unit": False, "model__glu_linear_offset": 1.0},
+            "model.glu_linear_offset",
+            "belongs to a gated unit",
+        ),
+        (MOE, {"model__moe_router_load_balancing_type": "sinkhorn"}, "model.moe_aux_loss_coeff", "is sinkhorn"),
+        (MOE, {"model__moe_aux_loss_coeff": [0.1, 0.1]}, "model.moe_aux_loss_coeff", "one number for each"),
+        (
+            MIXED,
+            {"parametrization__zero_init_query": True, "model__qk_l2_norm": True},
+            "parametrization.zero_init_query",
+            "a norm follows",
+        ),
+        (MIXED, {"training__lr_warmup_init": 1.0}, "training.lr_warmup_init", "above the peak"),
+        (MIXED, {"optimizer__decoupled_min_lr": 1e-4}, "optimizer.decoupled_min_lr", "needs decoupled_lr"),
         (MIXED, {"model__mtp_loss_scaling_factor": 0.5}, "model.mtp_loss_scaling_factor", "needs mtp_num_layers"),
         (MIXED, {"model__mtp_num_layers": 32}, "model.mtp_num_layers", "within training.seq_length"),
         (MIXED, {"model__norm_gains": "none", "model__norm_implementation": "apex"}, "norm_implementation", "gains"),

@@ -97,7 +97,6 @@ def test_resume_with_another_padding(two: Ranks, tmp_path: Path) -> None:
             "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
             "--no-weight-decay-cond-type apply_wd_to_qk_layernorm: not under µP here",
         ),
-        ("--attention-output-gate", "--attention-output-gate: not under µP here"),
         ("--qk-clip", "--qk-clip: not under µP here"),
         ("--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm: not under µP here"),
         ("--attention-backend local", "--attention-backend local: not under µP here"),

@@ -156,20 +156,11 @@ REFUSED = """
 --moe-single-grouped-weight | other modules
 --moe-single-grouped-bias | other modules
 --moe-grouped-gemm | recorded one by one
---attention-output-gate | gate's rows
 --attention-backend local | --spec local alone
---qk-l2-norm | no shim is known
 --qk-clip | after each step
---softmax-type learnable | offset
---softmax-type off-by-one | offset
---apply-query-key-layer-scaling | scale of attention
 --apply-layernorm-1p | norm's gain
 --apply-residual-connection-post-layernorm | residual branches
 --fp32-residual-connection | residual branches
---quick-geglu | activation
---glu-linear-offset 1.0 | activation
---activation-func-clamp-value 7.0 | activation
---use-rope-scaling | not carried over
 --mtp-use-repeated-layer | multi-token
 --mtp-detach-heads | multi-token
 --mtp-standalone | multi-token
@@ -198,7 +189,6 @@ REFUSED = """
 --fp4-format e2m1 | rules for it are not tested
 --fp4-param-gather | rules for it are not tested
 --te-precision-config-file a.yaml | rules for it are not tested
---fp16 | loss scaling
 --init-method-xavier-uniform | initial values are normal
 --init-model-with-meta-device | initial values are drawn
 --data-parallel-random-init | same on every replica
@@ -209,9 +199,6 @@ REFUSED = """
 --optimizer lion | no rule is known
 --optimizer soap | no rule is known
 --optimizer adaptive_muon | no rule is known
---decoupled-lr 1e-3 | rates are the rules'
---decoupled-min-lr 1e-4 | rates are the rules'
---lr-warmup-init 1e-5 | warm-up does not scale it
 --apply-wd-to-qk-layernorm | matrices alone
 --no-weight-decay-cond-type apply_wd_to_qk_layernorm | matrices alone
 --weight-decay-incr-style linear | one number
@@ -222,13 +209,9 @@ REFUSED = """
 --overlap-param-gather-with-optimizer-step | groups keep their rates
 --use-torch-fsdp2 | megatron-core's own optimizers
 --use-megatron-fsdp | megatron-core's own optimizers
---use-tp-pp-dp-mapping | ranks are ordered
 --tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
 --expert-tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
 --hybrid-context-parallel | split evenly over ranks
---pipeline-model-parallel-layout Et|L | divided evenly
---account-for-embedding-in-pipeline-split | divided evenly
---account-for-loss-in-pipeline-split | divided evenly
 --perform-rl-step | the loss is another
 --sft | the loss is another
 --logits-load-dir a | the loss is another
@@ -319,8 +302,6 @@ def transformer_config(**fields: Any) -> Any:
         ),
         ("layernorm_zero_centered_gamma", True, "TransformerConfig.layernorm_zero_centered_gamma True: not under µP"),
         ("gtp_weight_remat_size", 2, "TransformerConfig.gtp_weight_remat_size 2: not under µP here (weights are split"),
-        ("qk_l2_norm", True, "TransformerConfig.qk_l2_norm True: not under µP here (no shim"),
-        ("attention_output_gate", True, "TransformerConfig.attention_output_gate True: not under µP here (no shim"),
         ("tp_only_amax_red", True, "TransformerConfig.tp_only_amax_red True: not under µP here (mup-megatron does not"),
         ("init_method", print, "TransformerConfig.init_method: the script's own; initial values are normal"),
     ],

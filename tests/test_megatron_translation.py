@@ -177,7 +177,8 @@ def translated(words: str, base: dict[str, int] | Path, folder: Path, **defaults
 
 def arguments_of(built: Any) -> dict[str, Any]:
     """What upstream's GPTModelBuilder hands to GPTModel, as far as the translation reads it."""
-    names = ("share_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent")
+    names = ["share_embeddings_and_output_weights", "position_embedding_type", "rotary_base", "rotary_percent"]
+    names += ["rope_scaling", "rope_scaling_factor"]
     return {
         "config": built.transformer,
         "max_sequence_length": built.seq_length,

@@ -7,10 +7,11 @@ from mup_megatron.config.schema import Config, Model
 
 def _check_zero_init(config: Config) -> None:
     model, parametrization = config.model, config.parametrization
-    if parametrization.zero_init_query and model.qk_layernorm and not model.multi_latent_attention:
+    norm = "qk_l2_norm" if model.qk_l2_norm else "qk_layernorm"
+    if parametrization.zero_init_query and getattr(model, norm) and not model.multi_latent_attention:
         raise config.error(
             "parametrization.zero_init_query",
-            "a norm follows the query (model.qk_layernorm), whose gradient at zero is unbounded; expected false",
+            f"a norm follows the query (model.{norm}), whose gradient at zero is unbounded; expected false",
         )
     if parametrization.zero_init_readout and model.share_embeddings_and_output_weights:
         raise config.error(

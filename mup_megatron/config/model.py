@@ -33,6 +33,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+
+
 class Model(Section):
     """The target model, in TransformerConfig's field names. Sizes are global (unsharded).
 
@@ -67,11 +70,13 @@ class Model(Section):
     Unit: layers."""
     moe_router_topk: Positive = 2
     """Experts that each token is sent to. Unit: experts."""
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
+    moe_router_load_balancing_type: Balancing | Annotated[list[Balancing], Field(min_length=1)] = "aux_loss"
     """Over what the auxiliary loss balances experts: a micro-batch, a sequence, the global batch; `none`: no such
-    loss. `aux_loss` depends on micro_batch_size."""
-    moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the auxiliary load-balancing loss beside the language-model loss. Unit: a factor."""
+    loss; `sinkhorn`: no loss either, experts are chosen by Sinkhorn's balanced assignment. `aux_loss` depends on
+    micro_batch_size. A list names several losses, whose sum is taken."""
+    moe_aux_loss_coeff: NonNegativeFloat | list[NonNegativeFloat] = 0.0
+    """Weight of the auxiliary load-balancing loss beside the language-model loss; a list where
+    moe_router_load_balancing_type is one, in its order. Unit: a factor."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Function that makes scores of the router's logits."""
     moe_router_pre_softmax: bool = False
@@ -108,7 +113,8 @@ class Model(Section):
     v_head_dim: Width | None = None
     """Size of a value head (MLA needs it). If unset: no MLA. Unit: elements."""
     rope_type: Literal["rope", "yarn"] = "rope"
-    """Rotary embedding under MLA: plain, or YaRN's for contexts longer than those trained on."""
+    """Rotary embedding under MLA: plain, or YaRN's for contexts longer than those trained on. Elsewhere YaRN is a
+    position_embedding_type."""
     rotary_scaling_factor: PositiveFloat = 40.0
     """YaRN: new context length over the original one. Unit: a ratio."""
     original_max_position_embeddings: Positive = 4096
@@ -121,7 +127,11 @@ class Model(Section):
     mscale: NonNegativeFloat = 1.0
     """YaRN: scales the rotary part of queries and keys with the logarithm of the context's growth. Unit: a factor."""
     mscale_all_dim: NonNegativeFloat = 0.0
-    """YaRN: the same for all dimensions, through the softmax scale. Unit: a factor."""
+    """YaRN: the same for all dimensions, through the softmax scale (under MLA) or through queries and keys.
+    Unit: a factor."""
+    correction_range_round_to_int: bool = True
+    """YaRN outside MLA: whether the range of dimensions that are partly interpolated begins and ends at whole
+    dimensions."""
     mtp_num_layers: Annotated[int, Field(gt=0, le=64)] | None = None
     """Layers of multi-token prediction, each of which predicts one token further ahead. If unset: none.
     Unit: layers."""
@@ -137,16 +147,25 @@ class Model(Section):
     """Kind of all norms."""
     layernorm_epsilon: PositiveFloat = 1e-5
     """Added to the variance (mean square) in every norm. Unit: activation squared."""
-    activation_func: Literal["gelu", "silu", "relu", "squared_relu"]
-    """Activation of the MLP."""
+    activation_func: Literal["gelu", "silu", "relu", "squared_relu", "quick_gelu"]
+    """Activation of the MLP; `quick_gelu` is x · sigmoid(1.702 · x)."""
     gated_linear_unit: bool
     """Whether the MLP multiplies the activated half with a second one (SwiGLU where the activation is silu)."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"]
-    """How the model knows positions."""
+    glu_linear_offset: float = 0.0
+    """Added to the second half of a gated unit before the product. Unit: that of an activation."""
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Where a gated unit's halves are cut off: the activated one above it, the other on both sides. If unset: nowhere.
+    Unit: that of an activation."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"]
+    """How the model knows positions; `yarn` is RoPE for contexts longer than those trained on (outside MLA)."""
     rotary_base: Positive = 10000
     """Base of RoPE's wavelengths. Unit: a ratio."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a head's dimensions that RoPE rotates. Unit: a fraction."""
+    rope_scaling: bool = False
+    """Whether RoPE's wavelengths are stretched as those of Llama 3 (only with `rope`, and not under MLA)."""
+    rope_scaling_factor: PositiveFloat = 8.0
+    """How far rope_scaling stretches the longest wavelengths. Unit: a ratio."""
     add_bias_linear: bool
     """Whether linear layers have biases."""
     add_qkv_bias: bool = False
@@ -158,6 +177,14 @@ class Model(Section):
     qk_layernorm: bool = False
     """Whether queries and keys are normed per head (under MLA, the latents). Their rows then take the hidden-like init,
     since a norm removes scale."""
+    qk_l2_norm: bool = False
+    """Whether queries and keys are divided by their root mean square per head, without gains. Not under MLA."""
+    attention_output_gate: bool = False
+    """Whether each head's output is multiplied with the sigmoid of a gate, rows of its own in the fused QKV. Not under
+    MLA."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Softmax of attention: over the keys alone, or with one more term in the denominator, whose logit is 0 for every
+    head (`off-by-one`) or trained for each (`learnable`, an attention sink)."""
     norm_gains: Literal["trained", "frozen", "none"] = "trained"
     """Whether norms have gains: trained ones, ones that stay at 1, or none at all."""
     without_norms: list[Literal["input_layernorm", "pre_mlp_layernorm", "final_layernorm"]] = []
@@ -226,7 +253,8 @@ class Model(Section):
     @property
     def with_plain_kernels(self) -> Model:
         """This model computed by torch's and megatron-core's own kernels."""
-        return self.model_copy(update=self.PLAIN_KERNELS)
+        attention = {} if self.softmax_type == "vanilla" else {"core_attention": "megatron"}
+        return self.model_copy(update={**self.PLAIN_KERNELS, **attention})
 
 
 class Growth(Section):

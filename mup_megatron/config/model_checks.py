@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mup_megatron.config.schema import Config, Model
+from mup_megatron.errors import shown
 
 _MOST_EXPERTS = 200_000
 
@@ -24,6 +25,40 @@ def _given(model: Model) -> list[str]:
     return [name for name, field in fields.items() if not field.is_required() and getattr(model, name) != field.default]
 
 
+def _check_attention(config: Config) -> None:
+    """What belongs to attention of any kind."""
+    model, given = config.model, _given(config.model)
+    if model.rope_scaling and (model.multi_latent_attention or model.position_embedding_type != "rope"):
+        raise config.error("model.rope_scaling", "needs position_embedding_type: rope, and no multi-latent attention")
+    if "rope_scaling_factor" in given and not model.rope_scaling:
+        raise config.error("model.rope_scaling_factor", "belongs to rope_scaling; expected model.rope_scaling: true")
+    if "correction_range_round_to_int" in given and model.position_embedding_type != "yarn":
+        raise config.error(
+            "model.correction_range_round_to_int", "belongs to YaRN; expected model.position_embedding_type: yarn"
+        )
+    if model.qk_l2_norm and model.qk_layernorm:
+        raise config.error("model.qk_l2_norm", "queries and keys have a norm already (model.qk_layernorm)")
+    if model.softmax_type != "vanilla" and model.core_attention == "sdpa":
+        raise config.error(
+            "model.core_attention",
+            f"torch's attention has no softmax of type {model.softmax_type}; expected megatron, transformer_engine or "
+            "auto",
+        )
+    if model.attention_output_gate and config.optimizer.name == "muon":
+        raise config.error(
+            "model.attention_output_gate",
+            "megatron-core's Muon splits the fused QKV into three, and with gates it has four parts; expected false, "
+            "or optimizer.name: adamw",
+        )
+
+
+def _check_gated_unit(config: Config) -> None:
+    model, given = config.model, _given(config.model)
+    for name in ("glu_linear_offset", "activation_func_clamp_value"):
+        if name in given and not model.gated_linear_unit:
+            raise config.error(f"model.{name}", "belongs to a gated unit; expected model.gated_linear_unit: true")
+
+
 def _grown(config: Config) -> list[tuple[str, str]]:
     """(section, key) of every size that is declared to grow."""
     return [(section, name) for section in ("base", "proxy") for name in getattr(config, section).sizes]
@@ -32,7 +67,8 @@ def _grown(config: Config) -> list[tuple[str, str]]:
 def _check_latent_attention(config: Config) -> None:
     model, given = config.model, _given(config.model)
     if not model.multi_latent_attention:
-        named = [f"model.{name}" for name in (*_LATENT_SIZES, "rope_type", *_YARN_KEYS) if name in given]
+        yarn = () if model.position_embedding_type == "yarn" else _YARN_KEYS
+        named = [f"model.{name}" for name in (*_LATENT_SIZES, "rope_type", *yarn) if name in given]
         named += [f"{section}.{name}" for section, name in _grown(config) if name in _LATENT_SIZES]
         if named:
             raise config.error(
@@ -56,8 +92,9 @@ def _check_latent_attention(config: Config) -> None:
             f"{model.position_embedding_type} under multi-latent attention, which carries rotary positions of its own; "
             "expected rope",
         )
-    if model.add_qkv_bias:
-        raise config.error("model.add_qkv_bias", "multi-latent attention has no such bias; expected false")
+    for name, what in (("add_qkv_bias", "bias"), ("qk_l2_norm", "norm"), ("attention_output_gate", "gate")):
+        if getattr(model, name):
+            raise config.error(f"model.{name}", f"multi-latent attention has no such {what}; expected false")
     if model.rope_type != "yarn" and (named := [name for name in _YARN_KEYS if name in given]):
         raise config.error(f"model.{named[0]}", "belongs to YaRN; expected model.rope_type: yarn")
     for section, sizes in (("model", model), ("base", config.base), ("proxy", config.proxy)):
@@ -84,7 +121,7 @@ def _check_heads(config: Config) -> None:
                 f"{section}.num_query_groups",
                 f"{model.query_groups} does not divide num_attention_heads {model.num_attention_heads}",
             )
-        if model.position_embedding_type == "rope" and model.head_size % 2:
+        if model.position_embedding_type in ("rope", "yarn") and model.head_size % 2:
             raise config.error(f"{section}.kv_channels", f"head size {model.head_size} is odd; RoPE needs an even one")
 
 
@@ -107,7 +144,8 @@ def _check_experts(config: Config) -> None:
         raise config.error(
             "model.moe_router_topk", f"{topk} experts per token of {experts}; expected at most {experts}"
         )
-    if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+    plain = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if topk == 1 and plain and model.moe_router_load_balancing_type != "sinkhorn":  # whose single score is a sigmoid
         raise config.error(
             "model.moe_router_pre_softmax",
             "softmax over a single chosen expert is 1 and gives the router no gradient; expected true, or "
@@ -120,8 +158,7 @@ def _check_experts(config: Config) -> None:
         )
     if "moe_router_bias_update_rate" in given and not model.moe_router_enable_expert_bias:
         raise config.error("model.moe_router_bias_update_rate", "needs moe_router_enable_expert_bias: true")
-    if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none":
-        raise config.error("model.moe_aux_loss_coeff", "moe_router_load_balancing_type is none; expected 0")
+    _check_balancing(config)
     shared = model.moe_shared_expert_intermediate_size
     if shared is None:
         named = [f"{section}.{name}" for section, name in _grown(config) if name.startswith("moe_shared")]
@@ -143,6 +180,20 @@ def _check_experts(config: Config) -> None:
             raise config.error(
                 "model.moe_layer_freq", "a list names the layers of one depth; expected a number where depth grows"
             )
+
+
+def _check_balancing(config: Config) -> None:
+    kinds, weights = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
+    if isinstance(kinds, str) != isinstance(weights, float) or (
+        isinstance(weights, list) and len(weights) != len(kinds)
+    ):
+        raise config.error(
+            "model.moe_aux_loss_coeff",
+            f"{shown(weights)} for moe_router_load_balancing_type {shown(kinds)}; expected one number for each loss",
+        )
+    for kind in ("none", "sinkhorn"):
+        if kind in ([kinds] if isinstance(kinds, str) else kinds) and weights:
+            raise config.error("model.moe_aux_loss_coeff", f"moe_router_load_balancing_type is {kind}; expected 0")
 
 
 def _check_expert_groups(config: Config, experts: int, topk: int) -> None:
@@ -187,5 +238,13 @@ def _check_norms(config: Config) -> None:
         )
 
 
-CHECKS = (_check_latent_attention, _check_heads, _check_experts, _check_multi_token_prediction, _check_norms)
+CHECKS = (
+    _check_latent_attention,
+    _check_heads,
+    _check_attention,
+    _check_gated_unit,
+    _check_experts,
+    _check_multi_token_prediction,
+    _check_norms,
+)
 """In this order; each takes a config and raises ConfigError."""

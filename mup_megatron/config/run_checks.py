@@ -42,6 +42,10 @@ def _check_schedule(config: Config, training: Training | None = None) -> None:
         raise config.error(
             "training.lr_warmup_steps", f"{training.lr_warmup_steps} leaves nothing of the {decay_steps} decay steps"
         )
+    if training.lr_warmup_init > config.hparams.lr:
+        raise config.error(
+            "training.lr_warmup_init", f"{training.lr_warmup_init} is above the peak, hparams.lr {config.hparams.lr}"
+        )
     if training.lr_schedule == "WSD" and training.lr_wsd_decay_steps is None:
         raise config.error("training.lr_wsd_decay_steps", "missing; the WSD schedule needs the length of its decay")
     if training.lr_schedule == "multi-step" and not training.lr_milestones:
@@ -61,6 +65,8 @@ def _check_optimizer(config: Config, hparams: Hparams | None = None) -> None:
             f"{hparams.weight_decay} under optimizer.name adam would be L2 added to the gradient, which has no "
             "width-independent rule; expected 0, or optimizer.name adamw",
         )
+    if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
+        raise config.error("optimizer.decoupled_min_lr", "needs decoupled_lr")
     adam_only = {"deepspeed_cpu_adam", "apex", "transformer_engine"}
     # megatron-core takes SGD, too, from the package that has its Adam.
     if optimizer.name == "sgd" and optimizer.implementation in adam_only and config.parallel.engine == "deepspeed":

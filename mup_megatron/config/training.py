@@ -83,7 +83,10 @@ class Training(Section):
     lr_schedule: Literal["cosine", "linear", "WSD", "inverse-square-root", "constant", "multi-step"] = "cosine"
     """Shape of the learning rate after warm-up, as megatron-core computes it. `WSD`: constant, then a short decay."""
     lr_warmup_steps: NonNegative = 0
-    """Steps over which the rate rises linearly from 0 to its peak. Unit: optimizer steps."""
+    """Steps over which the rate rises linearly from 0 to its peak (from lr_warmup_init, where it is set).
+    Unit: optimizer steps."""
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Rate that warm-up begins with at the base, at most the peak. Unit: that of hparams.lr."""
     lr_decay_steps: Positive | None = None
     """Steps after which the rate has reached its minimum, warm-up included. If unset: train_steps.
     Unit: optimizer steps."""
@@ -102,8 +105,9 @@ class Training(Section):
     clip_norm: Literal["global", "invariant"] = "global"
     """Norm that clip_grad bounds: the plain `global` one, or one weighted per tensor so that it keeps its size over
     width (section 6 of docs/parametrization.md)."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Numbers that the model computes in; master weights are fp32. `auto`: bf16 on CUDA, else fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Numbers that the model computes in; master weights are fp32. `auto`: bf16 on CUDA, else fp32. `fp16` with its
+    scaled loss is what `mup-megatron run` trains in where the script says so."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Which activations are computed again in the backward pass to save memory: of whole layers (`full`) or of
     attention (`selective`). If unset: none."""
@@ -138,6 +142,12 @@ class Optimizer(Section):
     """Added to the root of Adam's second moment at the base; scaled per tensor. Unit: gradient."""
     momentum: Fraction = 0.9
     """Momentum of SGD and Muon. Unit: a factor."""
+    decoupled_lr: PositiveFloat | None = None
+    """Learning rate of word embeddings and readout at the base, as Megatron's `--decoupled-lr`; of
+    `mup-megatron run` alone. If unset: hparams.lr. Unit: that of hparams.lr."""
+    decoupled_min_lr: NonNegativeFloat | None = None
+    """Smallest rate of these, as Megatron's `--decoupled-min-lr`. If unset: that of the others. Unit: that of
+    hparams.lr."""
     implementation: Literal["auto", "torch", "torch_fused", "deepspeed_cpu_adam", "apex", "transformer_engine"] = "auto"
     """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded."""
 

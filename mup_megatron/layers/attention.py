@@ -1,7 +1,7 @@
 """Core attention, and multi-latent attention (MLA) with TensorSpecs and at µP's softmax scale.
 
 Public names: `SdpaAttention` (torch's scaled_dot_product_attention), `MegatronAttention` (megatron-core's own, for
-MLA's head sizes too), `MLASelfAttention`.
+MLA's head sizes too), `MLASelfAttention`, `set_sink_spec`.
 
     s query positions   k key positions   b batch   a heads of this rank   g KV heads of this rank   d head size
 """
@@ -164,12 +164,25 @@ class MegatronAttention(DotProductAttention):
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        set_sink_spec(self, self.config)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See upstream; MLA's keys and values come as views, which upstream's `view` refuses."""
         return super().forward(query, key.contiguous(), value.contiguous(), *args, **kwargs)
+
+
+def set_sink_spec(attention: Any, config: TransformerConfig) -> None:
+    """Records the learnable softmax offset, [heads], where there is one.
+
+    It is the logit of one more key of each head, the same for every query, so a vector as a bias is: the other logits
+    keep their size over width, and so must it (docs/parametrization.md, section 3). Tensor parallelism splits heads.
+    """
+    if config.softmax_type == "learnable":
+        heads = (config.num_attention_heads,)
+        spec = TensorSpec(shape=heads, fan_in=None, fan_out=0, init=Init.WEIGHT, partition_dim=0)
+        set_spec(attention.softmax_offset, spec)
 
 
 class MLASelfAttention(multi_latent_attention.MLASelfAttention):

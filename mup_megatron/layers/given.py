@@ -44,7 +44,11 @@ def norms_left_out(
         UserError: anything else differs; names the module, and what it is in both.
     """
     own = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=transformer_engine, normalization=config.normalization, vp_stage=stage
+        config,
+        use_transformer_engine=transformer_engine,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=stage,
     )
     block = _block(spec, own)
     if len(block.layer_specs) != len(own.layer_specs):

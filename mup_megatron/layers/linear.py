@@ -106,17 +106,21 @@ class RowSpecs:
 
 
 class QKV:
-    """The fused QKV projection, in Megatron's order: group by group, the group's query heads, one key, one value."""
+    """The fused QKV projection, in Megatron's order: group by group, the group's query heads, the gates of their
+    outputs where there are any, one key, one value."""
 
     def fused(self, config: TransformerConfig, rows: int) -> Fused:
-        """Query rows: heads · d; key and value rows: query groups · d."""
+        """Query rows (and as many of the output gate): heads · d; key and value rows: query groups · d."""
         head_size, groups = config.kv_channels, config.num_query_groups
         query = config.num_attention_heads // groups * head_size
-        return Fused(runs=(("query", query), ("key", head_size), ("value", head_size)), repeats=groups)
+        gate = (("gate", query),) if config.attention_output_gate else ()
+        return Fused(runs=(("query", query), *gate, ("key", head_size), ("value", head_size)), repeats=groups)
 
     def rules(self, config: TransformerConfig) -> dict[str, Any]:
         """Under QK-norm the norm removes the scale of queries and keys, and g would only slow their direction."""
-        normed = (("query", "hidden_like"), ("key", "hidden_like")) if config.qk_layernorm else ()
+        normed: tuple[tuple[str, str], ...] = ()
+        if config.qk_layernorm or config.qk_l2_norm:
+            normed = (("query", "hidden_like"), ("key", "hidden_like"))
         return {"query": True, "block_fixed_fan_out": normed}
 
 

@@ -103,6 +103,7 @@ def _layer(
     layer = get_gpt_layer_local_spec(
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
+        qk_l2_norm=config.qk_l2_norm,
         num_experts=config.num_moe_experts if experts else None,
         multi_latent_attention=config.multi_latent_attention,
     )

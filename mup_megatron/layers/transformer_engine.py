@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 
 from mup_megatron.errors import UserError
+from mup_megatron.layers.attention import set_sink_spec
 from mup_megatron.layers.linear import FC1, QKV, ColumnSpecs, KeyValueUp, QueryUp, RowSpecs
 from mup_megatron.layers.norm import Gains, set_gain_specs
 
@@ -58,6 +59,7 @@ class TEDotProductAttention(te.TEDotProductAttention):
                 "model.core_attention: sdpa"
             )
         super().__init__(*args, **kwargs)
+        set_sink_spec(self, self.config)
 
 
 class TENorm:

@@ -103,7 +103,12 @@ def reads_arguments(validate_args: Function) -> Function:
         if settings is not None:
             import megatron.core
 
+            from mup_megatron.megatron_training.elsewhere import cannot_run, explain_elsewhere, show
+
             check_table(known(), megatron.core.__version__)
+            if settings.explain and cannot_run(args):
+                show(*explain_elsewhere(validate_args, args, defaults, settings))
+                sys.exit(0)
             check_options(args, defaults, known())
         result = validate_args(args, defaults)
         _current = None

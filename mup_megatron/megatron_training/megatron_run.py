@@ -22,14 +22,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from mup_megatron import checkpoint
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.explain import print_table
 from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.megatron_training.translate import check_translation, config_of
+from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.model import attach, check_specs, initialise, parametrize
 from mup_megatron.optim import megatron_overrides
 from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
@@ -139,7 +139,12 @@ class MegatronRun:
         config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, agreed[0]))
         if self._settings.record is not None:
             _check_family(self._settings.record, config)
-        layout = resolve_layout(config, torch.distributed.get_world_size())
+        layout = resolve_layout(
+            config,
+            torch.distributed.get_world_size(),
+            stages=stages_of(given["config"]),
+            pipeline_before_data=bool(self._args.use_tp_pp_dp_mapping),
+        )
         self.building = True
         try:
             parametrization = parametrize(config, given["vocab_size"])
@@ -171,11 +176,8 @@ class MegatronRun:
             )
 
     def _explain_and_leave(self) -> None:
-        from rich.console import Console
-
         if torch.distributed.get_rank() == 0:
-            console = Console(width=None if sys.stdout.isatty() else 140, markup=False)
-            print_table(self.config, self.parametrization, self.layout, console)
+            show(self.config, self.parametrization, self.layout)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.exit(0)

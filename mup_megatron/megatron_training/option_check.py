@@ -1,7 +1,7 @@
 """What differs from its default is harmless, translated or refused; what is not known is refused by name.
 
-Public names: `Known` (the parser's options of the installed version), `check_table`, `check_options`, `check_config`,
-`check_optimizer`.
+Public names: `Known` (the parser's options of the installed version), `check_table`, `check_options`,
+`refused_in_a_run`, `check_config`, `check_optimizer`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from argparse import Action, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -80,25 +80,24 @@ def _needed(rules: Mapping[str, Rule], version: str) -> list[tuple[str, Rule]]:
     return [(name, rule) for name, rule in rules.items() if rule.kind != "harmless" and exists(rule, version)]
 
 
-def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -> None:
+def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *, here: bool = True) -> None:
     """Refuses options by what they say, before Megatron's own checks, which end in tracebacks for want of a GPU.
 
     Args:
         args: as Megatron's parser returns them.
         defaults: the script's own, for what was not typed.
         known: the parser's options.
+        here: whether the run is to be on this machine, and not only explained.
 
     Raises:
         UserError: names the option and what works.
     """
-    for name, action in known.actions.items():
-        value = getattr(args, name, action.default)
-        if value in (None, False) and name in defaults:
-            value = defaults[name]
-        _check(known.typed(name), value, [action.default], known.rule(name))
+    for name, value, rule in _values(args, defaults, known):
+        if here or rule is None or not rule.explained:
+            _check(known.typed(name), value, [known.actions[name].default], rule)
     import torch
 
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() or not here
     if args.transformer_impl == "local":
         _check_local(args, cuda=cuda)
     if cuda:
@@ -110,6 +109,32 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known) ->
             "--transformer-impl transformer_engine computes on CUDA alone, and none is here; expected "
             "--transformer-impl local"
         )
+
+
+def refused_in_a_run(args: Namespace, defaults: Mapping[str, Any], known: Known) -> list[str]:
+    """What a run would refuse of options that can be explained all the same, a sentence each.
+
+    Args:
+        args: see `check_options`, as the others.
+        defaults: see there.
+        known: see there.
+    """
+    sentences = []
+    for name, value, rule in _values(args, defaults, known):
+        try:
+            _check(known.typed(name), value, [known.actions[name].default], rule)
+        except UserError as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def _values(args: Namespace, defaults: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Any, Rule | None]]:
+    """What every option says, with its rule."""
+    for name, action in known.actions.items():
+        value = getattr(args, name, action.default)
+        if value in (None, False) and name in defaults:
+            value = defaults[name]
+        yield name, value, known.rule(name)
 
 
 def _check_local(args: Namespace, *, cuda: bool) -> None:
@@ -130,12 +155,13 @@ def _check_local(args: Namespace, *, cuda: bool) -> None:
         )
 
 
-def check_config(config: Any, known: Known) -> None:
+def check_config(config: Any, known: Known, *, here: bool = True) -> None:
     """Refuses what a config that upstream built says, wherever the script has it from.
 
     Args:
         config: a TransformerConfig, OptimizerConfig or DistributedDataParallelConfig.
         known: the parser's options.
+        here: see `check_options`.
 
     Raises:
         UserError: names the field and what works.
@@ -148,7 +174,9 @@ def check_config(config: Any, known: Known) -> None:
             defaults = [field.default_factory()]
         if field.name in known.actions:
             defaults.append(known.actions[field.name].default)
-        _check(f"{type(config).__name__}.{field.name}", getattr(config, field.name), defaults, known.rule(field.name))
+        rule = known.rule(field.name)
+        if here or rule is None or not rule.explained:
+            _check(f"{type(config).__name__}.{field.name}", getattr(config, field.name), defaults, rule)
     window, parts = getattr(config, "window_size", None), getattr(config, "context_parallel_size", 1)
     if window is not None and parts > 1 and getattr(config, "transformer_impl", None) == "local":
         raise UserError(f"{type(config).__name__}.window_size {_said(window)}: {_CAUSAL_ALONE}")
@@ -171,7 +199,8 @@ def check_optimizer(
     Args:
         config: OptimizerConfig.
         model_chunks: as the script hands them over.
-        overrides: `config_overrides`; upstream's own leave vectors out of weight decay, and so do the rules.
+        overrides: `config_overrides`; upstream's own leave vectors out of weight decay, and so do the rules, and give
+            embedding and head the rate of their own that the rules take too.
         known: the parser's options.
 
     Raises:
@@ -179,8 +208,10 @@ def check_optimizer(
     """
     for one in (config, *(chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config"))):
         check_config(one, known)
+    rates = {"max_lr": config.decoupled_lr, "min_lr": config.decoupled_min_lr}
+    upstreams = ({"wd_mult": 0.0}, {name: rate for name, rate in rates.items() if rate is not None})
     for key, override in (overrides or {}).items():
-        if dict(override) != {"wd_mult": 0.0}:
+        if dict(override) not in upstreams:
             raise UserError(
                 f"config_overrides: {key} {dict(override)}: the script's own groups; rates and decay are the rules', "
                 "by tensor; expected none"

@@ -24,12 +24,14 @@ class Rule:
         kind: `refused`; `translated` into a section of the config; `harmless` to the rules.
         why: the reason, the section, or what such options are about.
         taken: values beside the default that are not refused.
+        explained: whether `--mup-explain` takes it, for it changes no row of the table, although a run refuses it.
         versions: PEP 440 specifiers of the megatron-core that has it; empty is all.
     """
 
     kind: Literal["refused", "translated", "harmless"]
     why: str
     taken: tuple[str, ...] = ()
+    explained: bool = False
     versions: str = ""
 
 
@@ -52,24 +54,14 @@ _REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (),
     ),
     ("moe-grouped-gemm", "experts are recorded one by one", ()),
-    ("attention-output-gate", "no shim records the gate's rows of the fused QKV", ()),
     ("attention-backend", "megatron-core takes it with --spec local alone", ("flash", "fused", "unfused")),
-    ("qk-l2-norm", "no shim is known for it", ()),
     ("qk-clip", "it rescales query and key weights after each step, beside every rule", ()),
-    ("softmax-type", "no shim records its offset", ()),
-    ("apply-query-key-layer-scaling", "it changes the scale of attention by layer", ()),
     ("apply-layernorm-1p", "it changes what a norm's gain is", ()),
     (
         "apply-residual-connection-post-layernorm fp32-residual-connection",
         "scaled residual branches are tested in their usual form alone",
         (),
     ),
-    (
-        "quick-geglu glu-linear-offset activation-func-clamp-value",
-        "the activation is not among those that are known",
-        (),
-    ),
-    ("use-rope-scaling", "it is not carried over to the base model", ()),
     (
         "mtp-use-repeated-layer mtp-detach-heads mtp-standalone",
         "multi-token prediction is tested in its usual form alone",
@@ -104,15 +96,12 @@ _REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "the rules for it are not tested",
         (),
     ),
-    ("fp16", "the rules for loss scaling are not tested; use --bf16 or neither", ()),
     ("init-method-xavier-uniform", "initial values are normal, with the rules' standard deviation", ()),
     ("init-model-with-meta-device", "initial values are drawn where the model is built", ()),
     ("data-parallel-random-init", "initial values are the same on every replica", ()),
     ("moe-use-upcycling", "it copies weights of another parametrization", ()),
     ("freeze-all-layers", "nothing would be trained", ()),
     ("optimizer", "no rule is known for it", ("sgd",)),
-    ("decoupled-lr decoupled-min-lr", "rates are the rules'; tune hparams.output_multiplier instead", ()),
-    ("lr-warmup-init", "megatron-core's warm-up does not scale it by group", ()),
     ("apply-wd-to-qk-layernorm no-weight-decay-cond-type", "weight decay falls on matrices alone", ()),
     (
         "weight-decay-incr-style start-weight-decay end-weight-decay",
@@ -125,18 +114,12 @@ _REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (),
     ),
     ("use-torch-fsdp2 use-megatron-fsdp", "groups are those of megatron-core's own optimizers", ()),
-    ("use-tp-pp-dp-mapping", "ranks are ordered as megatron-core orders them by default", ()),
     (
         "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards",
         "weights are split over tensor-parallel ranks alone",
         (),
     ),
     ("hybrid-context-parallel", "sequences are split evenly over ranks", ()),
-    (
-        "pipeline-model-parallel-layout account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
-        "stages are divided evenly, or by first and last",
-        (),
-    ),
     (
         "perform-rl-step sft logits-load-dir",
         "the loss is another than that of pretraining, on which the rules are tested",
@@ -146,6 +129,19 @@ _REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("use-checkpoint-args", "the checkpoint's sizes would count as typed, and then do not grow", ()),
     ("use-mup", "megatron-core's native MuP cannot be combined with this project's", ()),
     ("yaml-cfg", "its model is not read here; use command-line options", ()),
+)
+
+# Of the refused: what changes no tensor and no rule, only how it is computed.
+_EXPLAINED = (
+    "moe-grouped-gemm fp8-format fp8-param-gather fp4-format fp4-param-gather te-precision-config-file "
+    "moe-shared-expert-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute "
+    "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release defer-embedding-wgrad-compute "
+    "moe-paged-stash moe-expert-rank-capacity-factor cuda-graph-impl enable-cuda-graph external-cuda-graph "
+    "optimizer-cuda-graph use-precision-aware-optimizer optimizer-cpu-offload use-torch-fsdp2 use-megatron-fsdp "
+    "overlap-param-gather-with-optimizer-step log-max-attention-logit init-model-with-meta-device "
+    "use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm "
+    "use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert "
+    "fp8_param fp4_param"
 )
 
 # Names, section of the config.
@@ -161,22 +157,26 @@ _TRANSLATED: tuple[tuple[str, str], ...] = (
         "moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-router-score-function "
         "moe-router-pre-softmax moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk "
         "moe-router-enable-expert-bias moe-router-bias-update-rate moe-router-dtype "
-        "moe-shared-expert-intermediate-size moe-shared-expert-gate moe-token-dispatcher-type",
+        "moe-shared-expert-intermediate-size moe-shared-expert-gate moe-token-dispatcher-type "
+        "attention-output-gate qk-l2-norm softmax-type quick-geglu glu-linear-offset activation-func-clamp-value "
+        "use-rope-scaling rope-scaling-factor yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow "
+        "no-yarn-correction-range-round-to-int",
         "model",
     ),
     ("lr weight-decay init-method-std embedding-init-method-std", "hparams"),
     (
         "global-batch-size micro-batch-size seq-length encoder-seq-length train-iters train-samples lr-decay-style "
         "lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-decay-iters lr-decay-samples lr-wsd-decay-iters "
-        "lr-wsd-decay-samples lr-wsd-decay-style min-lr clip-grad bf16",
+        "lr-wsd-decay-samples lr-wsd-decay-style min-lr clip-grad bf16 fp16 lr-warmup-init",
         "training",
     ),
-    ("adam-beta1 adam-beta2 adam-eps sgd-momentum", "optimizer"),
+    ("adam-beta1 adam-beta2 adam-eps sgd-momentum decoupled-lr decoupled-min-lr", "optimizer"),
     (
         "tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage "
         "num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
         "expert-model-parallel-size expert-tensor-parallel-size context-parallel-size sequence-parallel "
-        "use-distributed-optimizer",
+        "use-distributed-optimizer use-tp-pp-dp-mapping pipeline-model-parallel-layout "
+        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
         "parallel",
     ),
     ("data-path split mock-data tokenizer-type tokenizer-model vocab-size", "data"),
@@ -185,7 +185,15 @@ _TRANSLATED: tuple[tuple[str, str], ...] = (
 
 _HARMLESS: tuple[tuple[str, str], ...] = (
     (
-        "qk-clip-alpha qk-clip-threshold rope-scaling-factor moe-upcycling-granularity dsa-indexer-n-heads "
+        "fp16-lm-cross-entropy loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis",
+        "how a loss in fp16 is scaled: gradients are scaled back before norms, moments and epsilon see them",
+    ),
+    (
+        "apply-query-key-layer-scaling",
+        "logits of attention are divided by the layer's number and multiplied with it again, against overflow",
+    ),
+    (
+        "qk-clip-alpha qk-clip-threshold moe-upcycling-granularity dsa-indexer-n-heads "
         "dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss "
         "dsa-indexer-topk-freq dsa-indexer-skip-topk-offset dsa-kernel-backend dsa-indexer-rope-interleaved "
         "no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu dsa-indexer-k-norm-epsilon "
@@ -193,15 +201,14 @@ _HARMLESS: tuple[tuple[str, str], ...] = (
         "linear-num-key-heads linear-num-value-heads mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads "
         "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype "
         "disable-mamba-mem-eff-path relative-attention-num-buckets relative-attention-max-distance "
-        "yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow no-yarn-correction-range-round-to-int "
         "mrope-section mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim "
         "mup-attn-scale-power muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode "
         "muon-fp32-matmul-prec muon-num-ns-steps muon-tp-mode muon-extra-scale-factor muon-coefficient-type "
         "muon-scalar-optimizer muon-nesterov lion-beta1 lion-beta2 fp8-recipe fp8-quantizer-factory fp8-margin "
         "fp8-interval fp8-amax-history-len fp8-amax-compute-algo no-fp8-wgrad fp8-output-proj fp4-recipe "
         "fp4-quantizer-factory kitchen-attention-backend first-last-layers-bf16 num-layers-at-start-in-bf16 "
-        "num-layers-at-end-in-bf16 keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag fp16-lm-cross-entropy "
-        "initial-loss-scale min-loss-scale loss-scale-window hysteresis fsdp-manual-registration fsdp-double-buffer "
+        "num-layers-at-end-in-bf16 keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag "
+        "fsdp-manual-registration fsdp-double-buffer "
         "fsdp-db-use-persist-buf-on-alloc-fail megatron-fsdp-main-params-dtype megatron-fsdp-main-grads-dtype "
         "megatron-fsdp-grad-comm-dtype megatron-fsdp-enable-fine-grained-param-gather "
         "megatron-fsdp-max-pool-double-buffer torch-fsdp2-no-reshard-after-forward no-strict-fsdp-dtensor-load "
@@ -265,7 +272,7 @@ _HARMLESS: tuple[tuple[str, str], ...] = (
         "how the router is balanced and how many tokens an expert takes, on quantities that do not grow with width",
     ),
     (
-        "loss-scale deterministic-mode batch-invariant-mode disable-bf16-reduced-precision-matmul "
+        "deterministic-mode batch-invariant-mode disable-bf16-reduced-precision-matmul "
         "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
         "no-persist-layer-norm no-gradient-accumulation-fusion attention-softmax-in-fp32 cross-entropy-loss-fusion "
         "cross-entropy-fusion-impl calculate-per-token-loss flash-attention-version use-fused-weighted-squared-relu "
@@ -409,7 +416,8 @@ _VERSIONS: tuple[tuple[str, str], ...] = (
     (
         "use-grouped-gemm-for-shared-expert mtp-detach-heads moe-router-quantile-balancing-ema "
         "moe-shared-expert-glu-interleave-size freeze-all-layers tensor-parallel-num-weight-shards "
-        "expert-tensor-parallel-num-weight-shards logits-load-dir",
+        "expert-tensor-parallel-num-weight-shards logits-load-dir yarn-original-max-position-embeddings "
+        "yarn-beta-fast yarn-beta-slow no-yarn-correction-range-round-to-int",
         ">=0.19",
     ),
 )
@@ -438,7 +446,13 @@ def rules_of(
                 if name in rules:
                     raise ValueError(f"{name} is in the table twice")
                 values = tuple(taken[0]) if taken else ()
-                rules[name] = Rule(kind=kind, why=why, taken=values, versions=versions.get(name, ""))
+                rules[name] = Rule(
+                    kind=kind,
+                    why=why,
+                    taken=values,
+                    explained=kind == "refused" and name in _EXPLAINED.split(),
+                    versions=versions.get(name, ""),
+                )
     return rules
 
 
@@ -462,7 +476,12 @@ def as_markdown() -> str:
     lines = ["| refused | why |", "| --- | --- |"]
     for names, why, taken in _REFUSED:
         values = f"; taken: the default, {', '.join(f'`{value}`' for value in taken)}" if taken else ""
-        lines.append(f"| {_spelled(names)} | {why}{values} |")
+        words, explained_too = names.split(), _EXPLAINED.split()
+        taken_too = [name for name in words if name in explained_too]
+        for part in ([name for name in words if name not in explained_too], taken_too):
+            if part:
+                explained = "; `--mup-explain` takes it, for no row changes" if part is taken_too else ""
+                lines.append(f"| {_spelled(' '.join(part))} | {why}{values}{explained} |")
     lines += ["", "| translated | into |", "| --- | --- |"]
     lines += [f"| {_spelled(names)} | `{section}:` |" for names, section in _TRANSLATED]
     lines += ["", "<details><summary>Harmless: what they are about, and which they are</summary>", ""]

@@ -1,6 +1,6 @@
 """A config of this project from what a Megatron script says: its arguments, and what it hands to GPTModel.
 
-Public names: `config_of`, `check_translation`.
+Public names: `config_of`, `check_translation`, `stages_of`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.schema import PRESETS
 from mup_megatron.errors import UserError
+from mup_megatron.layout import Stages
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.transformer_config import ACTIVATIONS
+from mup_megatron.transformer_config import ACTIVATIONS, YARN
 
 SOURCE = "Megatron's options"
 # The tokenizers of Megatron's options by the names of this project's configs.
@@ -28,10 +29,7 @@ _TOKENIZERS = {
     "HuggingFaceTokenizer": "huggingface",
     "TikTokenizer": "tiktoken",
 }
-_YARN = (
-    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
-    "mscale_all_dim",
-)
+_LATENT_YARN = tuple(name for name in YARN if name != "correction_range_round_to_int")
 
 
 def config_of(
@@ -114,20 +112,28 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         "hidden_dropout": float(config.hidden_dropout),
         "attention_dropout": float(config.attention_dropout),
         "qk_layernorm": config.qk_layernorm,
+        "softmax_type": config.softmax_type,
         "transformer_impl": args.transformer_impl,
         "core_attention": "megatron"
         if args.transformer_impl == "local" and args.context_parallel_size == 1
         else "auto",
     }
     optional = ["mtp_num_layers", *(["mtp_loss_scaling_factor"] if config.mtp_num_layers else [])]
+    optional += ["glu_linear_offset", "activation_func_clamp_value"] if config.gated_linear_unit else []
     if config.num_moe_experts is not None:
         optional += ["num_moe_experts", *(name for name in Model.model_fields if name.startswith("moe_"))]
         optional.remove("moe_ffn_hidden_size")
         fields["moe_ffn_hidden_size"] = _size("moe_ffn_hidden_size", config.ffn_hidden_size, config, settings)
     if config.multi_latent_attention:
         optional += ["multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"]
-        optional += ["v_head_dim", "rope_type", *(_YARN if config.rope_type == "yarn" else ())]
+        optional += ["v_head_dim", "rope_type", *(_LATENT_YARN if config.rope_type == "yarn" else ())]
         fields["num_query_groups"] = fields["kv_channels"] = None
+    else:
+        optional += ["qk_l2_norm", "attention_output_gate"]
+        if given.get("rope_scaling"):
+            fields |= {"rope_scaling": True, "rope_scaling_factor": float(given["rope_scaling_factor"])}
+        if given["position_embedding_type"] == "yarn":
+            fields |= {name: getattr(config, f"yarn_{name}") for name in YARN}
     for name in optional:
         value = getattr(config, name, None)
         if value != Model.model_fields[name].default:
@@ -169,7 +175,7 @@ def check_translation(theirs: Any, ours: Any) -> None:
     # Biases everywhere are biases of QKV too, whatever is said; MLA has no such sizes, its plain RoPE no such factors.
     unread = {"add_qkv_bias"}
     if theirs.multi_latent_attention:
-        unread |= {"kv_channels", "num_query_groups", *(() if theirs.rope_type == "yarn" else _YARN)}
+        unread |= {"kv_channels", "num_query_groups", *(() if theirs.rope_type == "yarn" else _LATENT_YARN)}
     for field in dataclasses.fields(ours):
         name = field.name
         rule = known().rule(name)
@@ -181,6 +187,37 @@ def check_translation(theirs: Any, ours: Any) -> None:
                 f"TransformerConfig.{name}: {value} in the model that the script builds, {read} by its options; "
                 "expected one of them, or an option that says so"
             )
+
+
+def stages_of(config: Any) -> Stages:
+    """Where upstream puts the decoder's layers: per pipeline stage, per chunk of it.
+
+    Args:
+        config: the TransformerConfig that upstream, or the script, made.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    stages, virtual = range(config.pipeline_model_parallel_size), config.virtual_pipeline_model_parallel_size
+    chunks = [None] if virtual is None else list(range(virtual))
+    if config.pipeline_model_parallel_layout is None:
+        places = [
+            [
+                (get_transformer_layer_offset(config, chunk, stage), get_num_layers_to_build(config, chunk, stage))
+                for chunk in chunks
+            ]
+            for stage in stages
+        ]
+    else:  # counted here, for its own methods know no chunks before process groups are there
+        kinds = config.pipeline_model_parallel_layout.layout
+        places, first = [[] for _ in stages], 0
+        for chunk in range(len(chunks)):
+            for stage in stages:
+                count = sum(kind is LayerType.decoder for kind in kinds[stage][chunk])
+                places[stage].append((first, count))
+                first += count
+    return tuple(tuple(range(first, first + count) for first, count in stage) for stage in places)
 
 
 def _unless(value: int, default: int) -> int | None:
@@ -221,13 +258,14 @@ def _training(args: Namespace) -> dict[str, Any]:
         "seq_length": args.seq_length,
         "train_steps": steps,
         "lr_schedule": args.lr_decay_style,
+        "lr_warmup_init": float(args.lr_warmup_init),
         "lr_warmup_steps": min(_warmup_steps(args, batch, steps), (decay or steps) - 1),
         "lr_decay_steps": decay,
         "lr_wsd_decay_steps": args.lr_wsd_decay_iters or _updates(args.lr_wsd_decay_samples, batch),
         "lr_wsd_decay_style": args.lr_wsd_decay_style,
         "min_lr_ratio": float(args.min_lr / args.lr),
         "clip_grad": float(args.clip_grad),
-        "precision": "bf16" if args.bf16 else "fp32",
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
     }
 
 
@@ -242,9 +280,11 @@ def _warmup_steps(args: Namespace, batch: int, steps: int) -> int:
 
 
 def _optimizer(args: Namespace) -> dict[str, Any]:
+    decoupled = {name: getattr(args, name) for name in ("decoupled_lr", "decoupled_min_lr")}
     if args.optimizer == "sgd":
-        return {"name": "sgd", "momentum": float(args.sgd_momentum)}
+        return {"name": "sgd", "momentum": float(args.sgd_momentum), **decoupled}
     return {
+        **decoupled,
         "name": "adamw" if getattr(args, "decoupled_weight_decay", True) else "adam",
         "betas": [float(args.adam_beta1), float(args.adam_beta2)],
         "eps": float(args.adam_eps),
@@ -257,7 +297,7 @@ def _parallel(args: Namespace, config: Any) -> dict[str, Any]:
         "engine": "megatron",
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size if stages else None,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size if stages else None,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage if stages else None,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage if stages else None,
         "expert_model_parallel_size": args.expert_model_parallel_size,

@@ -90,6 +90,15 @@ def refuse(config: Config, layout: Layout) -> dict[str, Any] | None:
         ConfigError: names the key and what works.
         UserError: the DeepSpeed JSON cannot be read.
     """
+    if config.training.precision == "fp16":
+        raise config.error("training.precision", "fp16 is trained by mup-megatron run; expected bf16, fp32 or auto")
+    for name in ("decoupled_lr", "decoupled_min_lr"):
+        if getattr(config.optimizer, name) is not None:
+            raise config.error(
+                f"optimizer.{name}",
+                "is Megatron's option, for mup-megatron run; expected null, and hparams.embedding_multiplier or "
+                "hparams.output_multiplier tuned instead",
+            )
     if config.parallel.engine == "megatron":
         from mup_megatron.setup import megatron
 

@@ -60,7 +60,8 @@ def _kernels(config: Config, cuda: bool) -> dict[str, str]:
         elif cuda and model.normalization == "LayerNorm" and model.norm_gains != "none" and importable("apex"):
             norm = "apex"
     if attention == "auto":
-        attention = "sdpa" if cuda or config.parallel.context_parallel_size > 1 else "megatron"
+        plain = model.softmax_type == "vanilla"  # all that torch's attention has
+        attention = "sdpa" if plain and (cuda or config.parallel.context_parallel_size > 1) else "megatron"
         if model.transformer_impl == _TE:
             attention = _TE
     return {

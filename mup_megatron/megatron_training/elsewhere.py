@@ -1,0 +1,167 @@
+"""`--mup-explain` on a machine that cannot run the command line: what each tensor gets, from the options alone.
+
+A recipe for eight nodes of GPUs is explained on a laptop: upstream's own code checks its options and makes the model's
+config of them, as many processes are counted as the layout asks for, and no process group, model or kernel is started.
+What a script does to its model beside its options is not seen here; where the command line can run, it is
+(megatron_run.py).
+
+Public names: `cannot_run`, `explain_elsewhere`, `show`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.explain import print_table
+from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
+from mup_megatron.megatron_training.options import Settings, known
+from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
+from mup_megatron.model import parametrize
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES
+from mup_megatron.transformer_config import core_config
+
+
+def cannot_run(args: Namespace) -> bool:
+    """Whether a command line needs GPUs, or more processes than were started.
+
+    Args:
+        args: as Megatron's parser returns them.
+    """
+    if torch.cuda.is_available():
+        return False
+    on_cuda = args.transformer_impl == "transformer_engine" or args.distributed_backend == "nccl"
+    return on_cuda or bool(args.world_size % _processes(args))
+
+
+def explain_elsewhere(
+    validate_args: Callable[..., Any], args: Namespace, defaults: Mapping[str, Any], settings: Settings
+) -> tuple[Config, Parametrization, Layout, list[str]]:
+    """What the options mean, on as many processes as they ask for at least.
+
+    Args:
+        validate_args: upstream's.
+        args: as Megatron's parser returns them.
+        defaults: the script's own.
+        settings: what the options of µP name.
+
+    Returns:
+        The run, and what a run of it would refuse, a sentence each.
+
+    Raises:
+        UserError: upstream refuses the options, or they belong to no family.
+    """
+    check_options(args, defaults, known(), here=False)
+    refused = refused_in_a_run(args, defaults, known())
+    args.rank, args.world_size = 0, max(args.world_size, _processes(args))
+    with _said_by_upstream(), _checked_as_elsewhere():
+        validate_args(args, defaults)
+        args.apply_rope_fusion = args.moe_permute_fusion = False  # kernels, which upstream looks for here
+        given = _given(args)
+    check_config(given["config"], known(), here=False)
+    vocabulary = _vocabulary(args)
+    config = config_of(args, given, settings, vocabulary)
+    layout = resolve_layout(
+        config,
+        args.world_size,
+        stages=stages_of(given["config"]),
+        pipeline_before_data=bool(args.use_tp_pp_dp_mapping),
+    )
+    parametrization = parametrize(config, given["vocab_size"])
+    check_translation(
+        given["config"], core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
+    )
+    return config, parametrization, layout, refused
+
+
+def show(config: Config, parametrization: Parametrization, layout: Layout, refused: Sequence[str] = ()) -> None:
+    """Prints the table, and what a run would refuse."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 140, markup=False)
+    print_table(config, parametrization, layout, console)
+    for sentence in refused:
+        console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
+
+
+def _processes(args: Namespace) -> int:
+    """What the layout asks for at least."""
+    tensor = args.tensor_model_parallel_size
+    experts = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
+    return math.lcm(tensor * args.context_parallel_size, experts) * args.pipeline_model_parallel_size
+
+
+def _given(args: Namespace) -> dict[str, Any]:
+    """What upstream's model provider hands to GPTModel, as far as it is read."""
+    try:
+        from megatron.training.argument_utils import core_transformer_config_from_args
+    except ImportError:  # before 0.19
+        from megatron.training.arguments import core_transformer_config_from_args
+    rows = args.padded_vocab_size
+    if rows is None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        rows = -(-_vocabulary(args) // multiple) * multiple
+    return {
+        "config": core_transformer_config_from_args(args),
+        "vocab_size": rows,
+        "max_sequence_length": args.max_position_embeddings,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_base": args.rotary_base,
+        "rotary_percent": args.rotary_percent,
+        "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
+    }
+
+
+def _vocabulary(args: Namespace) -> int:
+    """Entries of the tokenizer, before padding."""
+    if args.vocab_size:
+        return int(args.vocab_size)
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return int(build_tokenizer(args).vocab_size)
+    except (AssertionError, OSError, ImportError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"--tokenizer-type {args.tokenizer_type}: cannot be loaded here ({str(error) or type(error).__name__}); "
+            "expected its files, or --vocab-size with the number of its entries"
+        ) from None
+
+
+@contextlib.contextmanager
+def _said_by_upstream() -> Iterator[None]:
+    """Keeps upstream's listing of its options from standard output, and makes a sentence of what it asserts."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+        said = str(error).split("\n", 1)[0] or type(error).__name__
+        raise UserError(f"Megatron's own checks of these options: {said}") from None
+
+
+@contextlib.contextmanager
+def _checked_as_elsewhere() -> Iterator[None]:
+    """Upstream's checks do not ask this machine what it has; its count of micro-batches is forgotten afterwards."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+    for patch in ELSEWHERE_PATCHES:
+        patch.apply()
+    try:
+        yield
+    finally:
+        for patch in ELSEWHERE_PATCHES:
+            patch.revert()
+        unset_num_microbatches_calculator()

@@ -1,0 +1,211 @@
+"""Options that change what a layer computes: at the base the plain run to the last bit, elsewhere the rules by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron import upstream
+from mup_megatron.layout import Layout
+from mup_megatron.model import parametrize
+from tests import native
+from tests.distributed import Ranks
+from tests.test_megatron_elsewhere import elsewhere
+from tests.test_megatron_translation import VOCABULARY, table, translated
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+# The base is the model itself, so that every ratio is 1.
+BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
+
+FEATURES = {
+    "quick-geglu": "--quick-geglu",
+    "clamped": "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 0.05",
+    "no-balancing": f"{EXPERTS} --moe-router-load-balancing-type none",
+    "two-losses": f"{EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2",
+    "sinkhorn": f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+    "rope-scaling": "--use-rope-scaling --position-embedding-type rope",
+    "yarn": "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8",
+    "off-by-one": "--softmax-type off-by-one",
+    "learnable": "--softmax-type learnable",
+    "gate": "--attention-output-gate --group-query-attention --num-query-groups 2",
+    "l2-norm": f"--qk-l2-norm {EXPERTS}",
+    "fp16": "--fp16 --initial-loss-scale 1024 --apply-query-key-layer-scaling --attention-softmax-in-fp32",
+    "warm-up": "--lr-warmup-init 2e-3 --lr-warmup-iters 2 --lr-decay-style linear --lr-decay-iters 4",
+    "decoupled": "--decoupled-lr 3e-3 --decoupled-min-lr 1e-3 --lr-decay-style linear --lr-decay-iters 3",
+}
+
+
+def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, Any]:
+    plainly, initial = changed.pop("plainly", False), changed.pop("initial", None)
+    said = native.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
+    if plainly:
+        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
+    return ranks.run(1, native.native, words=said, plainly=plainly, initial=initial)[0]
+
+
+QUICK = ("clamped", "gate", "learnable", "two-losses")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FEATURES]
+)
+def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """From the same weights the same losses and the same weights after three steps, to the last bit."""
+    words = FEATURES[name].split()
+    ours = run(ranks, tmp_path, *words)
+    assert ours["status"] == 0, ours["said"]
+    assert len(ours["steps"]) == 3
+    plain = run(ranks, tmp_path, *words, plainly=True, initial=ours["initial"])
+    assert plain["status"] == 0, plain["said"]
+    assert plain["steps"] == ours["steps"]
+    for tensor, value in plain["final"].items():
+        assert np.array_equal(ours["final"][tensor], value), tensor
+    moved = [tensor for tensor, value in ours["initial"].items() if not np.array_equal(ours["final"][tensor], value)]
+    assert len(moved) == len(ours["initial"])
+
+
+# Hidden 64 to 128, heads 2 to 4 of size 32, two query groups in both; FFN 64 to 192. The base's init std is 0.05.
+GROWN = "--hidden-size 128 --num-attention-heads 4 --kv-channels 32 --group-query-attention --num-query-groups 2"
+FROM = {"hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64}
+ATTENTION = "decoder.layers.1.self_attention"
+
+
+def rows(words: str, folder: Path) -> dict[str, Any]:
+    upstream.prepare_process()
+    config, *_ = translated(f"{GROWN} --ffn-hidden-size 192 {words}", FROM, folder)
+    return table(parametrize(config, VOCABULARY))
+
+
+def blocks(row: dict[str, Any]) -> dict[str, tuple[int, float, float]]:
+    return {block["name"]: (block["fan_out"], block["m_out"], block["init_std"]) for block in row["blocks"]}
+
+
+def test_rows_of_a_gate(tmp_path: Path) -> None:
+    """Gates are as many rows as queries, and grow with them: init as 1/sqrt(m_in); fixed groups are output-like."""
+    row = rows("--attention-output-gate", tmp_path)[f"{ATTENTION}.linear_qkv.weight"]
+    assert row["global_shape"] == [2 * (2 * 32 + 2 * 32 + 32 + 32), 128]
+    hidden, output = pytest.approx(0.05 / 2**0.5), pytest.approx(0.05 / 2)
+    assert blocks(row) == {
+        "query": (128, 2.0, hidden),
+        "gate": (128, 2.0, hidden),
+        "key": (64, 1.0, output),
+        "value": (64, 1.0, output),
+    }
+    assert (row["lr_multiplier"], row["eps_multiplier"], row["weight_decay_multiplier"]) == (0.5, 0.5, 2.0)
+
+
+def test_the_row_of_a_sink(tmp_path: Path) -> None:
+    """A vector over heads: initial values and rate stay, epsilon falls as 1/m_out, nothing decays."""
+    row = rows("--softmax-type learnable", tmp_path)[f"{ATTENTION}.core_attention.softmax_offset"]
+    assert (row["global_shape"], row["base_shape"], row["init"], row["init_std"]) == ([4], [2], "normal", 0.05)
+    assert (row["lr_multiplier"], row["eps_multiplier"], row["weight_decay"]) == (1.0, 0.5, 0.0)
+    ungrouped = "--hidden-size 128 --num-attention-heads 4 --kv-channels 32 --ffn-hidden-size 192"
+    config, *_ = translated(f"{ungrouped} --softmax-type learnable --optimizer sgd", FROM, tmp_path)
+    descent = table(parametrize(config, VOCABULARY))[f"{ATTENTION}.core_attention.softmax_offset"]
+    assert descent["lr_multiplier"] == 2.0
+
+
+def test_rows_under_a_norm_without_gains(tmp_path: Path) -> None:
+    """What goes into a norm keeps hidden-like init where its fan-out is fixed; values do not go into one."""
+    found = rows("--qk-l2-norm --num-experts 2", tmp_path)[f"{ATTENTION}.linear_qkv.weight"]
+    hidden, output = pytest.approx(0.05 / 2**0.5), pytest.approx(0.05 / 2)
+    assert {name: std for name, (_, _, std) in blocks(found).items()} == {
+        "query": hidden,
+        "key": hidden,
+        "value": output,
+    }
+
+
+def test_functions_without_weights_change_no_row(tmp_path: Path) -> None:
+    plain = rows("--position-embedding-type rope --swiglu", tmp_path)
+    for words in (
+        "--position-embedding-type rope --use-rope-scaling --swiglu",
+        "--position-embedding-type yarn --rotary-scaling-factor 8 --swiglu",
+        "--position-embedding-type rope --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
+        "--position-embedding-type rope --swiglu --softmax-type off-by-one",
+    ):
+        assert rows(words, tmp_path) == plain, words
+
+
+def test_a_norm_that_upstream_leaves_out(ranks: Ranks, tmp_path: Path) -> None:
+    """megatron-core 0.19 gives a dense local layer no L2 norm, whatever the option says; that is said, not followed."""
+    found = run(ranks, tmp_path, "--qk-l2-norm")
+    assert found["status"] == 2
+    assert (
+        "self_attention.q_layernorm is IdentityOp, and megatron-core's own for these options is L2Norm" in found["said"]
+    )
+
+
+def test_rates_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    """Megatron's rate of embedding and head, moved by the rules; warm-up begins with each group's share of its rate.
+
+    Hidden 32 to 64, so that fc1's rate is halved; the head is tied, and keeps its rate as the embedding does.
+    """
+    words = "--decoupled-lr 3e-3 --decoupled-min-lr 1e-3 --min-lr 1e-4 --lr-warmup-init 2e-3 --lr-warmup-iters 2"
+    base = "hidden_size: 32\nnum_attention_heads: 2\n"
+    found = run(ranks, tmp_path, *words.split(), "--lr-decay-style", "linear", "--lr-decay-iters", "3", base=base)
+    assert found["status"] == 0, found["said"]
+    groups = found["groups"]
+    embedding = groups["embedding.word_embeddings.weight"]
+    hidden = groups["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert (embedding["max_lr"], embedding["min_lr"], embedding["lr_multiplier"]) == (3e-3, 1e-3, 1.0)
+    assert (hidden["max_lr"], hidden["lr_multiplier"]) == (5e-3, 0.5)
+    assert hidden["min_lr"] == pytest.approx(5e-5, rel=1e-12)
+    assert groups["embedding.position_embeddings.weight"]["max_lr"] == 1e-2
+    assert embedding["lr"] == 2e-3
+    assert hidden["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("pipeline_before_data", [False, True])
+def test_where_ranks_are(pipeline_before_data: bool) -> None:
+    """Against megatron-core's own generator of groups, for every rank of a mixed layout."""
+    from megatron.core.parallel_state import RankGenerator
+
+    sizes = {"tp": 2, "ep": 1, "dp": 3, "pp": 2, "cp": 2}
+    order = "tp-cp-ep-pp-dp" if pipeline_before_data else "tp-cp-ep-dp-pp"
+    layout = Layout(
+        world_size=24,
+        tensor=2,
+        data=3,
+        sequence_parallel=False,
+        zero_stage=0,
+        micro_batches=1,
+        pipeline=2,
+        context=2,
+        pipeline_before_data=pipeline_before_data,
+    )
+    generator = RankGenerator(**sizes, order=order)
+    own = {"tp": layout.tensor_rank, "cp": layout.context_rank, "dp": layout.data_rank, "pp": layout.pipeline_rank}
+    for token, rank_of in own.items():
+        groups = generator.get_ranks(token)
+        assert len(groups) == 24 // sizes[token]
+        for group in groups:
+            assert [rank_of(rank) for rank in group] == list(range(sizes[token])), token
+
+
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [
+        ("--num-layers 4", (((0, 1),), ((2, 3),))),
+        ("--num-layers 4 --num-virtual-stages-per-pipeline-rank 2", (((0,), (2,)), ((1,), (3,)))),
+        ("--num-layers 5 --pipeline-model-parallel-layout Ett|tttL", (((0, 1),), ((2, 3, 4),))),
+        ("--num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL", (((0,), (3,)), ((1, 2), (4,)))),
+        (
+            "--num-layers 4 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            (((0, 1),), ((2, 3),)),
+        ),
+        ("--num-layers 5 --decoder-first-pipeline-num-layers 2", (((0, 1),), ((2, 3, 4),))),
+    ],
+)
+def test_where_layers_are(words: str, stages: Any, tmp_path: Path) -> None:
+    """By hand: E is the embedding, t a layer, L the loss; stages of the first chunk come before those of the second."""
+    found = elsewhere(f"--hidden-size 64 --num-attention-heads 4 --pipeline-model-parallel-size 2 {words}", tmp_path)
+    assert tuple(tuple(tuple(chunk) for chunk in stage) for stage in found[2].stages) == stages

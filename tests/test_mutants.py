@@ -1,4 +1,4 @@
-"""Faults put into a copy of the tree are noticed by the tests (mutants.py): a few here, all of them with --all."""
+"""Faults put into a copy of the tree (mutants.py) are noticed: a few here, all of them in `./dev mutants`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,6 @@ def test_each_fits_the_code(repository: Path, mutant: Mutant) -> None:
 def test_a_sample_is_caught(tmp_path: Path, repository: Path) -> None:
     status, outcomes, printed = mutate(tmp_path, repository, *SAMPLE)
     assert [outcome["name"] for outcome in outcomes if outcome["caught"]] == [*SAMPLE], printed
-    assert status == 0
-
-
-@pytest.mark.slow
-def test_none_survives(tmp_path: Path, repository: Path) -> None:
-    status, outcomes, printed = mutate(tmp_path, repository)
-    assert [outcome["name"] for outcome in outcomes if not outcome["caught"]] == [], printed
     assert status == 0
 
 

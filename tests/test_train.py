@@ -92,8 +92,10 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: R
 
 @pytest.mark.parametrize(
     ("number", "status", "name"),
-    [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")],
-    ids=lambda v: str(v),
+    [
+        pytest.param(signal.SIGTERM, 143, "SIGTERM", marks=pytest.mark.slow, id="SIGTERM"),
+        pytest.param(signal.SIGINT, 130, "Ctrl-C", id="Ctrl-C"),
+    ],
 )
 def test_a_signal_saves_and_the_same_command_goes_on(
     config_file: Path, tmp_path: Path, ranks: Ranks, number: signal.Signals, status: int, name: str

@@ -98,7 +98,8 @@ class Rules:
         Raises:
             UserError: a rule does not exist for it; names it.
         """
-        ratios, group = self._ratios(shape), self._group(shape, self._ratios(shape))
+        ratios = self._ratios(shape)
+        group = self._group(shape, ratios)
         return TensorHyperparameters(
             shape=shape,
             forward_multiplier=self.forward.of(shape.spec),

@@ -196,15 +196,14 @@ def test_flops_are_megatron_s(repository: Path, name: str) -> None:
 
     config = load_config(repository / "configs" / f"{name}.yaml")
     model, vocabulary = config.model, 50257
-    args = Namespace(
-        **model.model_dump(),
+    args = Namespace(**model.model_dump())
+    vars(args).update(
         group_query_attention=not model.multi_latent_attention,
         num_experts=model.num_moe_experts,
         swiglu=model.gated_linear_unit,
         seq_length=config.training.seq_length,
         padded_vocab_size=model.padded_vocab_size(vocabulary),
         moe_latent_size=None,
-        attention_output_gate=False,
         experimental_attention_variant=None,
         hybrid_layer_pattern=None,
     )

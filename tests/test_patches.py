@@ -29,9 +29,11 @@ NEEDED = {name: patch for name, patch in BY_NAME.items() if patch.is_needed(cuda
 
 @pytest.fixture(autouse=True)
 def _unpatched() -> Iterator[None]:
-    revert_patches(ALL_PATCHES)
+    """Also without those of `mup-megatron run`, which other tests of this process apply when they read its options."""
+    every_patch = (*ALL_PATCHES, *RUN_PATCHES)
+    revert_patches(every_patch)
     yield
-    revert_patches(ALL_PATCHES)
+    revert_patches(every_patch)
 
 
 def fork_draws(rank: Rank, broken: str = "nothing") -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python -m benchmarks.evidence       # writes the tables anew, between their markers
 
 Public names: `TABLES`, `page`, `parts`, `verdict`. A table stands in the page between `<!-- made: NAME -->` and
-`<!-- end -->`; tests/test_evidence.py holds that every table does, and that it is what its records give.
+`<!-- end -->`; tests/proof/test_evidence.py holds that every table does, and that it is what its records give.
 """
 
 from __future__ import annotations

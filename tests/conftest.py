@@ -61,7 +61,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         Path(path).write_text(table)
         terminalreporter.write(f"\n{table}\n")
         terminalreporter.write_line(f"measured deviations: {path}")
-    if config.getoption("--all") and config.args_source.name != "ARGS":
+    whole = config.getoption("--all") and not config.option.collectonly and config.args_source.name != "ARGS"
+    if whole:
         path = f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md"
         Path(path).write_text(reports.summary(terminalreporter.stats, time.monotonic() - config.stash[BEGAN]))
         terminalreporter.write_line(f"summary: {path}")

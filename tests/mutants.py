@@ -146,7 +146,7 @@ RULES = (
         _RULES,
         "scale = yarn_mscale * yarn_mscale / math.sqrt(head_size)",
         "scale = yarn_mscale / math.sqrt(head_size)",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "rule: depth factor of the branch",
@@ -198,7 +198,7 @@ SHAPES = (
         "return len(self.shape) > 1",
         "return True",
         "test_parametrization.py",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "shapes: MTP counts as the decoder",
@@ -249,7 +249,7 @@ TABLE = (
         _APPLY,
         "if spec.frozen:",
         "if False:",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "table: output projections by their own depth",
@@ -297,7 +297,7 @@ TABLE = (
         _APPLY,
         "(config.zero_init_query and spec.is_query(block))",
         "(config.zero_init_query and spec.query)",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "table: the measured rule for a fixed FFN",
@@ -348,7 +348,7 @@ OPTIMIZER = (
         _OPTIM,
         '"wd_mult": tensor.weight_decay_multiplier,',
         '"wd_mult": 1.0,',
-        "test_parity.py::test_layout_changes_nothing",
+        "engines/test_parity.py::test_layout_changes_nothing",
     ),
     _mutant(
         "groups: frozen parameters are stepped",
@@ -427,7 +427,7 @@ SHIMS = (
         'return Fused(runs=(("query", query), *gate, ("key", head_size), ("value", head_size)), repeats=groups)',
         'runs = (("query", query * groups), ("key", head_size * groups), ("value", head_size * groups))\n'
         "        return Fused(runs=runs)",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "shim: residual multiplier on the bias",
@@ -435,7 +435,7 @@ SHIMS = (
         "mup_megatron/layers/residual.py",
         "scaled_bias = None if bias is None else bias * multiplier",
         "scaled_bias = bias",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "shim: the router is hidden-like",
@@ -443,7 +443,7 @@ SHIMS = (
         "mup_megatron/layers/moe.py",
         'TensorSpec(shape=(experts, hidden), fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),',
         'TensorSpec(shape=(experts, hidden), fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="hidden_like"),',
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "shim: the shared experts' gate is hidden-like",
@@ -451,7 +451,7 @@ SHIMS = (
         "mup_megatron/layers/moe.py",
         'TensorSpec(shape=shape, fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="output_like"),',
         'TensorSpec(shape=shape, fan_in=1, fan_out=0, init=Init.WEIGHT, fixed_fan_out="hidden_like"),',
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "shim: the readout is hidden",
@@ -475,7 +475,7 @@ SHIMS = (
         "mup_megatron/layers/norm.py",
         "parameter.sequence_parallel = sequence_parallel or per_head",
         "parameter.sequence_parallel = sequence_parallel",
-        "test_architectures.py::test_layout_changes_nothing",
+        "layers/test_architectures.py::test_layout_changes_nothing",
     ),
     _mutant(
         "shim: the readout's multiplier",
@@ -483,7 +483,7 @@ SHIMS = (
         "mup_megatron/layers/embedding.py",
         "return (inputs[0] * multiplier, *inputs[1:])",
         "return inputs",
-        "test_values_reach.py",
+        "tuning/test_values_reach.py",
     ),
     _mutant(
         "shim: the embedding's multiplier",
@@ -491,7 +491,7 @@ SHIMS = (
         "mup_megatron/layers/embedding.py",
         "lambda _module, _inputs, output: output * multiplier",
         "lambda _module, _inputs, output: output",
-        "test_values_reach.py",
+        "tuning/test_values_reach.py",
     ),
     _mutant(
         "shim: the sink's length is fixed",
@@ -499,7 +499,7 @@ SHIMS = (
         "mup_megatron/layers/attention.py",
         "spec = TensorSpec(shape=heads, fan_in=None, fan_out=0, init=Init.WEIGHT, partition_dim=0)",
         "spec = TensorSpec(shape=heads, fan_in=0, fan_out=0, init=Init.WEIGHT, partition_dim=0)",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
     _mutant(
         "shim: QK-norm and g",
@@ -507,7 +507,7 @@ SHIMS = (
         "mup_megatron/layers/linear.py",
         "if config.qk_layernorm or config.qk_l2_norm:",
         "if False:",
-        "test_architecture_rules.py",
+        "layers/test_architecture_rules.py",
     ),
 )
 
@@ -518,7 +518,7 @@ LAYOUT = (
         _LAYOUT,
         "return rank // (self.tensor * self.context * stages) % self.data",
         "return rank // self.tensor % self.data",
-        "test_layout.py",
+        "setup/test_layout.py",
     ),
     _mutant(
         "layout: optimizer offload under Megatron's engine",
@@ -526,7 +526,7 @@ LAYOUT = (
         _LAYOUT,
         "elif parallel.offload_optimizer:",
         "elif False:",
-        "test_layout.py",
+        "setup/test_layout.py",
     ),
     _mutant(
         "layout: experts under ZeRO 3",
@@ -534,7 +534,7 @@ LAYOUT = (
         _LAYOUT,
         "and expert > 1 and parallel.zero_stage == 3:",
         "and expert > 1 and False:",
-        "test_layout.py",
+        "setup/test_layout.py",
     ),
     _mutant(
         "layout: experts that cannot be shared",
@@ -542,7 +542,7 @@ LAYOUT = (
         _LAYOUT,
         "if model.num_moe_experts % expert:",
         "if False:",
-        "test_layout.py",
+        "setup/test_layout.py",
     ),
     _mutant(
         "layout: experts without sequence parallelism",
@@ -550,7 +550,7 @@ LAYOUT = (
         _LAYOUT,
         "if model.num_moe_experts is not None and tensor > 1 and not config.parallel.sequence_parallel:",
         "if False:",
-        "test_layout.py",
+        "setup/test_layout.py",
     ),
     _mutant(
         "layout: uneven batches",
@@ -558,7 +558,7 @@ LAYOUT = (
         _LAYOUT,
         "if config.training.global_batch_size % samples:",
         "if False:",
-        "test_layout.py",
+        "setup/test_layout.py",
         "test_train.py::test_bad_input",
     ),
 )
@@ -570,7 +570,7 @@ GUARDS = (
         _RUN_CHECKS,
         'if optimizer.name == "adam" and hparams.weight_decay > 0:',
         "if False:",
-        "test_config.py",
+        "config/test_config.py",
     ),
     _mutant(
         "guard: zero readout with a tied head",
@@ -578,8 +578,8 @@ GUARDS = (
         _GROWTH_CHECKS,
         "if parametrization.zero_init_readout and model.share_embeddings_and_output_weights:",
         "if False:",
-        "test_architecture_rules.py",
-        "test_config.py",
+        "layers/test_architecture_rules.py",
+        "config/test_config.py",
     ),
     _mutant(
         "guard: zero query under QK-norm",
@@ -587,8 +587,8 @@ GUARDS = (
         _GROWTH_CHECKS,
         "if parametrization.zero_init_query and getattr(model, norm) and not model.multi_latent_attention:",
         "if False:",
-        "test_architecture_rules.py",
-        "test_config.py",
+        "layers/test_architecture_rules.py",
+        "config/test_config.py",
     ),
     _mutant(
         "guard: a checkpoint of another run",
@@ -630,7 +630,7 @@ GUARDS = (
         _RECORD,
         'if record["digest"] == digest(settings):',
         "if True:",
-        "test_record.py",
+        "tuning/test_record.py",
     ),
     _mutant(
         "guard: a record edited by hand",
@@ -638,7 +638,7 @@ GUARDS = (
         _RECORD,
         'if record.get("checksum") != digest(',
         "if False and digest(",
-        "test_record.py",
+        "tuning/test_record.py",
     ),
     _mutant(
         "guard: a patch on another signature",
@@ -646,7 +646,7 @@ GUARDS = (
         "patches/patch.py",
         "if found != self.parameters:",
         "if False:",
-        "test_patches.py",
+        "patches/test_patches.py",
     ),
     _mutant(
         "guard: generated padding",
@@ -681,7 +681,7 @@ RECOVERY = (
         _STATE,
         "offsets = [(spec.partition_dim, own + number * slices, spec.partition_stride * slices)]",
         "offsets = [(spec.partition_dim, own * spec.partition_stride + number, spec.partition_stride * slices)]",
-        "test_resume.py",
+        "engines/test_resume.py",
     ),
     _mutant(
         "recovery: halving by arrival",
@@ -689,7 +689,7 @@ RECOVERY = (
         _STUDY,
         "if all(step in other.reports or other.state in FINISHED for other in earlier):",
         "if True:",
-        "test_study.py",
+        "tuning/test_study.py",
     ),
     _mutant(
         "recovery: a lost trial is retried for ever",
@@ -697,7 +697,7 @@ RECOVERY = (
         _STORAGE,
         "if times < most:",
         "if True:",
-        "test_study.py",
+        "tuning/test_study.py",
     ),
     _mutant(
         "recovery: a study of other settings",
@@ -705,7 +705,7 @@ RECOVERY = (
         _STUDY,
         "if found is not None and found != decided:",
         "if False:",
-        "test_study.py",
+        "tuning/test_study.py",
     ),
     _mutant(
         "tuning: repetitions do not count",
@@ -713,7 +713,7 @@ RECOVERY = (
         _OUTCOME,
         "candidates.sort(key=lambda candidate: (candidate.mean, candidate.slot))",
         "candidates.sort(key=lambda candidate: (candidate.losses[0], candidate.slot))",
-        "test_study.py",
+        "tuning/test_study.py",
     ),
     _mutant(
         "tuning: a sampler that never learns",
@@ -721,7 +721,7 @@ RECOVERY = (
         _STORAGE,
         "study = self._load(sampler(self._config, trial.slot)) if learns else self._study",
         "study = self._study",
-        "test_study.py",
+        "tuning/test_study.py",
     ),
 )
 
@@ -732,8 +732,8 @@ NORM = (
         _NORM,
         "if spec.partition_dim is None and own != 0:",
         "if False:",
-        "test_layout_invariance.py::test_layout_changes_nothing",
-        "test_negative_controls.py::test_whole_it_holds",
+        "engines/test_layout_invariance.py::test_layout_changes_nothing",
+        "proof/test_negative_controls.py::test_the_unbroken_model_equals_one_process",
     ),
     _mutant(
         "norm: never clipped",
@@ -741,7 +741,7 @@ NORM = (
         _NORM,
         "if limit and factor < 1.0:",
         "if False:",
-        "test_engine.py::test_clipping_limits_the_update",
+        "engines/test_engine.py::test_clipping_limits_the_update",
     ),
     _mutant(
         "norm: a partition without its place",
@@ -749,7 +749,7 @@ NORM = (
         _NORM,
         "rows = local_rows(spec, weights, rank, ranks, squares.device)[first:last].double()",
         "rows = local_rows(spec, weights, rank, ranks, squares.device)[: last - first].double()",
-        "test_gradient_norm.py::test_a_part_is_weighted_by_its_place",
+        "engines/test_gradient_norm.py::test_a_part_is_weighted_by_its_place",
     ),
     _mutant(
         "norm: the invariant norm without the readout's A",
@@ -757,7 +757,7 @@ NORM = (
         _APPLY,
         "rules.gradient_norm(m_in=ratios.m_in, m_out=m_out, forward=ratios.forward)",
         "rules.gradient_norm(m_in=ratios.m_in, m_out=m_out)",
-        "test_gradient_norm.py::test_weights_of_an_untied_readout",
+        "engines/test_gradient_norm.py::test_weights_of_an_untied_readout",
     ),
     _mutant(
         "norm: a control is clipped by µP's weights",
@@ -765,7 +765,7 @@ NORM = (
         _APPLY,
         "rules.gradient_norm(m_in=ratios.m_in, m_out=m_out, forward=ratios.forward)",
         "rules.gradient_norm(m_in=shape.ratios.m_in, m_out=m_out, forward=ratios.forward)",
-        "test_gradient_norm.py::test_weights_of_an_untied_readout",
+        "engines/test_gradient_norm.py::test_weights_of_an_untied_readout",
     ),
 )
 
@@ -776,7 +776,7 @@ BASE = (
         _GROWTH_CHECKS,
         "if config.base.num_layers is None:",
         "if False:",
-        "test_config.py::test_bad",
+        "config/test_config.py::test_bad",
     ),
     _mutant(
         "guard: sizes beside a file of base shapes",
@@ -784,7 +784,7 @@ BASE = (
         _GROWTH_CHECKS,
         "        if beside:",
         "        if False:",
-        "test_base_file.py::test_sizes_beside_the_file_are_refused",
+        "config/test_base_file.py::test_sizes_beside_the_file_are_refused",
     ),
     _mutant(
         "guard: a head size that a .bsh file does not tell",
@@ -792,7 +792,7 @@ BASE = (
         "mup_megatron/base_file.py",
         "head_size = named or told",
         "head_size = named or told or config.model.head_size",
-        "test_base_file.py::test_a_growing_head_size_that_the_file_does_not_tell_is_refused",
+        "config/test_base_file.py::test_a_growing_head_size_that_the_file_does_not_tell_is_refused",
     ),
     _mutant(
         "guard: the depth that a .bsh file was written for",
@@ -800,7 +800,7 @@ BASE = (
         "mup_megatron/base_file.py",
         "if layers is not None and layers != config.num_layers_base:",
         "if False:",
-        "test_base_file.py::test_what_contradicts_the_file_is_refused",
+        "config/test_base_file.py::test_what_contradicts_the_file_is_refused",
     ),
     _mutant(
         "record: what grows without being named",
@@ -808,7 +808,7 @@ BASE = (
         "mup_megatron/tuning/family.py",
         "**{name: size.base for name, size in growth.items()}",
         "**{}",
-        "test_record.py::test_the_digest_holds_what_grows_without_being_named",
+        "tuning/test_record.py::test_the_digest_holds_what_grows_without_being_named",
     ),
     _mutant(
         "table: Muon takes every tensor block by block",
@@ -829,7 +829,7 @@ TORCH = (
         "mup_megatron/mup/layer.py",
         "return super().forward(self.output_mult * x / self.width_mult())",
         "return super().forward(self.output_mult * x)",
-        "test_mup.py",
+        "mup/test_mup.py",
     ),
     _mutant(
         "torch: the readout's default init",
@@ -837,7 +837,7 @@ TORCH = (
         "mup_megatron/mup/layer.py",
         "            scale_(self.bias, factor)\n        scale_(self.weight, factor)",
         "            scale_(self.bias, factor)",
-        "test_mup.py",
+        "mup/test_mup.py",
     ),
     _mutant(
         "torch: MuSGD's vectors",
@@ -845,7 +845,7 @@ TORCH = (
         "mup_megatron/mup/infshape.py",
         "return Ratios(m_outs={None: self.main.ratio})",
         "return Ratios()",
-        "test_mup.py",
+        "mup/test_mup.py",
     ),
     _mutant(
         "torch: decay in MuAdam",
@@ -853,7 +853,7 @@ TORCH = (
         "mup_megatron/mup/optim.py",
         'group["weight_decay"] = scaled(base["weight_decay"], rules.weight_decay("independent", lr))',
         'group["weight_decay"] = base["weight_decay"]',
-        "test_mup.py",
+        "mup/test_mup.py",
     ),
 )
 
@@ -865,7 +865,7 @@ SCRIPTS = (
         "mup_megatron/layers/given.py",
         """raise _differs(f"{where}: {path or 'module'}", found, expected)""",
         "pass",
-        "test_given_spec.py::test_what_the_shims_would_undo_is_refused",
+        "layers/test_given_spec.py::test_what_the_shims_would_undo_is_refused",
     ),
     _mutant(
         "script: norms come back",
@@ -873,7 +873,7 @@ SCRIPTS = (
         "mup_megatron/layers/spec.py",
         "IdentityOp if place in model.without_norms else norm()",
         "norm()",
-        "test_given_spec.py::test_without_norms_is_built_and_parametrised",
+        "layers/test_given_spec.py::test_without_norms_is_built_and_parametrised",
     ),
     _mutant(
         "shim: multi-token prediction with the decoder's depth",
@@ -881,7 +881,7 @@ SCRIPTS = (
         "mup_megatron/model.py",
         "residual_multiplier=config.hparams.residual_multiplier",
         "residual_multiplier=forward.residual",
-        "test_architecture_rules.py::test_branches_of_multi_token_prediction_keep_their_depth",
+        "layers/test_architecture_rules.py::test_branches_of_multi_token_prediction_keep_their_depth",
     ),
     _mutant(
         "torch: a gate of deepspeed.moe as a readout",
@@ -889,7 +889,7 @@ SCRIPTS = (
         f"{_MUP}/foreign.py",
         "of_gate.output_like = of_gate[1].grows and not of_gate[0].grows",
         "of_gate.output_like = False",
-        "test_deepspeed_initialize.py::test_a_gate_of_deepspeeds_experts",
+        "deepspeed/test_deepspeed_initialize.py::test_a_gate_of_deepspeeds_experts",
     ),
     _mutant(
         "torch: a gate that is a MuReadout",
@@ -897,7 +897,7 @@ SCRIPTS = (
         f"{_MUP}/foreign.py",
         "if isinstance(gate, MuReadout):",
         "if False:",
-        "test_deepspeed_initialize.py::test_a_gate_that_is_a_readout",
+        "deepspeed/test_deepspeed_initialize.py::test_a_gate_that_is_a_readout",
     ),
     _mutant(
         "torch: init that knows no width is not said",
@@ -905,7 +905,7 @@ SCRIPTS = (
         f"{_MUP}/drawn.py",
         "if suspects:",
         "if False:",
-        "test_mup_foreign.py::test_what_looks_drawn_without_width",
+        "mup/test_mup_foreign.py::test_what_looks_drawn_without_width",
     ),
     _mutant(
         "torch: init that knows no width is kept",
@@ -913,7 +913,7 @@ SCRIPTS = (
         f"{_MUP}/drawn.py",
         "if infshape.ninf() == 2 or infshape.output_like:",
         "if infshape.output_like:",
-        "test_mup_foreign.py::test_rescaled_from_a_constant_by_hand",
+        "mup/test_mup_foreign.py::test_rescaled_from_a_constant_by_hand",
     ),
 )
 

@@ -3,8 +3,8 @@
     python -m tests.patch_tables       # writes the tables anew, between their markers
 
 Public names: `TABLES`, `page`, `write_page`. A table stands in the page between `<!-- made: NAME -->` and
-`<!-- end -->`; what is around them is written by hand. tests/test_patches.py holds that the page is what the records
-give.
+`<!-- end -->`; what is around them is written by hand. tests/patches/test_patches.py holds that the page is what
+the records give.
 """
 
 from __future__ import annotations

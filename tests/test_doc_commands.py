@@ -202,7 +202,7 @@ def example(sections: dict[str, Any]) -> Config:
 @PAGE
 def test_configs_are_taken(page: Path) -> None:
     for sections in configs(page):
-        if "file" not in sections.get("base", {}):  # a base that lies in a file: tests/test_base_file.py
+        if "file" not in sections.get("base", {}):  # a base that lies in a file: tests/config/test_base_file.py
             example(sections)
 
 

@@ -29,8 +29,8 @@ from mup_megatron.shapes import save_base_shapes
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.record import TransferRecord, remarks
 from mup_megatron.tuning.space import with_values
-from tests import test_record
 from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
+from tests.tuning import test_record
 
 record = test_record.record  # the fixture
 # Factor on the counts below: 5 with --all (conftest.py sets max_examples to 500), a third in the quick suite.

@@ -20,10 +20,10 @@ from mup_megatron.model import parametrize, unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
 from mup_megatron.shapes import TensorSpec
 from tests import bodies
+from tests.cli.test_cli import write
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
 from tests.distributed import Ranks
-from tests.test_architectures import CASES
-from tests.test_cli import write
+from tests.layers.test_architectures import CASES
 
 VOCABULARY = 384
 _MOE: dict[str, Any] = MOE

@@ -138,7 +138,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.slow  # test_pipeline.py kills a target too
+@pytest.mark.slow  # tests/test_pipeline.py kills a target too
 def test_a_crash_loses_nothing_before_the_last_checkpoint(config_file: Path, tmp_path: Path) -> None:
     """kill -9 between checkpoints: the curve is the uninterrupted one, every step there once."""
     whole = mup("train", config_file, f"run.dir={tmp_path / 'whole'}")
@@ -253,7 +253,7 @@ def test_ranks_that_cannot_meet(config_file: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.slow  # test_pipeline.py has two pipelines on one
+@pytest.mark.slow  # tests/test_pipeline.py has two pipelines on one
 def test_two_runs_on_one_folder(config_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mup_megatron", "train", str(config_file), "training.train_steps=500"]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())

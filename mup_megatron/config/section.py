@@ -2,7 +2,7 @@
 
 The text under a key is its description (pydantic's attribute docstrings). `mup-megatron config`, docs/config.md and the
 JSON schema show it. The description of a number ends with "Unit: ...", that of a key whose default is null says what
-"If unset: ..." holds; tests/test_config_reference.py fails where either is missing.
+"If unset: ..." holds; tests/config/test_config_reference.py fails where either is missing.
 """
 
 from __future__ import annotations

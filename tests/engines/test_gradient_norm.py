@@ -15,7 +15,7 @@ from tests import bodies
 from tests.comparison import Difference, compare_curves
 from tests.configs import HEAD_SIZE, MIXED, MOE, VOCABULARY, make
 from tests.distributed import Ranks
-from tests.test_parity import Split
+from tests.engines.test_parity import Split
 
 STEPS = 5
 # Far above Adam's second moments, so that an update goes with its gradient and clipping shows in the losses.

@@ -1,7 +1,7 @@
 """Identity 2 (docs/parametrization.md, section 7) across engines, pipelines and experts: the matrix of `./dev parity`.
 
-As in test_layout_invariance.py: every cell against the same model in one process under the DeepSpeed engine, 20 steps
-in fp32 on real text, data-parallel ranks with data of their own.
+As in tests/engines/test_layout_invariance.py: every cell against the same model in one process under the DeepSpeed
+engine, 20 steps in fp32 on real text, data-parallel ranks with data of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests import bodies
 from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
 from tests.distributed import RankError, Ranks
-from tests.test_layout_invariance import STEPS, deviation
+from tests.engines.test_layout_invariance import STEPS, deviation
 
 _DEEP = {"model__num_layers": 4, "hparams__lr": 3e-3}
 _BIAS = {
@@ -361,9 +361,18 @@ def test_without_its_patch_bf16_does_not_run(ranks: Ranks) -> None:
 
 def test_every_patch_is_taken_out_somewhere() -> None:
     elsewhere = {
-        *("cpu-current-device", "cpu-get-rng-state", "cpu-set-rng-state", "deepspeed-no-shm-build"),  # test_patches.py
-        *("cpu-alltoall-stream", "cpu-alltoall-splits", "mla-no-te-linear"),  # test_architectures.py
-        *("checkpoint-no-server-process", "checkpoint-no-server-process-0.16", "checkpoint-no-fork"),  # test_resume.py
+        *(
+            "cpu-current-device",
+            "cpu-get-rng-state",
+            "cpu-set-rng-state",
+            "deepspeed-no-shm-build",
+        ),  # tests/patches/test_patches.py
+        *("cpu-alltoall-stream", "cpu-alltoall-splits", "mla-no-te-linear"),  # tests/layers/test_architectures.py
+        *(
+            "checkpoint-no-server-process",
+            "checkpoint-no-server-process-0.16",
+            "checkpoint-no-fork",
+        ),  # tests/engines/test_resume.py
         *("cpu-checkpoint-preload", "cpu-float16-optimizer"),
     }
     assert {patch.name for patch in ALL_PATCHES} == elsewhere | set(PATCHES)

@@ -14,7 +14,7 @@ from mup_megatron.patches import ALL_PATCHES
 from tests import bodies
 from tests.comparison import TOLERANCE
 from tests.distributed import RankError, Ranks
-from tests.test_parity import Split, config_of
+from tests.engines.test_parity import Split, config_of
 
 STEPS, STOP = 9, 5
 

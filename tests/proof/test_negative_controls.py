@@ -12,7 +12,7 @@ from tests import bodies
 from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import MIXED, make
 from tests.distributed import RankError, Ranks
-from tests.test_layout_invariance import slices
+from tests.engines.test_layout_invariance import slices
 
 STEPS = 6
 MULTIPLIERS = {
@@ -61,7 +61,9 @@ SEQUENCE_PARALLEL = {"parallel__sequence_parallel": True}
 @pytest.mark.parametrize(
     ("architecture", "layout"), [("gpt3", {}), ("gpt3", SEQUENCE_PARALLEL), ("llama", {}), ("llama", {"tensor": 1})]
 )
-def test_whole_it_holds(ranks: Ranks, reference: Any, architecture: str, layout: dict[str, Any]) -> None:
+def test_the_unbroken_model_equals_one_process(
+    ranks: Ranks, reference: Any, architecture: str, layout: dict[str, Any]
+) -> None:
     compare(ranks, reference, "nothing", architecture, **layout)
 
 

@@ -23,9 +23,9 @@ from mup_megatron.megatron_training.option_check import (
 )
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
 from mup_megatron.megatron_training.options import known
-from tests.test_megatron_options import needs_training, parsed, parser
+from tests.megatron_training.test_megatron_options import needs_training, parsed, parser
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent
 INSTALLED = importlib.metadata.version("megatron-core")
 
 

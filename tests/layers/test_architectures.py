@@ -1,6 +1,6 @@
 """Identity 2 for mixtures of experts, multi-latent attention and multi-token prediction; their forward passes by hand.
 
-Cells are compared with the same model in one process as in test_layout_invariance.py.
+Cells are compared with the same model in one process as in tests/engines/test_layout_invariance.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests import bodies
 from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import MIXED, MLA, MOE, make
 from tests.distributed import RankError, Ranks
-from tests.test_layout_invariance import STEPS, deviation
+from tests.engines.test_layout_invariance import STEPS, deviation
 
 YARN = {"model__rope_type": "yarn", "model__mscale_all_dim": 1.0, "model__q_lora_rank": None}
 BIAS = {

@@ -21,7 +21,7 @@ from mup_megatron.model import dry_run, parametrize
 from mup_megatron.setup import resolve_auto
 from mup_megatron.setup.deepspeed import deepspeed_config
 
-CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").rglob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
 
 
 def world_size(config: Any) -> int:

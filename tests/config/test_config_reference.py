@@ -13,7 +13,7 @@ import pytest
 from mup_megatron import cli
 from mup_megatron.config import Config, load_config, parse_yaml, reference
 from mup_megatron.config.section import Positive, Section
-from tests.test_configs import CONFIGS
+from tests.config.test_configs import CONFIGS
 
 KEYS = {key.path: key for key in reference.described()}
 

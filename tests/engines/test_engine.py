@@ -153,7 +153,7 @@ STOPS = {
     "megatron-muon-bf16": {**MUON, "training__precision": "bf16"},
     "megatron-distributed-bf16": {**MEGATRON, "training__precision": "bf16"},
 }
-QUICK_STOPS = ("zero2",)  # tests/test_resume.py has the Megatron engine's
+QUICK_STOPS = ("zero2",)  # tests/engines/test_resume.py has the Megatron engine's
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:

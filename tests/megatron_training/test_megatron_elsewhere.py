@@ -15,13 +15,13 @@ from mup_megatron import upstream
 from mup_megatron.errors import UserError
 from tests import native
 from tests.commands import run
-from tests.test_megatron_table import refusal
+from tests.megatron_training.test_megatron_table import refusal
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
     reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
 )
-DATA = Path(__file__).parent / "data" / "recipes"
+DATA = Path(__file__).with_name("recipes")
 COMMON = (
     "--num-layers 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 64 "
     "--train-iters 20 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 375"

@@ -14,8 +14,8 @@ from mup_megatron.layout import Layout
 from mup_megatron.model import parametrize
 from tests import native
 from tests.distributed import Ranks
-from tests.test_megatron_elsewhere import elsewhere
-from tests.test_megatron_translation import VOCABULARY, table, translated
+from tests.megatron_training.test_megatron_elsewhere import elsewhere
+from tests.megatron_training.test_megatron_translation import VOCABULARY, table, translated
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,

@@ -26,12 +26,12 @@ from tests import bodies
 from tests.commands import BIN, environment, run
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
+from tests.native import SCRIPT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
     reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
 )
-SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
 STEPS = 8
 
 

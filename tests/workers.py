@@ -6,7 +6,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 # These files start DeepSpeed's or torch's launcher, whose port is the same for everyone, or use the pipeline of the
 # fixture `whole`, which takes long to make. They run one after another, in one worker.
-ONE_AFTER_ANOTHER = ("hostfile", "pipeline", "report", "shown", "slurm", "train")
+ONE_AFTER_ANOTHER = ("hostfile", "new", "pipeline", "report", "shown", "slurm", "train")
 
 
 class ByFile(LoadScopeScheduling):

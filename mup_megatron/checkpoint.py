@@ -31,6 +31,8 @@ MANIFEST = "mup.json"
 SUMS = "SHA256SUMS"
 METRICS = "metrics.jsonl"
 """File, in a run's folder, of its steps and evaluations."""
+SAMPLES = "samples.jsonl"
+"""File, in a run's folder, of the text that the model wrote at evaluations."""
 _MOST_DIFFERENCES = 20
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "mup-megatron")
 
@@ -38,6 +40,7 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed", "mup-megatron")
 _FREE = (
     "run.name",
     "run.dir",
+    "run.samples",
     "proxy",
     "tuning",
     "slurm",

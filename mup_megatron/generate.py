@@ -289,6 +289,8 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
     parametrization = parametrize(config, int(tokenizer.vocab_size))
     (model,) = chunks = build_model(parametrization, layout, 0, device)
     load_weights(chunks, parametrization, layout, 0, path)
+    # Heads that predict further ahead are for training. Of megatron-core 0.16 they run while decoding too, and fail.
+    model.mtp_process, model.config.mtp_num_layers = False, None
     if config.training.precision == "bf16":
         _cast(model)
     return config, model.eval(), tokenizer

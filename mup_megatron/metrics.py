@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.checkpoint import METRICS
+from mup_megatron.checkpoint import METRICS, SAMPLES
 from mup_megatron.config import Config
 from mup_megatron.disk import full_disk
 from mup_megatron.files import write_whole
@@ -34,10 +34,12 @@ class Metrics:
         if not rank.is_first:
             return
         self._path = path = directory / METRICS
-        kept = [line for line in _lines(path) if line["step"] <= start]
+        kept = _cut(path, start)
         self.evaluations = {line["step"]: line["eval_loss"] for line in kept if "eval_loss" in line}
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
+        self._samples = directory / SAMPLES
+        if self._samples.exists():
+            _cut(self._samples, start)
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
@@ -58,6 +60,14 @@ class Metrics:
                     self._writer.add_scalar(name, value, int(values["step"]))
         if self._wandb is not None:
             self._wandb.log({name: value for name, value in values.items() if name != "step"}, step=int(values["step"]))
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """What the model wrote after a prompt."""
+        if self._file is None:
+            return
+        with full_disk(self._samples, "the run's samples"), self._samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        self._writer.add_text(f"after {prompt!r}", text, step)
 
     def __enter__(self) -> Metrics:
         self._hook, threading.excepthook = threading.excepthook, self._in_thread
@@ -95,6 +105,13 @@ def _wandb_run(config: Config, directory: Path) -> Any:
         config=config.model_dump(),
         settings=wandb.Settings(console="off", silent=True),
     )
+
+
+def _cut(path: Path, last: int) -> list[dict[str, Any]]:
+    """Leaves the lines up to a step in a file, and returns them."""
+    kept = [line for line in _lines(path) if line["step"] <= last]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -148,6 +148,7 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
 # yaml-language-server: $schema={SCHEMA_FILE}
 # Every key: mup-megatron config KEY. What a run of this costs: mup-megatron plan config.yaml
 run: {{name: {target.name}, dir: runs/{target.name}, seed: 1234}}
+# run.samples: ["Once upon a time"] shows how the model goes on from a prompt at every evaluation.
 
 model:                                # the target; sizes are global, before anything is sharded
   architecture: {target.architecture}

@@ -1,7 +1,7 @@
 """The training loop. Public names: `train`, `Watcher`, `Terminated`, `Diverged`.
 
 Files of a run (`run.dir`): config.yaml (resolved), explain.json, metrics.jsonl (a line per step, a line per
-evaluation), tensorboard/, checkpoints/, loss.png.
+evaluation), samples.jsonl (`run.samples`), tensorboard/, checkpoints/, loss.png.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.disk import full_disk, reason, short
 from mup_megatron.engines import Engine, build_engine
-from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.errors import DiskFull, UserError, shown
 from mup_megatron.explain import explain
 from mup_megatron.files import write_whole
 from mup_megatron.metrics import Metrics
@@ -34,6 +34,7 @@ from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import VERIFIED, own_run_directory
+from mup_megatron.samples import Samples
 from mup_megatron.setup import Setup
 
 
@@ -138,11 +139,13 @@ def train(
             save_state(engine, parametrization, layout, rank.rank, directory)
             runtime.save_random_state(directory, rank.rank)
 
+        samples = Samples(setup, engine, evaluation, datasets[0].config.tokenizer) if config.run.samples else None
         loop = _Loop(
             config,
             engine,
             batches,
             evaluation,
+            samples,
             checkpoints,
             save,
             state_bytes(parametrization, config.optimizer),
@@ -185,6 +188,7 @@ class _Loop:
         engine: Engine,
         batches: Batches,
         evaluation: Batches,
+        samples: Samples | None,
         checkpoints: Checkpoints,
         save: Callable[[Path], None],
         size: int,
@@ -194,7 +198,7 @@ class _Loop:
         watcher: Watcher | None,
     ) -> None:
         self._config, self._training = config, config.training
-        self._engine, self._batches, self._evaluation = engine, batches, evaluation
+        self._engine, self._batches, self._evaluation, self._samples = engine, batches, evaluation, samples
         self._checkpoints, self._write, self._size, self._manifest = checkpoints, save, size, manifest
         self._rank, self._progress, self._watcher = rank, progress, watcher
         self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
@@ -235,6 +239,7 @@ class _Loop:
                     metrics.write(step=done, eval_loss=eval_loss)
                     perplexity = math.exp(min(eval_loss, 700.0))  # more would overflow
                     self._progress.say(f"step {done}: evaluation loss {eval_loss:.4f}, perplexity {perplexity:.4g}")
+                    self._sample(metrics, done)
                     if watcher is not None and not watcher.evaluated(done, eval_loss):
                         return eval_loss
                 interval = training.checkpoint_interval
@@ -249,6 +254,11 @@ class _Loop:
     def _evaluate(self) -> float:
         losses = [self._engine.evaluate(self._evaluation[number]) for number in range(self._training.eval_steps)]
         return sum(losses) / len(losses)
+
+    def _sample(self, metrics: Metrics, step: int) -> None:
+        for prompt, text in zip(self._config.run.samples, self._samples() if self._samples else (), strict=True):
+            metrics.sample(step, prompt, text)
+            self._progress.say(f"step {step}: {shown(prompt + text)}")
 
     def _save(self, step: int) -> Path:
         """Writes a checkpoint. Raises DiskFull where it does not fit; those before it stay."""

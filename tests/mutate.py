@@ -230,11 +230,11 @@ def table(outcomes: Sequence[dict[str, Any]]) -> str:
 
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core", "deepspeed"))
     caught = sum(outcome["caught"] for outcome in outcomes)
-    what = {mutant.name: mutant.what for mutant in MUTANTS}
+    what = {mutant.name: _cell(mutant.what) for mutant in MUTANTS}
     rows = [
         f"| `{o['name']}` | {what[o['name']]} | {o['file']} | "
         + (
-            f"`{o['test'].rpartition('/')[2]}`: {_cell(o['text'])}"
+            f"`{o['test']}`: {_cell(o['text'])}"
             if o["caught"]
             else f"**survives**: {_cell(o['text'])}"
         )

@@ -21,6 +21,7 @@ LEVELS = [
     {"proof"},
     {"tuning"},
     {"train", "launch", "generate"},
+    {"samples"},
     {"explain", "metrics"},
     {"checkpoint", "progress", "run_directory"},
     {"engines"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,14 @@ def test_each_fits_the_code(repository: Path, mutant: Mutant) -> None:
     for test in mutant.tests:
         file, _, function = test.partition("::")
         assert f"def {function.partition('[')[0]}" in (repository / file).read_text()
+
+
+def test_the_page_is_of_these_mutants(repository: Path) -> None:
+    """docs/mutants.md, which `./dev mutants` writes: every mutant of the list was run, and none survived."""
+    page = (repository / "docs" / "mutants.md").read_text()
+    assert re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE) == [mutant.name for mutant in MUTANTS]
+    assert f": {len(MUTANTS)} of {len(MUTANTS)} caught.\n" in page
+    assert "survives" not in page
 
 
 def test_a_sample_is_caught(tmp_path: Path, repository: Path) -> None:

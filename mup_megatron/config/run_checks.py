@@ -34,6 +34,11 @@ def _check_batch(config: Config) -> None:
         )
 
 
+def _check_samples(config: Config) -> None:
+    if config.run.samples and not config.training.eval_interval:
+        raise config.error("run.samples", "are written at evaluations; expected training.eval_interval to be set")
+
+
 def _check_schedule(config: Config, training: Training | None = None) -> None:
     """Of the config, or of one with other training keys."""
     training = training or config.training
@@ -173,6 +178,7 @@ def _check_slurm(config: Config) -> None:
 
 CHECKS = (
     _check_batch,
+    _check_samples,
     _check_schedule,
     _check_optimizer,
     _check_data,

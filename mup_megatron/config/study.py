@@ -18,6 +18,9 @@ class Run(Section):
     """Folder of everything that the run writes; the same command in the same folder goes on."""
     seed: Seed = 1234
     """Decides initial weights, order of the text, dropout and trials. Unit: a seed."""
+    samples: list[str] = []
+    """Prompts that the model goes on from, with the most likely tokens, at every evaluation of the target: printed and
+    kept in samples.jsonl. An empty prompt begins a document. A token takes one evaluation pass, for all prompts."""
     wandb_project: str | None = None
     """Weights & Biases project that curves are also sent to; the key stays in WANDB_API_KEY. If unset: none."""
 

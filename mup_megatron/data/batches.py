@@ -132,6 +132,18 @@ class Batches:
         }
         return Batch(attention_mask=self._attention_mask, **stacked)
 
+    def of(self, tokens: torch.Tensor) -> Batch:
+        """This rank's part of whole sequences that are not the dataset's: [b, s] int64. Their loss means nothing."""
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        tokens, positions = (self._part(each).contiguous().to(self._device) for each in (tokens, positions))
+        return Batch(
+            tokens=tokens,
+            labels=tokens,
+            loss_mask=torch.ones_like(tokens, dtype=torch.float32),
+            position_ids=positions,
+            attention_mask=self._attention_mask,
+        )
+
     def _sample(self, index: int) -> dict[str, torch.Tensor]:
         """One sample. An embedding reads past its end where a token is not in the vocabulary: on a GPU, anything.
 

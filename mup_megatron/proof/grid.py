@@ -31,7 +31,7 @@ from mup_megatron.tuning.space import one_process
 
 _POLL_SECONDS = 0.2
 # Where a run happens decides nothing of how it ends.
-_PLACES = {"run": {"dir", "name"}, "data": {"dir", "cache_dir"}}
+_PLACES = {"run": {"dir", "name", "samples"}, "data": {"dir", "cache_dir"}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,12 @@ def page(run: Run, plotly: str) -> str:
     if run.curves:
         figures["curves"] = curves(run.curves)
         sections.append('<h2>The target</h2><div id="curves"></div>')
+    if run.samples:
+        last = run.samples[-1]["step"]
+        rows = [(each["prompt"], each["text"]) for each in run.samples if each["step"] == last]
+        sections.append(
+            f"<h2>What it wrote at step {last:,}</h2>" + table(("prompt", "most likely text"), rows, "text")
+        )
     if run.record is not None:
         sections.append("<h2>The proxy's loss over each hyperparameter</h2>")
         for parameter in run.record["study"]["values"]:

@@ -1,7 +1,7 @@
 """What the pages and pictures of a run read of its files: each is held against this before anything is made of it.
 
-Public names: `read_text`, `read_json`, `checked`, `read_lines`; the parts `Settings`, `Explanation`, `Plan`, `Tuned`,
-`Made`.
+Public names: `read_text`, `read_json`, `checked`, `read_lines`, `read_samples`; the parts `Settings`, `Explanation`,
+`Plan`, `Tuned`, `Made`.
 
 A part names what is read of a file and no more: what else is in it, of this version or another, stays as it is.
 """
@@ -209,6 +209,12 @@ class _Step(_Part):
     seconds: float
 
 
+class _Sample(_Part):
+    step: _Count
+    prompt: _Text
+    text: _Text
+
+
 class _Evaluation(_Part):
     step: _Count
     eval_loss: float
@@ -262,15 +268,32 @@ def _parsed(text: str, path: Path, where: str) -> Any:
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
     """metrics.jsonl: lines of steps, lines of evaluations; None where there is none.
 
-    A last line that a crash cut short is left out.
+    Raises:
+        UserError: a line is damaged.
+    """
+    found = _objects(path)
+    if found is None:
+        return None
+    steps = [checked(_Step, data, path, where) for where, data in found if "loss" in data]
+    evaluations = [checked(_Evaluation, data, path, where) for where, data in found if "eval_loss" in data]
+    return steps, evaluations
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """samples.jsonl: what the model wrote after each prompt of `run.samples`, by step; empty where there is none.
 
     Raises:
         UserError: a line is damaged.
     """
+    return [checked(_Sample, data, path, where) for where, data in _objects(path) or ()]
+
+
+def _objects(path: Path) -> list[tuple[str, dict[str, Any]]] | None:
+    """A file of JSON objects, each with where it stands; a last line that a crash cut short is left out."""
     text = read_text(path)
     if text is None:
         return None
-    steps, evaluations = [], []
+    found = []
     written = text.split("\n")
     for number, line in enumerate(written, start=1):
         if not line or (number == len(written) and not line.endswith("}")):
@@ -279,8 +302,5 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] 
         data = _parsed(line, path, where)
         if not isinstance(data, dict):
             raise UserError(f"{path}: {where}damaged (no JSON object); {_ADVICE}")
-        if "loss" in data:
-            steps.append(checked(_Step, data, path, where))
-        if "eval_loss" in data:
-            evaluations.append(checked(_Evaluation, data, path, where))
-    return steps, evaluations
+        found.append((where, data))
+    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.checkpoint import SAMPLES
 from mup_megatron.errors import UserError
 from mup_megatron.files import parse_yaml
 from mup_megatron.report.parts import (
@@ -18,6 +19,7 @@ from mup_megatron.report.parts import (
     checked,
     read_json,
     read_lines,
+    read_samples,
     read_text,
 )
 from mup_megatron.report.proofs import result_files
@@ -99,6 +101,7 @@ class Run:
         target: its training; None before it began.
         versions: of what the target ran with, else of what tuned; empty where nothing tells.
         controls: the same target in other parametrizations (`CONTROLS`), by name; empty without any.
+        samples: what the target wrote at evaluations (`run.samples`): {"step", "prompt", "text"}.
     """
 
     directory: Path
@@ -109,6 +112,7 @@ class Run:
     target: Curve | None
     versions: dict[str, str]
     controls: dict[str, Curve]
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def curves(self) -> list[Curve]:
@@ -147,6 +151,7 @@ def read_run(directory: Path) -> Run:
         target=target,
         versions=_versions(directory) or (record or {}).get("versions", {}),
         controls={name: curve for name in CONTROLS if (curve := _control(directory / name, name)) is not None},
+        samples=read_samples(directory / SAMPLES),
     )
 
 

@@ -186,4 +186,5 @@ def _one_process(config: Config) -> dict[str, Any]:
     return {
         **{f"parallel.{key}": value for key, value in keys.items()},
         "optimizer.implementation": "auto" if anew else optimizer.implementation,
+        "run.samples": [],
     }

@@ -28,7 +28,7 @@ from tests.configs import MIXED, MOE, SIZES, make
 from tests.distributed import Ranks
 
 PROMPTS = ["def main(", "", "import os, sys; "]
-KEYS = {
+KEYS: dict[str, Any] = {
     "data__split": "80,20,0",
     "training__train_steps": 4,
     "training__eval_interval": 2,

@@ -23,6 +23,7 @@ PARITY = pytest.StashKey[list[dict[str, Any]]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run tests marked slow; write docs/test-summary-*.md")
+    parser.addoption("--slow", action="store_true", help="run tests marked slow alone, otherwise as --all")
     parser.addoption("--parity", metavar="FILE", help="write measured deviations between layouts as a table")
 
 
@@ -32,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", rf"ignore:::{module}(\..*)?")
     for message in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:.*{message}.*")
+    config.option.all |= config.option.slow
     if config.getoption("--all"):
         settings.register_profile("all", max_examples=500)
         settings.load_profile("all")
@@ -40,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        quick = [item for item in items if not {"slow", "more"} & item.keywords.keys()]
+        config.hook.pytest_deselected(items=quick)
+        items[:] = [item for item in items if item not in quick]
     if config.getoption("--all"):
         return
     skip = pytest.mark.skip(reason="slow; runs with ./dev test --all")
@@ -64,7 +70,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     whole = config.getoption("--all") and not config.option.collectonly and config.args_source.name != "ARGS"
     if whole:
         path = f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md"
-        Path(path).write_text(reports.summary(terminalreporter.stats, time.monotonic() - config.stash[BEGAN]))
+        command = f"./dev test {'--slow' if config.getoption('--slow') else '--all'}"
+        seconds = time.monotonic() - config.stash[BEGAN]
+        Path(path).write_text(reports.summary(terminalreporter.stats, command, seconds))
         terminalreporter.write_line(f"summary: {path}")
 
 

@@ -233,11 +233,7 @@ def table(outcomes: Sequence[dict[str, Any]]) -> str:
     what = {mutant.name: _cell(mutant.what) for mutant in MUTANTS}
     rows = [
         f"| `{o['name']}` | {what[o['name']]} | {o['file']} | "
-        + (
-            f"`{o['test']}`: {_cell(o['text'])}"
-            if o["caught"]
-            else f"**survives**: {_cell(o['text'])}"
-        )
+        + (f"`{o['test']}`: {_cell(o['text'])}" if o["caught"] else f"**survives**: {_cell(o['text'])}")
         + " |"
         for o in outcomes
     ]

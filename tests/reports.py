@@ -41,18 +41,25 @@ def parity(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(stats: dict[str, list[Any]], seconds: float) -> str:
-    """What the last whole test run did: date, versions, counts, times."""
+def summary(stats: dict[str, list[Any]], command: str, seconds: float) -> str:
+    """What the last run of the slow tests (with `--all` the quick ones too) did: date, versions, counts, times."""
     counts = {kind: len(stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped", "xfailed")}
     files: dict[str, list[float]] = {}
     for report in stats.get("passed", []) + stats.get("failed", []):
         files.setdefault(report.nodeid.split("::")[0], []).append(report.duration)
     lines = [
-        "# The last whole test run",
+        "# The last run of the slow tests",
         "",
-        f"Made by `./dev test --all` on {datetime.date.today()} ({_versions()}; {_machine()}): "
+        f"Made by `{command}` on {datetime.date.today()} ({_versions()}; {_machine()}): "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         + f" in {seconds / 60:.1f} minutes.",
+        *(
+            ()
+            if command.endswith("--all")
+            else ("The quick tests (`./dev test`) run by themselves before every change is taken.",)
+        ),
+        "",
+        *(f"Failed: `{report.nodeid}`." for report in stats.get("failed", []) + stats.get("error", [])),
         "",
         "| file | tests | seconds |",
         "| --- | --- | --- |",

@@ -43,6 +43,8 @@ from tests.configs import MIXED, make
 from tests.damage import ODD, bytes_of, data_of, draws
 from tests.test_fuzz import CONFIGS, DEEPSPEED
 
+pytestmark = pytest.mark.more
+
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "lr_schedule": {"choice": ["cosine", "linear"]}}
 
 

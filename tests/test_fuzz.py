@@ -32,6 +32,8 @@ from mup_megatron.tuning.space import with_values
 from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
 from tests.tuning import test_record
 
+pytestmark = pytest.mark.more
+
 record = test_record.record  # the fixture
 # Factor on the counts below: 5 with --all (conftest.py sets max_examples to 500), a third in the quick suite.
 TIMES = 5 if settings.default.max_examples > 100 else 1 / 3

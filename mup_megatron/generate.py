@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mup_megatron import runtime
-from mup_megatron.checkpoint import MANIFEST, SUMS, Checkpoints
+from mup_megatron.checkpoint import SUMS, Checkpoints
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.data.prepare import prepared_tokenizer
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
+from mup_megatron.manifest import MANIFEST, CheckpointManifest
 from mup_megatron.ranks import Rank
 
 if TYPE_CHECKING:
@@ -278,9 +279,9 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
         UserError: no checkpoint is there, it is damaged, or its tokenizer is gone.
     """
     path = _find(path)
-    manifest = Checkpoints(path.parent, kept=1).read(path)
+    manifest = CheckpointManifest.read(path)
     config = _config_here(manifest, path)
-    tokenizer = prepared_tokenizer(config, manifest["data_digest"])
+    tokenizer = prepared_tokenizer(config, manifest.data_digest)
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
     from mup_megatron.engines.state import load_weights
@@ -326,10 +327,10 @@ def _find(path: Path) -> Path:
     return found[0]
 
 
-def _config_here(manifest: dict[str, Any], path: Path) -> Config:
+def _config_here(manifest: CheckpointManifest, path: Path) -> Config:
     """The manifest's config for this process: one rank, what is installed here, the run's folder where it is now."""
     # How it was tuned is another run's business, and may hold what is refused today.
-    config = parse_config({**manifest["config"], "tuning": {}}, str(path / MANIFEST))
+    config = parse_config({**manifest.config, "tuning": {}}, str(path / MANIFEST))
     keys: dict[str, Any] = {"parallel": {"engine": config.parallel.engine, "tensor_model_parallel_size": 1}}
     if {"apex", "transformer_engine"} & {getattr(config.model, key) for key in Model.PLAIN_KERNELS}:
         keys["model"] = config.model.with_plain_kernels.model_dump()  # compute the same, everywhere

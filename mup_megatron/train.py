@@ -20,7 +20,7 @@ import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron import runtime
-from mup_megatron.checkpoint import Checkpoints, check_folder, check_resume, hash_files, make_manifest
+from mup_megatron.checkpoint import Checkpoints, check_folder, hash_files
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
@@ -29,6 +29,7 @@ from mup_megatron.engines import Engine, build_engine
 from mup_megatron.errors import DiskFull, UserError, shown
 from mup_megatron.explain import explain
 from mup_megatron.files import write_whole
+from mup_megatron.manifest import CheckpointManifest, check_resume, make_manifest
 from mup_megatron.metrics import Metrics
 from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.progress import Progress
@@ -98,17 +99,18 @@ def train(
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
         parametrization = setup.parametrization(prepared.vocab_size)
-        manifest = make_manifest(config, parametrization, layout, prepared.digest, step=0)
+        manifest = make_manifest(parametrization, layout, prepared.digest, step=0)
 
         checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
         latest = _newest_sound(checkpoints, rank, progress)
-        found = checkpoints.read(latest) if latest else None
+        found = CheckpointManifest.read(latest) if latest else None
         if latest is not None and found is not None:
             changes = check_resume(found, manifest, latest, allowed_changes)
-            manifest["changes"] = [*found.get("changes", []), *changes]
+            manifest = manifest.replaced(changes=[*(found.changes or ()), *changes])
         if rank.is_first:
             explanation = explain(parametrization, layout)
-            _describe(directory, config, {**explanation, "changes": manifest.get("changes", [])})
+            changed = [change.model_dump() for change in manifest.changes or ()]
+            _describe(directory, config, {**explanation, "changes": changed})
             progress.say(
                 f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
                 f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "
@@ -126,9 +128,9 @@ def train(
         batches, evaluation = (Batches(dataset, config, layout, rank.rank, device) for dataset in datasets)
         start = 0
         if latest is not None and found is not None:
-            start = found["step"]
+            start = found.step
             load_state(engine, parametrization, layout, rank.rank, latest, start)
-            same = found.get("layout") == manifest["layout"]
+            same = found.layout == manifest.layout
             same = runtime.load_random_state(latest, layout, rank.rank, config.run.seed, start, same=same)
             progress.say(
                 f"resumed from {latest} at step {start}"
@@ -192,7 +194,7 @@ class _Loop:
         checkpoints: Checkpoints,
         save: Callable[[Path], None],
         size: int,
-        manifest: dict[str, Any],
+        manifest: CheckpointManifest,
         rank: Rank,
         progress: Progress,
         watcher: Watcher | None,
@@ -301,8 +303,8 @@ class _Loop:
         torch.distributed.all_gather_object(sums, hash_files(partial, (rank.rank, rank.world_size)))
         path = partial.with_suffix("")
         if rank.is_first:
-            manifest = {**self._manifest, "step": step, "samples": step * self._training.global_batch_size}
-            path = checkpoints.commit(step, manifest, {name: value for part in sums for name, value in part.items()})
+            manifest = self._manifest.replaced(step=step, samples=step * self._training.global_batch_size)
+            path = checkpoints.commit(manifest, {name: value for part in sums for name, value in part.items()})
             self._progress.say(f"saved {path}")
         torch.distributed.barrier()
         return path

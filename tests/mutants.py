@@ -44,6 +44,7 @@ _LAYOUT = "mup_megatron/layout.py"
 _GROWTH_CHECKS = "mup_megatron/config/growth_checks.py"
 _RUN_CHECKS = "mup_megatron/config/run_checks.py"
 _CHECKPOINT = "mup_megatron/checkpoint.py"
+_MANIFEST = "mup_megatron/manifest.py"
 _STATE = "mup_megatron/engines/state.py"
 _NORM = "mup_megatron/engines/gradient_norm.py"
 _STUDY = "mup_megatron/tuning/study.py"
@@ -593,7 +594,7 @@ GUARDS = (
     _mutant(
         "guard: a checkpoint of another run",
         "a changed hyperparameter goes on as if it were the same run",
-        _CHECKPOINT,
+        _MANIFEST,
         "    if differences:\n        raise UserError(",
         "    if False:\n        raise UserError(",
         "test_checkpoint.py",

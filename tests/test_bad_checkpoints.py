@@ -16,7 +16,8 @@ import torch
 import yaml
 from packaging.version import Version
 
-from mup_megatron.checkpoint import FORMAT, MANIFEST, SUMS
+from mup_megatron.checkpoint import SUMS
+from mup_megatron.manifest import FORMAT, MANIFEST
 from tests import bodies
 from tests.commands import losses
 from tests.configs import MIXED, make
@@ -169,6 +170,10 @@ SEALED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no record": (lambda path: (path / MANIFEST).write_text("[]"), "expected a JSON object"),
     "step below zero": (lambda path: rewrite(path, lambda record: record.update(step=-4)), "step"),
     "another step": (lambda path: rewrite(path, lambda record: record.update(step=3)), "step"),
+    "changes that are none": (
+        lambda path: rewrite(path, lambda record: record.update(changes=3)),
+        "changes is missing or no list",
+    ),
 }
 
 

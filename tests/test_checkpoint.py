@@ -14,24 +14,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint.metadata
+from pydantic import ValidationError
 
-from mup_megatron.checkpoint import FORMAT, MANIFEST, SUMS, Checkpoints, check_resume, hash_files, make_manifest
+from mup_megatron.checkpoint import SUMS, Checkpoints, hash_files
 from mup_megatron.engines.state import saved_shapes
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
+from mup_megatron.manifest import FORMAT, MANIFEST, CheckpointManifest, check_resume, make_manifest
 from mup_megatron.model import parametrize
 from tests.configs import MIXED, VOCABULARY, make
 
 
-def record(growth: dict[str, Any] = MIXED, processes: int = 1, **overrides: Any) -> dict[str, Any]:
+def manifest(growth: dict[str, Any] = MIXED, processes: int = 1, **overrides: Any) -> CheckpointManifest:
     config = make(growth, "gpt3", **overrides)
     layout = resolve_layout(config, processes)
-    made = make_manifest(config, parametrize(config, VOCABULARY), layout, "digest", step=3)
-    return json.loads(json.dumps(made))  # as it comes back from disk
+    return make_manifest(parametrize(config, VOCABULARY), layout, "digest", step=3)
 
 
-def test_a_record_is_readable_and_complete() -> None:
-    made = record()
+def test_a_manifest_is_readable_and_complete() -> None:
+    made = manifest().as_json()
     assert made["format"] == FORMAT
     assert made["base_shapes"]["decoder.layers.0.mlp.linear_fc1.weight"] == [64, 64]
     assert made["multipliers"]["decoder.layers.0.mlp.linear_fc2.weight"] == pytest.approx([0.4, 2 / 3, 2.5])
@@ -52,7 +53,7 @@ def test_a_record_is_readable_and_complete() -> None:
     ],
 )
 def test_free_keys_may_change(overrides: dict[str, Any]) -> None:
-    check_resume(record(), record(**overrides), Path("x"))
+    check_resume(manifest(), manifest(**overrides), Path("x"))
 
 
 @pytest.mark.parametrize(
@@ -69,24 +70,29 @@ def test_free_keys_may_change(overrides: dict[str, Any]) -> None:
 )
 def test_the_guard(overrides: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as error:
-        check_resume(record(), record(**overrides), Path("runs/x"))
+        check_resume(manifest(), manifest(**overrides), Path("runs/x"))
     said, table = str(error.value).split("\n", 1)
     assert "--allow-change" in said
     assert sentence in [" ".join(line.split()) for line in table.splitlines()]
 
 
 def test_a_deliberate_change_is_let_through_by_name() -> None:
-    changed = record(hparams__lr=1e-3, run__seed=8)
-    check_resume(record(), changed, Path("x"), allowed=["hparams.lr", "run.seed"])
+    changed = manifest(hparams__lr=1e-3, run__seed=8)
+    check_resume(manifest(), changed, Path("x"), allowed=["hparams.lr", "run.seed"])
     with pytest.raises(UserError, match=r"run\.seed"):
-        check_resume(record(), changed, Path("x"), allowed=["hparams.lr"])
-    check_resume(record(), changed, Path("x"), allowed=["hparams", "run"])
+        check_resume(manifest(), changed, Path("x"), allowed=["hparams.lr"])
+    check_resume(manifest(), changed, Path("x"), allowed=["hparams", "run"])
 
 
-def write(checkpoints: Checkpoints, step: int, **changes: Any) -> Path:
-    folder = checkpoints.begin(step)
-    (folder / "weights").write_text(str(step))
-    return checkpoints.commit(step, {**record(), "step": step, **changes}, hash_files(folder))
+def write(checkpoints: Checkpoints, number: int, **changes: Any) -> Path:
+    folder = checkpoints.begin(number)
+    (folder / "weights").write_text(str(number))
+    path = checkpoints.commit(manifest().replaced(step=number), hash_files(folder))
+    if changes:
+        written = json.loads((path / MANIFEST).read_text())
+        (path / MANIFEST).write_text(json.dumps({**written, **changes}))
+        seal(path)
+    return path
 
 
 @pytest.mark.parametrize("written", [1, FORMAT + 1])
@@ -94,7 +100,8 @@ def test_another_format(tmp_path: Path, written: int) -> None:
     checkpoints = Checkpoints(tmp_path, kept=2)
     path = write(checkpoints, 5, format=written)
     with pytest.raises(UserError, match=f"written in format {written}; this version reads format {FORMAT}"):
-        checkpoints.read(path)
+        CheckpointManifest.read(path)
+    assert checkpoints.problem(path) is None
 
 
 def test_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -106,9 +113,9 @@ def test_whole_or_not_at_all(tmp_path: Path) -> None:
     again = checkpoints.begin(10)
     assert list(again.iterdir()) == []
     (again / "weights").write_text("10")
-    checkpoints.commit(10, {**record(), "step": 10}, hash_files(again))
+    checkpoints.commit(manifest().replaced(step=10), hash_files(again))
     assert checkpoints.newest_first() == [tmp_path / "step_00000010", tmp_path / "step_00000005"]
-    assert checkpoints.read(tmp_path / "step_00000010")["step"] == 10
+    assert CheckpointManifest.read(tmp_path / "step_00000010").step == 10
     assert all(checkpoints.problem(path) is None for path in checkpoints.newest_first())
 
 
@@ -160,8 +167,8 @@ def test_every_file_is_listed(tmp_path: Path) -> None:
     folder = checkpoints.begin(5)
     for name in ("weights", "common.pt", ".metadata"):
         (folder / name).write_text(name)
-    path = checkpoints.commit(5, {**record(), "step": 5}, hash_files(folder))
-    assert checkpoints.read(path)["files"] == [".metadata", "common.pt", "weights"]
+    path = checkpoints.commit(manifest().replaced(step=5), hash_files(folder))
+    assert CheckpointManifest.read(path).files == [".metadata", "common.pt", "weights"]
     assert checkpoints.problem(path) is None
     lines = (path / SUMS).read_text().splitlines(keepends=True)
     assert len(lines) == 4
@@ -191,12 +198,80 @@ def test_checksums_are_sha256sum_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"format": 2, "step": "x"}', b"[" * 100000])
-def test_damaged_records(tmp_path: Path, content: bytes) -> None:
-    checkpoints = Checkpoints(tmp_path, kept=1)
-    path = write(checkpoints, 5)
+def test_damaged_manifests(tmp_path: Path, content: bytes) -> None:
+    path = write(Checkpoints(tmp_path, kept=1), 5)
     (path / MANIFEST).write_bytes(content)
     with pytest.raises(UserError, match=r"mup\.json"):
-        checkpoints.read(path)
+        CheckpointManifest.read(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"config": None}, "config is missing or no JSON object"),
+        ({"config": ["x"]}, "config is missing or no JSON object"),
+        ({"base_shapes": {"a.weight": "64"}}, "base_shapes.a.weight is missing or no list"),
+        ({"base_shapes": {"a.weight": [64, 6.5]}}, "base_shapes.a.weight.1 is missing or no integer"),
+        ({"data_digest": 5}, "data_digest is missing or no text"),
+        ({"step": True}, "step is missing or no integer"),
+        ({"layout": "tensor 2"}, "layout is missing or no JSON object"),
+        ({"versions": {"torch": 2}}, "versions.torch is missing or no text"),
+        ({"changes": 3}, "changes is missing or no list"),
+        ({"changes": [{"step": 3}]}, "changes.0.key is missing"),
+        ({"changes": [{"step": "x", "key": "a", "before": 1, "now": 2}]}, "changes.0.step is missing or no integer"),
+        ({"vocabulary": "many"}, "vocabulary is missing or no integer"),
+        ({"files": [["weights"]]}, "files.0 is missing or no text"),
+    ],
+    ids=str,
+)
+def test_manifests_whose_parts_are_of_another_kind(tmp_path: Path, part: dict[str, Any], said: str) -> None:
+    """What was never written by this project, though its checksums agree."""
+    path = write(Checkpoints(tmp_path, kept=1), 5, **part)
+    with pytest.raises(UserError) as error:
+        CheckpointManifest.read(path)
+    assert str(error.value) == f"{path / MANIFEST}: {said}"
+
+
+@pytest.mark.parametrize("files", [5, "weights", {"weights": 1}, [["weights"]], [None]], ids=str)
+def test_a_list_of_files_that_is_none(tmp_path: Path, files: Any) -> None:
+    checkpoints = Checkpoints(tmp_path, kept=1)
+    assert checkpoints.problem(write(checkpoints, 5, files=files)) == f"{MANIFEST} cannot be read"
+
+
+EARLIER = (
+    '{"format": 2, "step": 5, "config": {"hparams": {"lr": 0.01}}, "data_digest": "d", "base_shapes": {"a": [64, null]}'
+)
+
+
+def test_manifests_that_were_written_before(tmp_path: Path) -> None:
+    """Without the parts that came later, and with one that nobody knows; what is written again says the same."""
+    path = tmp_path / "step_00000005"
+    path.mkdir()
+    (path / MANIFEST).write_text(EARLIER + "}")
+    found = CheckpointManifest.read(path)
+    assert (found.step, found.config["hparams"], found.base_shapes) == (5, {"lr": 0.01}, {"a": [64, None]})
+    assert (found.changes, found.vocabulary, found.key_prefix, found.files) == (None, None, None, None)
+    (path / MANIFEST).write_text(EARLIER + ', "changes": [], "key_prefix": "x.", "of another time": 1}')
+    again = CheckpointManifest.read(path)
+    assert again == found.replaced(changes=[], key_prefix="x.")
+
+
+def test_what_a_manifest_writes(tmp_path: Path) -> None:
+    """Its parts in their order; one that is not there is not written, and one that is empty is."""
+    parts = "format step config layout data_digest tokenizer samples base_head_size base_shapes multipliers versions"
+    made = manifest()
+    assert list(made.as_json()) == parts.split()
+    change = {"step": 3, "key": "hparams.lr", "before": 0.01, "now": None}
+    resumed = made.replaced(changes=[change], files=[])
+    assert list(resumed.as_json()) == [*parts.split(), "changes", "files"]
+    assert resumed.as_json()["changes"] == [change]
+    assert list(made.replaced(vocabulary=384, key_prefix="x.").as_json()) == [
+        *parts.split(),
+        "vocabulary",
+        "key_prefix",
+    ]
+    with pytest.raises(ValidationError, match="frozen"):
+        made.step = 4
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

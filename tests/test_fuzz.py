@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mup_megatron import upstream
-from mup_megatron.checkpoint import MANIFEST, Checkpoints, check_resume, make_manifest
 from mup_megatron.config import Config, load_config, parse_config
 from mup_megatron.errors import UserError
 from mup_megatron.generate import _config_here
 from mup_megatron.layout import resolve_layout, smallest_world
+from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, listed_files, make_manifest
 from mup_megatron.model import parametrize
 from mup_megatron.setup import refuse
 from mup_megatron.setup.deepspeed import deepspeed_config
@@ -229,29 +229,34 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes, sta
     try_config(path)
 
 
-# --- records of checkpoints ---
+# --- manifests of checkpoints ---
 
 
-def checkpoint_record() -> tuple[dict[str, Any], Config]:
+def checkpoint_manifest() -> dict[str, Any]:
     config = make(MIXED)
-    made = make_manifest(config, parametrize(config, VOCABULARY), resolve_layout(config, 1), "digest", step=4)
-    return json.loads(json.dumps(made)), config
+    made = make_manifest(parametrize(config, VOCABULARY), resolve_layout(config, 1), "digest", step=4)
+    change = {"step": 2, "key": "hparams.lr", "before": 0.1, "now": 0.2}
+    return made.replaced(changes=[change], files=["weights"]).as_json()
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     path = tmp_path_factory.mktemp("checkpoints") / "step_00000004"
     path.mkdir()
-    return checkpoint_record()[0], path
+    return checkpoint_manifest(), path
 
 
 def try_checkpoint(path: Path, current: dict[str, Any]) -> None:
     try:
-        found = Checkpoints(path.parent, kept=1).read(path)
+        listed_files(path)
+    except UserError as error:
+        said(error, str(path))
+    try:
+        found = CheckpointManifest.read(path)
     except UserError as error:
         return said(error, str(path))
     try:
-        check_resume(found, current, path)
+        check_resume(found, CheckpointManifest(**current), path)
     except UserError as error:
         assert str(path) in str(error).splitlines()[0]
     try:
@@ -261,8 +266,11 @@ def try_checkpoint(path: Path, current: dict[str, Any]) -> None:
 
 
 @examples(1500)
-@given(MUTATIONS, st.sampled_from([None, None, "config", "base_shapes", "step", "data_digest", "layout"]))
-def test_mutated_checkpoint_records(checkpoint: Any, mutations: Any, part: str | None) -> None:
+@given(
+    MUTATIONS,
+    st.sampled_from([None, None, "config", "base_shapes", "step", "data_digest", "layout", "changes", "files"]),
+)
+def test_mutated_manifests(checkpoint: Any, mutations: Any, part: str | None) -> None:
     record, path = checkpoint
     changed = mutate(record, mutations) if part is None else {**record, part: mutate({part: record[part]}, mutations)}
     (path / MANIFEST).write_text(json.dumps(changed), encoding="utf-8")
@@ -271,7 +279,7 @@ def test_mutated_checkpoint_records(checkpoint: Any, mutations: Any, part: str |
 
 @examples(400)
 @given(st.one_of(st.binary(max_size=60), VALUES.map(lambda value: json.dumps(value).encode())))
-def test_any_checkpoint_record(checkpoint: Any, content: bytes) -> None:
+def test_any_manifest(checkpoint: Any, content: bytes) -> None:
     record, path = checkpoint
     (path / MANIFEST).write_bytes(content)
     try_checkpoint(path, record)

@@ -24,6 +24,7 @@ LEVELS = [
     {"samples"},
     {"explain", "metrics"},
     {"checkpoint", "progress", "run_directory"},
+    {"manifest"},
     {"engines"},
     {"deepspeed"},
     {"setup"},

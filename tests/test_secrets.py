@@ -17,6 +17,7 @@ from mup_megatron import cli, runtime, upstream
 from mup_megatron.config import load_config, parse_overrides
 from mup_megatron.errors import ConfigError, UserError, masked, shown
 from mup_megatron.generate import _config_here
+from mup_megatron.manifest import CheckpointManifest
 from mup_megatron.report.page import write_page
 from tests import postgres
 from tests.commands import environment
@@ -98,7 +99,8 @@ def test_of_an_older_version(tmp_path: Path) -> None:
     page = write_page(tmp_path).read_text()
     assert MARKER not in page
     assert "postgresql://me:***@host/db" in page
-    assert _config_here({"config": config}, tmp_path).tuning.storage == "journal"
+    manifest = CheckpointManifest(step=1, config=config, data_digest="", base_shapes={})
+    assert _config_here(manifest, tmp_path).tuning.storage == "journal"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])

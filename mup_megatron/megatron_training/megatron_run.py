@@ -19,13 +19,13 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from mup_megatron import checkpoint
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import Settings, known
@@ -214,7 +214,7 @@ class MegatronRun:
 
         if torch.distributed.get_rank() == 0:
             directory = get_checkpoint_name(self._args.save, iteration, return_base_dir=True)
-            write_record(Path(directory) / checkpoint.MANIFEST, self._record(iteration))
+            write_record(Path(directory) / MANIFEST, self._manifest(iteration).as_json())
 
     def check_checkpoint(self) -> None:
         """The guard on resume.
@@ -229,18 +229,18 @@ class MegatronRun:
             if directory is None or not Path(get_checkpoint_tracker_filename(directory)).is_file():
                 continue
             path = Path(get_load_checkpoint_path_by_args(self._args, name))
-            if not (path / checkpoint.MANIFEST).is_file():
+            if not (path / MANIFEST).is_file():
                 raise UserError(
-                    f"{path}: has no {checkpoint.MANIFEST}, so it was not written in µP; expected a checkpoint that "
+                    f"{path}: has no {MANIFEST}, so it was not written in µP; expected a checkpoint that "
                     "mup-megatron run (or a patched tree) wrote"
                 )
-            found = checkpoint.Checkpoints(path.parent, 1).read(path)
-            if found.get("key_prefix") != KEY_PREFIX:
+            found = CheckpointManifest.read(path)
+            if found.key_prefix != KEY_PREFIX:
                 raise UserError(
                     f"{path}: names tensors without {KEY_PREFIX!r}, as earlier versions of mup-megatron run did; "
                     "expected a checkpoint of this version"
                 )
-            rows, allowed = found.get("vocabulary"), self._settings.allowed
+            rows, allowed = found.vocabulary, self._settings.allowed
             if rows is not None and rows != self._vocabulary:
                 ranks = self._args.tensor_model_parallel_size
                 expected = f"a tensor-parallel size that divides {rows}"
@@ -254,16 +254,13 @@ class MegatronRun:
             if rows is not None:
                 allowed = (*allowed, f"model.{_MULTIPLE}")
             advice = "change the options back, choose another --save and --load, or name a deliberate change with"
-            checkpoint.check_resume(found, self._record(0), path, allowed, advice=f"{advice} --mup-allow-change KEY")
+            check_resume(found, self._manifest(0), path, allowed, advice=f"{advice} --mup-allow-change KEY")
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def _manifest(self, step: int) -> CheckpointManifest:
         args = self._args
         data = json.dumps([args.data_path, args.split, args.seq_length, args.mock_data], default=str)
-        record = checkpoint.make_manifest(
-            self.config, self.parametrization, self.layout, hashlib.sha256(data.encode()).hexdigest(), step
-        )
-        record |= {"vocabulary": self._vocabulary, "key_prefix": KEY_PREFIX}
-        return json.loads(json.dumps(record))
+        manifest = make_manifest(self.parametrization, self.layout, hashlib.sha256(data.encode()).hexdigest(), step)
+        return manifest.replaced(vocabulary=self._vocabulary, key_prefix=KEY_PREFIX)
 
 
 def _name_in_checkpoints(model: GPTModel) -> None:

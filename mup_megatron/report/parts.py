@@ -197,7 +197,7 @@ class Tuned(_Part):
 
 
 class Made(_Part):
-    """mup.json of a checkpoint."""
+    """mup.json of a checkpoint, of whichever format: no more is shown of it. manifest.py reads the whole."""
 
     versions: dict[str, str]
 

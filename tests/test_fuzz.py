@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from mup_megatron import upstream
 from mup_megatron.config import Config, load_config, parse_config
@@ -23,11 +25,12 @@ from mup_megatron.generate import _config_here
 from mup_megatron.layout import resolve_layout, smallest_world
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, listed_files, make_manifest
 from mup_megatron.model import parametrize
+from mup_megatron.report.summary import print_transfer
 from mup_megatron.setup import refuse
 from mup_megatron.setup.deepspeed import deepspeed_config
 from mup_megatron.shapes import save_base_shapes
 from mup_megatron.tuning.family import digest
-from mup_megatron.tuning.record import TransferRecord, remarks
+from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks
 from mup_megatron.tuning.space import with_values
 from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
 from tests.tuning import test_record
@@ -331,24 +334,45 @@ def test_any_base_shapes(base_shapes: tuple[Path, str], content: bytes) -> None:
 
 
 def try_transfer(path: Path, config: Config) -> None:
-    """As `transfer` and `train` read it."""
+    """As `transfer` and `train` read and show it."""
     try:
         found = TransferRecord.read(path, config)
         assert found is not None
         with_values(config, found.values)
-        _ = remarks(found.study, []), found.tuned, found.created
     except UserError as error:
-        said(error, str(path))
+        return said(error, str(path))
+    told = remarks(found.study, extrapolated(config, found))
+    print_transfer(found, {"forward": FORWARD, "tensors": {}}, told, Console(file=io.StringIO()))
+
+
+FORWARD = dict.fromkeys(("readout", "softmax_scale", "embedding", "residual"), 1.0)
+TRIALS = [
+    {"slot": slot, "state": "complete", "repeats": slot == 2, "loss": 2.5, "values": {"lr": 0.001 * slot}}
+    for slot in (1, 2, 3)
+]
+NOISY: dict[str, Any] = {
+    **test_record.STUDY,
+    "noise": 0.01,
+    "ranges": {"lr": {"low": 1e-3, "high": 1e-1, "log": True}},
+    "candidates": [
+        {"slot": 1, "losses": [2.5, 2.51], "mean": 2.505, "within_noise": False},
+        {"slot": 2, "losses": [2.5, None], "mean": 2.5, "within_noise": True},
+    ],
+    "trials": TRIALS,
+}
+"""A study of which there is more to say: with repetitions, so that noise is known."""
 
 
 @examples(800)
-@given(MUTATIONS, st.booleans())
+@given(MUTATIONS, st.booleans(), st.sampled_from([None, "study", "proxy", "values"]))
 def test_mutated_transfer_records(
-    record: TransferRecord, tmp_path_factory: pytest.TempPathFactory, mutations: Any, sealed: bool
+    record: TransferRecord, tmp_path_factory: pytest.TempPathFactory, mutations: Any, sealed: bool, part: str | None
 ) -> None:
     """Also with a checksum that agrees, as of a record that another version, or someone's script, wrote."""
     path = tmp_path_factory.getbasetemp() / "transfer.json"
-    changed = json.loads(json.dumps(mutate(record.as_json(), mutations)))  # keys are text then
+    good = {**record.as_json(), "study": NOISY}
+    changed = mutate(good, mutations) if part is None else {**good, part: mutate(good[part], mutations)}
+    changed = json.loads(json.dumps(changed))  # keys are text then
     if sealed and isinstance(changed, dict):
         changed["checksum"] = digest({key: value for key, value in changed.items() if key != "checksum"})
     path.write_text(json.dumps(changed), encoding="utf-8")

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
-
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.explain import explain, without_numbers
@@ -28,6 +26,7 @@ from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.outcome import open_sides
+from mup_megatron.tuning.record_parts import check_record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
 FORMAT = 1
@@ -35,7 +34,6 @@ _MOST_DIFFERENCES = 8
 
 # What a value that is nearer to the end of its range than this share of the range is said to be at.
 _NEAR = 0.1
-_PARTS = {"created": str, "digest": str, "family": dict, "values": dict, "tuned": list, "study": dict, "budget": dict}
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
 
 
@@ -250,17 +248,7 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
             f"{path}: checksum: does not match what the record says, so it was edited or damaged; move it "
             "away, and tune again, or set values by hand under hparams: with tuning.run: never"
         )
-    for key, kind in _PARTS.items():
-        if not isinstance(record.get(key), kind):
-            raise UserError(f"{path}: {key} is missing or no {kind.__name__}")
-    for key in ("target", "proxy", "rules", "versions"):
-        if not isinstance(record.get(key, {}), dict):
-            raise UserError(f"{path}: {key} is no dict")
-    try:
-        _Study.model_validate(record["study"])
-    except (ValidationError, RecursionError):
-        expected = "candidates, noise, interior, values, trials and ranges as tuning writes them"
-        raise UserError(f"{path}: study: expected {expected}") from None
+    check_record(path, record)
     if config is not None:
         _check_family(path, record, config)
         try:
@@ -270,44 +258,6 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
         except KeyError as error:
             raise UserError(f"{path}: values: {error.args[0]}") from None
     return record
-
-
-class _Range(BaseModel):
-    low: FiniteFloat
-    high: FiniteFloat
-    log: bool
-
-
-class _Candidate(BaseModel):
-    slot: int
-    within_noise: Any
-
-
-class _Tried(BaseModel):
-    values: dict[str, float | str]
-
-
-class _Study(BaseModel):
-    """What is read of a study, however the target goes on."""
-
-    candidates: list[_Candidate]
-    interior: dict[str, Any]
-    noise: float | None
-    values: dict[str, float | str] = {}
-    trials: list[_Tried] = []
-    ranges: dict[str, _Range] = {}
-
-    @model_validator(mode="after")
-    def _numbers_are_numbers(self) -> _Study:
-        for name in self.interior:
-            found = [values[name] for values in (self.values, *(one.values for one in self.trials)) if name in values]
-            least = 0.0 if name in self.ranges and self.ranges[name].log else -math.inf
-            bounds = [self.ranges[name].low, self.ranges[name].high] if name in self.ranges else []
-            if found and name not in self.values:
-                raise ValueError(f"no value of {name}")
-            if not all(isinstance(one, float) and math.isfinite(one) and one > least for one in (*found, *bounds)):
-                raise ValueError(f"a value of {name} is no number, or none of its range")
-        return self
 
 
 def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None:

@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from mup_megatron.checkpoint import Checkpoints
+from mup_megatron.manifest import CheckpointManifest
 from tests import bodies
 from tests.commands import Background, losses, metrics, mup, until
 from tests.configs import MIXED, make
@@ -177,7 +178,7 @@ def check_whole(directory: Path) -> None:
     checkpoints = Checkpoints(directory / "checkpoints", kept=2)
     for path in checkpoints.newest_first():
         assert checkpoints.problem(path) is None
-        assert checkpoints.read(path)["step"] == int(path.name.removeprefix("step_"))
+        assert CheckpointManifest.read(path).step == int(path.name.removeprefix("step_"))
     if (directory / "metrics.jsonl").exists():
         metrics(directory)
     if (directory / "config.yaml").exists():

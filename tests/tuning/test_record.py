@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import Config, load_config
@@ -138,8 +139,6 @@ def test_one_record_serves_a_family(repository: Path) -> None:
 
 
 def test_the_command_shows_it(record: TransferRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
-
     config = config_in(tmp_path)
     source = tmp_path / "run.yaml"
     source.write_text(yaml.safe_dump(config.model_dump()))
@@ -153,6 +152,39 @@ def test_the_command_shows_it(record: TransferRecord, tmp_path: Path, capsys: py
     assert load_config(target).hparams.lr == 0.004
     assert cli.run(["transfer", str(source)]) == 0
     assert "output_multiplier" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"proxy": {"trained": "250 steps"}}, "proxy.trained: "),
+        ({"proxy": {"trained": [250, 16, 128]}}, "proxy.trained: "),
+        ({"proxy": {"trained": {"train_steps": "250"}}}, "proxy.trained.train_steps: "),
+        ({"proxy": {"trained": {"num_layers": 0}}}, "proxy.trained.num_layers: "),
+        ({"proxy": {"trained": {"tokens": 10**400}}}, "proxy.trained.tokens: "),
+        ({"proxy": {"trained": {"seq_length": True}}}, "proxy.trained.seq_length: "),
+        ({"study": {**STUDY, "noise": 0.1, "candidates": [{"slot": 0, "within_noise": True}]}}, "study: "),
+        (
+            {"study": {**STUDY, "noise": 0.1, "candidates": [{"slot": 0, "losses": [], "mean": 1, "within_noise": 0}]}},
+            "study: ",
+        ),
+        ({"study": {**STUDY, "trials": [{"values": {}, "loss": "low"}]}}, "study: "),
+    ],
+    ids=str,
+)
+def test_a_part_that_is_of_another_kind(
+    record: TransferRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: dict[str, Any], said: str
+) -> None:
+    """Its checksum is right, as where a script wrote it: `transfer` says which part, and does not raise."""
+    source, path = tmp_path / "run.yaml", tmp_path / "transfer.json"
+    source.write_text(yaml.safe_dump(config_in(tmp_path).model_dump()))
+    changed = {**record.as_json(), **part}
+    changed["checksum"] = digest({key: value for key, value in changed.items() if key != "checksum"})
+    write_record(path, changed)
+    assert cli.run(["transfer", str(source)]) == 2
+    err = capsys.readouterr().err
+    assert f"{path}: {said}expected " in " ".join(err.split())
+    assert "Traceback" not in err
 
 
 def test_the_digest_holds_the_depth_of_the_base(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Proof that the parametrization is right: the coordinate check with its negative controls, and stable optima.
 
-family.py says which sizes are checked, controls.py how a rule is taken out, coordinates.py what is measured, verdict.py
-what the measured slopes should be, coord_check.py runs it all. stability.py asks where optima lie: question.py
-says what is varied, grid.py trains, optimum.py finds minima.
+The coordinate check: family.py chooses the sizes, regimes.py the settings, controls.py takes a rule out, coordinates.py
+measures, slopes.py fits, theory.py says what a slope should be, verdict.py judges; coord_check.py runs it all.
+Stable optima: stability.py runs the check, question.py says what is varied, grid.py trains, optimum.py finds minima.
 """

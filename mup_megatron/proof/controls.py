@@ -1,8 +1,8 @@
 """Negative controls: one rule taken out, in a regime that excites it; and the plane between standard and µP.
 
-Public names: `Control`, `CONTROLS`, `control`, `processes`, `interpolate`. A control changes the table of
-rules (`Parametrization`) that init, optimizer and forward pass read, so that the model which then trains is a real one
-with a wrong rule.
+Public names: `Control`, `CONTROLS`, `control`, `processes`, `interpolate`. A control changes the table
+(`Parametrization`) that init, optimizer and forward pass read. The model that then trains is a real one with one wrong
+rule.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Many runs of one process each, side by side, that go on where they were stopped.
+"""Many runs of one process each, at the same time; they go on where they were stopped.
 
-Public names: `Job`, `Outcome`, `comparable`, `run_grid`, `alone`. A run's outcome is a file of its own in the grid's
-folder, and whoever holds the lock of a run's folder runs it: any number of commands, on any node that sees the folder,
-work on one grid.
+Public names: `Job`, `Outcome`, `comparable`, `run_grid`, `alone`. Each run writes its outcome to a file of its own in
+the grid's folder, and the process that holds the lock of a run's folder runs it. So any number of commands, on any node
+that sees the folder, can work on one grid.
 """
 
 from __future__ import annotations

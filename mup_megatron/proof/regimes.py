@@ -1,4 +1,4 @@
-"""Regimes: changes of a config under which a rule matters that the plain coordinate check does not excite.
+"""Regimes: changes of a config under which a rule matters that has no effect in the plain coordinate check.
 
 Public names: `Regime`, `REGIMES`. µP has to keep every size in each of them (`coord-check --thorough`), and a control
 (controls.py) takes its rule out in one.

@@ -2,8 +2,8 @@
 
 Public names: `reverse`, `small_model`, `lines`, `write`. In the standard parametrization a large model is its own base
 of µP (docs/parametrization.md, section 7, identity 1). So the small model in µP whose base sizes are the large one's,
-with the large one's hyperparameters, learns in steps of the same size: a rate that is too high there is too high here
-(Tensor Programs V, appendix I). Its curve is another one: what initial values alone give falls with width.
+with the large one's hyperparameters, learns in steps of the same size. A rate that is too high for the large model is
+too high for the small one (Tensor Programs V, appendix I). Its curve differs, because logits at step 0 fall with width.
 """
 
 from __future__ import annotations

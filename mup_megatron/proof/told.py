@@ -1,4 +1,4 @@
-"""A coordinate check's result for people, and as a file.
+"""A coordinate check's result as lines of text, and as a file.
 
 Public names: `lines`, `write`, `bound_of`.
 """

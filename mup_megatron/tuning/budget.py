@@ -1,4 +1,4 @@
-"""What tuning and pretraining cost, before they cost anything: tokens, FLOPs, share, time.
+"""An estimate, before anything is trained, of what tuning and pretraining cost: tokens, FLOPs, share, time.
 
 Public names: `plan`, `Plan`, `flops_per_token`, `six_nd`, `device_hours`, `guidance`.
 """

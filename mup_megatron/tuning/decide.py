@@ -1,4 +1,4 @@
-"""Whether there is anything to tune, what must hold before it is paid for, and what a record's values make of a run.
+"""Whether to tune, the checks before tuning starts, and a run with the values of a record.
 
 Public names: `decide`, `apply_record`, `trained_values`.
 """

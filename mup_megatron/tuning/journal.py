@@ -2,8 +2,8 @@
 
 Public names: `Journal`, `journal_path`, `mend`.
 
-Optuna replays a journal without a look at it; a line that somebody, or a disk, damaged would end in whatever Python
-raises where the replay falls over. So every line is held against what Optuna writes before Optuna sees it.
+Optuna replays a journal without checking it. A damaged line would therefore end in some Python error deep inside the
+replay. So every line is compared with the form that Optuna writes, before Optuna reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who works on a study, and who leads: plans, says what ended, moves the study on, chooses and writes the record.
+"""Work on a study. One process leads: it plans, prints what ended, moves the study on, chooses, writes the record.
 
 Public names: `tune` (all ranks of one launch, of which the first leads), `join_study` (workers that come and go).
 """

@@ -1,11 +1,11 @@
-"""Who runs which trial, where workers come and go: a file per running trial, which its worker touches.
+"""Which worker runs which trial, while workers come and go: one file per running trial, which its worker touches.
 
 Public names: `Leases`, `Lost`, `Overtaken`.
 
-Storages that Optuna can share over a file system have no heartbeat, and a file lock says nothing on a file system
-without locks. So a worker touches its file, and the worker that leads takes a trial back whose file has not changed for
-`seconds` by the leader's own clock: clocks of different nodes are never compared. The file's name holds its owner, so
-that a worker that was only slow notices, and lets go.
+The storages that Optuna can share over a file system have no heartbeat, and some file systems have no locks. So a
+worker touches its file regularly. If a file has not changed for `seconds`, the leading worker takes the trial back. It
+measures this with its own clock; clocks of different nodes are never compared. The file's name contains its owner, so
+a worker that was only slow sees that it lost the trial, and stops it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _BEATS = 6
-_AWAKE_SECONDS = 5.0  # the longest that the leader, awake, does not look
+_AWAKE_SECONDS = 5.0  # a running leader looks at least this often; a longer gap means that it was stopped
 
 
 class Lost(Exception):
@@ -28,7 +28,7 @@ class Lost(Exception):
 
 
 class Overtaken(Exception):
-    """A trial waits for one of a lower slot that was taken back, which this worker should rather run."""
+    """This worker's trial waits for one of a lower slot that was taken back; the worker should run that one first."""
 
 
 class Leases:
@@ -59,7 +59,7 @@ class Leases:
             time.sleep(self._seconds / _BEATS)
 
     def take(self, trial: str) -> None:
-        """From now on this worker's."""
+        """Makes the trial this worker's."""
         path = self._path(trial)
         path.touch()
         self._held.add(path)
@@ -70,7 +70,7 @@ class Leases:
             raise Lost(trial)
 
     def drop(self, trial: str) -> None:
-        """No longer this worker's."""
+        """Gives the trial up."""
         path = self._path(trial)
         self._held.discard(path)
         path.unlink(missing_ok=True)
@@ -78,10 +78,10 @@ class Leases:
     def lost(self, running: Iterable[str]) -> list[str]:
         """Of the running trials, those whose worker has been silent for too long; for the leader alone.
 
-        Their leases end here, so that a worker that lives after all lets go.
+        Their leases end here. A worker that is alive after all sees this in `check`, and stops its trial.
         """
         now, seen, gone = time.monotonic(), {}, []
-        # What this process slept through (SIGSTOP) is nobody's silence: maybe all did.
+        # While this process was stopped (SIGSTOP), others may have been too: that time does not count as silence.
         slept, self._looked = max(0.0, now - self._looked - _AWAKE_SECONDS), now
         for trial in running:
             beat = self._last_beat(trial)

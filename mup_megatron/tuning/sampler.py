@@ -16,7 +16,7 @@ from mup_megatron.tuning.space import Value, distributions
 
 
 def sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:
-    """The config's sampler; one that learns from trials that ended (tpe) draws something else for every slot."""
+    """The config's sampler. One that learns from trials that ended (tpe) gets a random seed of its own per slot."""
     if config.tuning.sampler == "tpe":
         seed = random.Random(f"{config.run.seed} {slot}").getrandbits(32)  # noqa: S311  (no secret)
         return optuna.samplers.TPESampler(seed=seed, constant_liar=True)

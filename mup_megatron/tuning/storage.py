@@ -1,7 +1,7 @@
 """A study as Optuna keeps it: in a journal in the run's folder, or in a database. What is read there is checked.
 
-Public names: `StudyStorage`, `Ended`. The one place that knows Optuna's storages, its states of a trial, and what this
-project writes down of a trial beside them; study.py decides what happens to a trial.
+Public names: `StudyStorage`, `Ended`. Only this module knows Optuna's storages, its states of a trial, and the
+attributes that this project adds to a trial; study.py decides what happens to a trial.
 """
 
 from __future__ import annotations

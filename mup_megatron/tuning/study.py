@@ -3,10 +3,10 @@
 Public name: `Study`.
 
 Optuna keeps the study (storage.py: a journal file or a database, which any number of processes share) and samples the
-values (sampler.py). Which values are tried depends on the seed alone: trials are enqueued in the order of a plan, some
-ahead of those that run, since every look at a database reads all that have not ended. A trial's `slot` is its place in
-that plan. Halving compares a trial with those of lower slots only, and waits for them: whoever runs first or fastest,
-the same trials are stopped and the same values chosen.
+values (sampler.py). Which values are tried depends on the seed alone. Trials are enqueued in the order of a plan, only
+a few ahead of those that run, because every read of a database returns all trials that have not ended. A trial's `slot`
+is its place in that plan. Halving compares a trial with those of lower slots only, and waits for them. So the same
+trials are stopped and the same values chosen, whichever worker is first or fastest.
 """
 
 from __future__ import annotations

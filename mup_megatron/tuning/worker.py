@@ -2,8 +2,8 @@
 
 Public name: `work`.
 
-The process that works holds no CUDA context and no model; a trial that runs out of memory, hangs or takes its process
-down costs that trial alone. It goes on once from its last checkpoint, in a new process; the second time it has failed.
+The worker itself holds no CUDA context and no model. So if a trial runs out of memory, hangs or kills its process,
+only that trial is affected. It goes on once from its last checkpoint, in a new process; the second time it has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
 
 _SAY_SECONDS = 60.0
-_BUSY_SECONDS = 5.0  # a folder's owner that was killed is gone by then; one that is only stopped may be for hours
+_BUSY_SECONDS = 5.0  # by then the lock of a killed owner is free; an owner that is only stopped may keep it for hours
 
 
 def work(

@@ -103,6 +103,7 @@ class Batches:
     """Global batches of a dataset: batch i holds samples [i·g, (i+1)·g), whatever the layout.
 
     Micro-batch k of data-parallel rank r takes the samples from i·g + (k·ranks + r)·b on, as Megatron's sampler does.
+    It takes config and layout apart, since a `Setup` lies above data in the order of imports.
     """
 
     def __init__(self, dataset: Any, config: Config, layout: Layout, rank: int, device: torch.device) -> None:

@@ -5,7 +5,8 @@ Public names: `save_state`, `state_bytes`, `load_state`, `load_weights`, `saved_
 Both engines hand out, parameter by parameter, the whole of what they hold of this rank's slice (`Engine.gather`), and
 take it back (`Engine.scatter`). What is written is the global tensor's slice under a key such as
 `exp_avg.decoder.layers.3.mlp.linear_fc1.weight`: an optimizer's groups, flat buffers, partitions and rates leave no
-trace, so that any layout, ZeRO stage, engine or peak rate can go on from it.
+trace, so that any layout, ZeRO stage, engine or peak rate can go on from it. These functions take the parametrization
+and not a `Setup` alone, since a control's parametrization is not the one that its `Setup` makes.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import tensor_parallel
 
 from mup_megatron.ranks import Rank
 
@@ -71,7 +72,12 @@ def warm(rank: Rank) -> None:
 
 
 def native(
-    rank: Rank, *, words: list[str], plainly: bool = False, initial: dict[str, np.ndarray] | None = None
+    rank: Rank,
+    *,
+    words: list[str],
+    plainly: bool = False,
+    initial: dict[str, np.ndarray] | None = None,
+    dropout_seed: int | None = None,
 ) -> dict[str, Any]:
     """Runs a user's script to its end.
 
@@ -80,6 +86,7 @@ def native(
         words: its command line.
         plainly: without `mup-megatron run`, as upstream alone runs it.
         initial: values by parameter to start from, instead of those that are drawn.
+        dropout_seed: of what is drawn once the model is there. Initial values take their numbers from elsewhere in µP.
 
     Returns:
         Exit status, what was said on stderr, the losses of micro-batches to the last bit and as they were logged,
@@ -91,6 +98,7 @@ def native(
     from megatron.training import global_vars, training
 
     from mup_megatron import megatron_training, model, parametrization
+    from mup_megatron.engines.experts import forget_logged_losses
     from mup_megatron.errors import UserError
     from mup_megatron.megatron_training.options import prepare
     from mup_megatron.megatron_training.script import run_script
@@ -105,7 +113,7 @@ def native(
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings(action="ignore"):
         try:
             prepare()
-            training.setup_model_and_optimizer = _observed(setup, found, initial)
+            training.setup_model_and_optimizer = _observed(setup, found, initial, dropout_seed)
             if plainly:
                 sys.argv = [str(SCRIPT), *words]
                 runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -127,6 +135,7 @@ def native(
             global_vars.destroy_global_vars()
             destroy_num_microbatches_calculator()
             destroy_rerun_state_machine()
+            forget_logged_losses()
             training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
             os.environ.clear()
             os.environ.update(environment)
@@ -137,7 +146,9 @@ def native(
     return {**found, "said": err.getvalue(), "losses": losses}
 
 
-def _observed(setup: Any, found: dict[str, Any], initial: dict[str, np.ndarray] | None) -> Any:
+def _observed(
+    setup: Any, found: dict[str, Any], initial: dict[str, np.ndarray] | None, dropout_seed: int | None
+) -> Any:
     """Upstream's setup of model and optimizer, looked at, its parameters at given values."""
 
     def observed(*args: Any, **kwargs: Any) -> Any:
@@ -159,6 +170,9 @@ def _observed(setup: Any, found: dict[str, Any], initial: dict[str, np.ndarray] 
         found["initial"], found["chunks"] = _values(chunks), chunks
         hook = lambda _module, _inputs, losses: found["steps"].append(losses.detach().double().mean().item())  # noqa: E731
         chunks[-1].register_forward_hook(hook)
+        if dropout_seed is not None:
+            tensor_parallel.model_parallel_cuda_manual_seed(dropout_seed)
+            torch.manual_seed(dropout_seed)
         return model, optimizer, scheduler
 
     return observed

@@ -245,6 +245,7 @@ def test_two_pipelines_on_one_folder(tmp_path: Path, start: Callable[..., Backgr
     assert "run.dir: another run is writing to" in second.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     """No file may grow beyond 4 kB, so the study's journal cannot go on: one sentence. With room again, it goes on."""
     path = pipeline_file(tmp_path, tuning__trials=40, tuning__pruner="none")

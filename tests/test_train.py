@@ -48,6 +48,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: Ranks) -> None:
     result = mup("train", config_file, "--nproc-per-node", "2")
     assert result.returncode == 0, result.stderr
@@ -93,10 +94,11 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: R
 @pytest.mark.parametrize(
     ("number", "status", "name"),
     [
-        pytest.param(signal.SIGTERM, 143, "SIGTERM", marks=pytest.mark.slow, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, 143, "SIGTERM", id="SIGTERM"),
         pytest.param(signal.SIGINT, 130, "Ctrl-C", id="Ctrl-C"),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_saves_and_the_same_command_goes_on(
     config_file: Path, tmp_path: Path, ranks: Ranks, number: signal.Signals, status: int, name: str
 ) -> None:
@@ -283,6 +285,7 @@ def test_divergence_is_said(config_file: Path, ranks: Ranks) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same run there, interrupted or not; without the package one sentence says so."""
     words = ["train", str(config_file), "run.wandb_project=proxies"]

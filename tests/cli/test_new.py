@@ -96,6 +96,7 @@ def test_own_text_is_found_from_the_folder(tmp_path: Path, monkeypatch: pytest.M
     assert [Path(file).read_text() for file in config.data.files] == ["Words.\n"]
 
 
+@pytest.mark.slow
 def test_the_folder_runs(tmp_path: Path) -> None:
     """Its own launch script takes its config, from another folder too, tunes, transfers and trains."""
     text = tmp_path / "my.txt"

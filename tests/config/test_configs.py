@@ -83,7 +83,15 @@ def test_the_largest(name: str, layout: str, billions: float) -> None:
     assert round(sum(math.prod(shape.spec.shape) for shape in shapes) / 1e9, 1) == billions
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+QUICK = {"configs/demo", "gpt3/6.7b", "deepseek/v3-671b", "llama/70b"}
+
+
+def each(path: Path) -> Any:
+    name = f"{path.parent.name}/{path.stem}"
+    return pytest.param(path, id=name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("path", [each(path) for path in CONFIGS])
 def test_dry_run(path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 

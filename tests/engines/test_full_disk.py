@@ -194,7 +194,8 @@ def test_checkpoint(tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, pro
     assert len(losses(small.path / "run")) == 4
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_limit_that_is_met_while_a_checkpoint_is_written(tmp_path: Path, processes: int) -> None:
     """As a quota: nothing tells of it before. The writer's CheckpointException is no Exception."""
     path = train_file(tmp_path, tmp_path / "run")

@@ -182,7 +182,6 @@ MATRIX = [
     *CONTEXT,
 ]
 QUICK = {
-    ("gpt3", Split("distributed", pipeline=2, virtual=2, data=2)),
     ("llama tied", Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True)),
     ("moe bias", Split("distributed", pipeline=2, expert=2, data=2)),
     ("llama", Split("distributed", context=2, data=2)),

@@ -44,11 +44,11 @@ FEATURES = {
 
 
 def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, Any]:
-    plainly, initial = changed.pop("plainly", False), changed.pop("initial", None)
+    asked = {name: changed.pop(name) for name in ("plainly", "initial", "dropout_seed") if name in changed}
     said = native.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
-    if plainly:
+    if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(1, native.native, words=said, plainly=plainly, initial=initial)[0]
+    return ranks.run(1, native.native, words=said, **asked)[0]
 
 
 QUICK = ("clamped", "gate", "learnable", "two-losses")

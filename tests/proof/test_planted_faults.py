@@ -77,7 +77,7 @@ def found(ranks: Ranks, name: str, planted: bool) -> dict[str, Any]:
 CLEAN: dict[tuple[str, str], dict[str, Any]] = {}
 """What is out of bounds without a fault, by model and regime; once for all faults."""
 
-SAMPLE = ("key_rows_stay", "value_drawn_without_g")
+SAMPLE = ("key_rows_stay",)
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def test_a_verdict_and_its_control(tmp_path: Path) -> None:
     assert not result_of(config, asked(config), bowl({"mup": -0.4, "standard": 0}))["passed"]
 
 
+@pytest.mark.slow
 def test_edges_and_divergence(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     edge = result_of(config, asked(config, values="1e-3,2e-3,4e-3"), bowl({"mup": 0, "standard": 0}))
@@ -223,6 +224,7 @@ def test_the_exit_status(
     assert (tmp_path / "out" / "lr-width.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run is `train` on one process with that config; then nothing runs again; other settings are refused."""
     config = config_of(tmp_path)

@@ -169,6 +169,7 @@ def test_the_commands(whole: Path, finished: Path, tmp_path: Path, capfd: pytest
     )
 
 
+@pytest.mark.slow
 def test_a_value_that_changed_on_the_way(whole: Path, copied: Path, ranks: Ranks) -> None:
     """--allow-change on a resume: who reads the page learns of it, at the step where it was."""
     words = [str(whole / "run.yaml"), f"run.dir={copied}", ALONE, "training.train_steps=9", "training.lr_decay_steps=8"]

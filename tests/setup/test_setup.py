@@ -36,6 +36,7 @@ def counted(*functions: Callable[..., Any]) -> Iterator[collections.Counter[str]
         sys.setprofile(None)
 
 
+@pytest.mark.slow
 def test_a_pipeline_resolves_each_run_once(tmp_path: Path, repository: Path) -> None:
     """One process tunes one trial, trains the target, and trains it again in two other parametrizations.
 

@@ -73,6 +73,7 @@ def outcome(folder: Path) -> list[Any]:
     return [(trial["slot"], trial["seed"], trial["values"], trial["state"], trial["reports"]) for trial in trials]
 
 
+@pytest.mark.slow
 def test_one_sbatch(cluster: Cluster, repository: Path, tmp_path: Path) -> None:
     """Proxy and target from one line: an array of two workers, the record, the target at TP 2 over two nodes."""
     path = config_file(tmp_path, tuning__trials=2, tuning__repeat_best=0)

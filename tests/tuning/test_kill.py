@@ -187,7 +187,8 @@ def check_whole(directory: Path) -> None:
         assert json.loads((directory / "explain.json").read_text())["parameters"]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(10)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
 def test_killed_twice(
     undisturbed: Callable[[str], list[float]],
     start: Callable[[Path], Background],

@@ -72,6 +72,7 @@ def core_config(
         kv_channels=model.head_size,
         normalization=model.normalization,
         layernorm_epsilon=model.layernorm_epsilon,
+        layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
         activation_func=ACTIVATIONS[model.activation_func],
         gated_linear_unit=model.gated_linear_unit,
         glu_linear_offset=model.glu_linear_offset,

@@ -147,6 +147,8 @@ class Model(Section):
     """Kind of all norms."""
     layernorm_epsilon: PositiveFloat = 1e-5
     """Added to the variance (mean square) in every norm. Unit: activation squared."""
+    layernorm_zero_centered_gamma: bool = False
+    """Whether norms scale by 1 + gain, with gains that start at 0, instead of by gains that start at 1."""
     activation_func: Literal["gelu", "silu", "relu", "squared_relu", "quick_gelu"]
     """Activation of the MLP; `quick_gelu` is x · sigmoid(1.702 · x)."""
     gated_linear_unit: bool

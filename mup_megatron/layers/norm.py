@@ -19,7 +19,9 @@ from mup_megatron.shapes import Init, TensorSpec
 Gains = Literal["trained", "frozen", "none"]
 
 
-def set_gain_specs(norm: Any, size: int, sequence_parallel: bool, gains: Gains, per_head: bool) -> None:
+def set_gain_specs(
+    norm: Any, size: int, sequence_parallel: bool, gains: Gains, per_head: bool, zero_centered: bool = False
+) -> None:
     """Records what a norm scales (and shifts) by, and marks it as megatron-core's own norms do.
 
     Args:
@@ -28,8 +30,10 @@ def set_gain_specs(norm: Any, size: int, sequence_parallel: bool, gains: Gains, 
         sequence_parallel: whether it sees a part of the sequence on each tensor-parallel rank.
         gains: see `norm_class`, as `per_head`.
         per_head: see there.
+        zero_centered: whether it scales by 1 + gain.
     """
-    for name, init in (("weight", Init.ONES), ("bias", Init.ZEROS)):
+    gain = Init.ZEROS if zero_centered else Init.ONES
+    for name, init in (("weight", gain), ("bias", Init.ZEROS)):
         parameter = getattr(norm, name, None)
         if parameter is not None:
             frozen = gains == "frozen"
@@ -40,6 +44,11 @@ def set_gain_specs(norm: Any, size: int, sequence_parallel: bool, gains: Gains, 
             parameter.sequence_parallel = sequence_parallel or per_head
 
 
+def _gain(norm: Any) -> torch.Tensor | None:
+    """What a norm multiplies with."""
+    return norm.weight if norm.weight is None or not norm.zero_centered else norm.weight + 1
+
+
 class LayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm over the last dimension, with megatron-core's constructor."""
 
@@ -48,7 +57,12 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
-        set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head, self.zero_centered)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normed x, of its shape."""
+        return torch.nn.functional.layer_norm(x, self.normalized_shape, _gain(self), self.bias, self.eps)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -59,7 +73,12 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
-        set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head, self.zero_centered)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normed x, of its shape."""
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, _gain(self), self.eps)
 
 
 def apex_norm() -> Any:
@@ -74,6 +93,7 @@ def apex_norm() -> Any:
 
         def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
             super().__init__(config, hidden_size, eps)
-            set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head)
+            zero_centered = config.layernorm_zero_centered_gamma
+            set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head, zero_centered)
 
     return ApexLayerNorm

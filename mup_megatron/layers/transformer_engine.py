@@ -71,5 +71,6 @@ class TENorm:
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
         """An instance of Transformer Engine's class."""
         norm: Any = te.TENorm(config, hidden_size, eps)
-        set_gain_specs(norm, hidden_size, config.sequence_parallel, cls.gains, cls.per_head)
+        zero_centered = config.layernorm_zero_centered_gamma
+        set_gain_specs(norm, hidden_size, config.sequence_parallel, cls.gains, cls.per_head, zero_centered)
         return norm

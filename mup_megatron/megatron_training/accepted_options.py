@@ -19,9 +19,9 @@ TRANSLATED: tuple[tuple[str, str], ...] = (
         "moe-router-pre-softmax moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk "
         "moe-router-enable-expert-bias moe-router-bias-update-rate moe-router-dtype "
         "moe-shared-expert-intermediate-size moe-shared-expert-gate moe-token-dispatcher-type "
-        "attention-output-gate qk-l2-norm softmax-type quick-geglu glu-linear-offset activation-func-clamp-value "
-        "use-rope-scaling rope-scaling-factor yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow "
-        "no-yarn-correction-range-round-to-int",
+        "apply-layernorm-1p attention-output-gate qk-l2-norm softmax-type quick-geglu glu-linear-offset "
+        "activation-func-clamp-value use-rope-scaling rope-scaling-factor yarn-original-max-position-embeddings "
+        "yarn-beta-fast yarn-beta-slow no-yarn-correction-range-round-to-int",
         "model",
     ),
     ("lr weight-decay init-method-std embedding-init-method-std", "hparams"),

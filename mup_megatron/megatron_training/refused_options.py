@@ -26,7 +26,6 @@ REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("moe-grouped-gemm", "experts are recorded one by one", ()),
     ("attention-backend", "megatron-core takes it with --spec local alone", ("flash", "fused", "unfused")),
     ("qk-clip", "it rescales query and key weights after each step, beside every rule", ()),
-    ("apply-layernorm-1p", "it changes what a norm's gain is", ()),
     (
         "apply-residual-connection-post-layernorm fp32-residual-connection",
         "scaled residual branches are tested in their usual form alone",

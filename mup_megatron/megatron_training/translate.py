@@ -118,7 +118,11 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         if args.transformer_impl == "local" and args.context_parallel_size == 1
         else "auto",
     }
-    optional = ["mtp_num_layers", *(["mtp_loss_scaling_factor"] if config.mtp_num_layers else [])]
+    optional = [
+        "layernorm_zero_centered_gamma",
+        "mtp_num_layers",
+        *(["mtp_loss_scaling_factor"] if config.mtp_num_layers else []),
+    ]
     optional += ["glu_linear_offset", "activation_func_clamp_value"] if config.gated_linear_unit else []
     if config.num_moe_experts is not None:
         optional += ["num_moe_experts", *(name for name in Model.model_fields if name.startswith("moe_"))]

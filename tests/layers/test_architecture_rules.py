@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mup_megatron import rules, upstream
+from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError
 from mup_megatron.explain import explain
 from mup_megatron.global_names import named_parameters
@@ -21,10 +22,10 @@ from mup_megatron.init import local_rows
 from mup_megatron.layers.moe import global_expert_names
 from mup_megatron.layers.residual import scaled_bias_dropout_add
 from mup_megatron.layout import resolve_layout
-from mup_megatron.model import unsharded_model
+from mup_megatron.model import parametrize, unsharded_model
 from mup_megatron.patches import ALL_PATCHES, revert_patches
 from mup_megatron.setup import resolve
-from mup_megatron.shapes import expert_number
+from mup_megatron.shapes import Init, expert_number
 from tests import bodies
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, make
 from tests.distributed import Ranks
@@ -257,6 +258,24 @@ def test_gates_and_sinks() -> None:
     assert sink.shape.infshape == ((4, 8),)
     assert sink.init_std == {None: 0.05}
     assert numbers(sink) == (1, 0.5, 0)
+
+
+@pytest.mark.parametrize("architecture", ["gpt3", "llama"])
+def test_gains_that_are_added_to_one(architecture: str, ranks: Ranks) -> None:
+    """They start at 0 and are decayed no more than gains from 1; the model is the same function and trains the same."""
+    change = {"model__layernorm_zero_centered_gamma": True, "model__qk_layernorm": True, "training__train_steps": 4}
+    plain = make(MIXED, architecture, **{**change, "model__layernorm_zero_centered_gamma": False})
+    config = make(MIXED, architecture, **change)
+    tensors, expected = (parametrize(one, 384).tensors for one in (config, plain))
+    for name, row in tensors.items():
+        assert row.group == expected[name].group
+        is_gain = "norm" in name and name.endswith("weight")
+        assert row.shape.spec.init is (Init.ZEROS if is_gain else expected[name].shape.spec.init), name
+    prepare(config)
+    ours, theirs = (ranks.run(1, bodies.train, config=one, steps=4)[0] for one in (config, plain))
+    assert ours["losses"][:2] == theirs["losses"][:2]
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+    assert ours["losses"][-1] != ours["losses"][0]
 
 
 def test_rates_of_embedding_and_head_alone() -> None:

@@ -91,7 +91,6 @@ def test_resume_with_another_padding(two: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--apply-layernorm-1p", "--apply-layernorm-1p: not under µP here"),
         ("--qk-layernorm --apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm: not under µP here"),
         (
             "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm",

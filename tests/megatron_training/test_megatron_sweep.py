@@ -45,7 +45,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "--multi-latent-attention --kv-lora-rank 16 --qk-layernorm --rope-type yarn --rotary-scaling-factor 4",
     ),
     "softmax": ("", "", "--softmax-type off-by-one", "--softmax-type learnable", "--attention-softmax-in-fp32"),
-    "norm": ("", "--normalization RMSNorm", "--normalization RMSNorm --norm-epsilon 1e-6", "--apply-layernorm-1p"),
+    "norm": ("", "--normalization RMSNorm", "--normalization RMSNorm --norm-epsilon 1e-6"),
     "mlp": ("", "--swiglu", "--squared-relu", "--quick-geglu"),
     "bias": ("", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
     "head": ("", "--untie-embeddings-and-output-weights"),

@@ -158,7 +158,6 @@ REFUSED = """
 --moe-grouped-gemm | recorded one by one
 --attention-backend local | --spec local alone
 --qk-clip | after each step
---apply-layernorm-1p | norm's gain
 --apply-residual-connection-post-layernorm | residual branches
 --fp32-residual-connection | residual branches
 --mtp-use-repeated-layer | multi-token
@@ -300,7 +299,6 @@ def transformer_config(**fields: Any) -> Any:
             0.5,
             "TransformerConfig.softmax_scale 0.5: not under µP here (the softmax scale is the rules'",
         ),
-        ("layernorm_zero_centered_gamma", True, "TransformerConfig.layernorm_zero_centered_gamma True: not under µP"),
         ("gtp_weight_remat_size", 2, "TransformerConfig.gtp_weight_remat_size 2: not under µP here (weights are split"),
         ("tp_only_amax_red", True, "TransformerConfig.tp_only_amax_red True: not under µP here (mup-megatron does not"),
         ("init_method", print, "TransformerConfig.init_method: the script's own; initial values are normal"),

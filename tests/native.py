@@ -18,7 +18,8 @@ from megatron.core import tensor_parallel
 
 from mup_megatron.ranks import Rank
 
-SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
+# Where no folder beside it has the name of a package that it imports, as tests/deepspeed has.
+SCRIPT = Path(__file__).parent / "megatron_training" / "pretrain_gpt.py"
 
 SMALL = {
     "num-layers": 2,

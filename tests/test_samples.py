@@ -16,6 +16,7 @@ from mup_megatron import runtime
 from mup_megatron.config import parse_config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.generate import generate, load_model
+from mup_megatron.proof.coord_check import _asked
 from mup_megatron.ranks import Rank
 from mup_megatron.report.page import page
 from mup_megatron.report.run_data import read_run
@@ -149,6 +150,8 @@ def test_without_evaluations_there_are_none() -> None:
         parse_config(data, "x.yaml")
 
 
-def test_a_trial_writes_none(tmp_path: Path) -> None:
+def test_neither_a_trial_nor_a_check_writes_any(tmp_path: Path) -> None:
     config = make(MIXED, **KEYS, proxy=SIZES)
     assert proxy_config(config, values_of(config), seed=1, directory=tmp_path).run.samples == []
+    family = _asked(config, Rank(), None, "plain", (1, 2), {}, 3, False).family
+    assert [member.config.run.samples for member in family] == [[], []]

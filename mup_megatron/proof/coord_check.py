@@ -23,6 +23,7 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import parametrize
+from mup_megatron.optim import LearningRateSchedule
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.controls import Break, Control, control, interpolate
 from mup_megatron.proof.coordinates import measure
@@ -221,11 +222,12 @@ def _asked(
         "training.lr_warmup_steps": 0,
         "training.train_steps": steps + 1,
         "training.eval_interval": None,
+        "run.samples": [],
         "parametrization.name": "mup",
     }
     warmup = config.training.lr_warmup_steps
     if warmup > steps and not own_batch:
-        plain["hparams.lr"] = config.hparams.lr * steps / warmup
+        plain["hparams.lr"] = LearningRateSchedule(config.training, config.hparams.lr)(steps)
     if config.optimizer.name == "sgd":
         # Clipping by the plain norm, which falls with width early on, is part of SGD's rate.
         plain["training.clip_grad"] = 0.0

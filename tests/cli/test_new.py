@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from mup_megatron import cli
-from mup_megatron.config import Config, load_config
+from mup_megatron.cli import start
+from mup_megatron.config import Config, Model, load_config
 from tests.commands import BIN, losses, run
 
 
@@ -86,6 +88,12 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "is there already; expected a new or an empty folder" in capsys.readouterr().err
     assert (tmp_path / "config.yaml").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml"]
+
+
+def test_it_knows_every_architecture() -> None:
+    """The command line names them again: it must not load the schema to show its help."""
+    offered = get_args(get_type_hints(start.new)["architecture"])
+    assert offered == get_args(Model.model_fields["architecture"].annotation)
 
 
 def test_own_text_is_found_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

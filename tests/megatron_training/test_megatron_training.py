@@ -112,7 +112,7 @@ def start(folder: Path, name: str, how: str, *arguments: str) -> subprocess.Pope
     """Starts `tests.observed`; the two ways run side by side."""
     command = [sys.executable, "-m", "tests.observed", str(folder / name), how, *arguments]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if how != "run" else {}
-    root = str(SCRIPT.parent.parent)
+    root = str(SCRIPT.parents[2])
     return subprocess.Popen(
         command,
         cwd=root,

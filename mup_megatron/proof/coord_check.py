@@ -242,8 +242,9 @@ def _asked(
     small = {f"model.{key}": size for key, size in config.base.width.sizes.items()}
     asked = config.derive({**plain, **small})
     keys = regime.keys(asked, steps)
-    if keys is None:
+    if keys is None and broken is None:
         raise UserError(f"{regime.what}: the config is that already")
+    keys = keys or {}
     asked = resolve_auto(asked.derive(keys))
     if regime.regrows and regime.axis == "width":
         over = max(points[-1].sizes, key=lambda key: points[-1].sizes[key] / config.base.width.sizes[key])
@@ -267,8 +268,8 @@ def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, 
     it falls as sqrt(T/n) with width, whatever the parametrization.
     """
     parallel, training = config.parallel, config.training
-    if growing:
-        config = config.derive({"parallel.tensor_model_parallel_size": 1})
+    if growing:  # with the ranks that are the most, at whose sizes a batch of the config's own may not be shared
+        config = config.derive({"parallel.tensor_model_parallel_size": 1, "training.micro_batch_size": 1})
     layout = resolve_layout(config, world_size)
     least = layout.pipeline if layout.virtual_pipeline > 1 else 1
     micro_batches = min(layout.micro_batches, -(-2 // least) * least)

@@ -33,7 +33,8 @@ FACTORS = (1, 4, 16)
 DEPTHS = (1, 2, 4)
 
 # Whose gradient is zero in exact arithmetic: the key's bias moves by rounding noise under Adam.
-ROUNDING = ("linear_qkv.bias[key]",)
+# It enters every key and every logit alike, which softmax does not see.
+ROUNDING = ("linear_qkv.bias[key]", "core_attention.key", "core_attention.logits")
 FIVE_DIGITS = 2e-5
 
 
@@ -76,7 +77,8 @@ def test_attention_that_grows_twice(ranks: Ranks, repository: Path, tmp_path: Pa
     keys = {f"base.{name}": size for name, size in heads.items()}
     keys |= {f"model.{name}": 16 * size for name, size in heads.items()}
     config = load_config(repository / "configs" / "proof" / "mla.yaml")
-    result = check(ranks, config.derive({"data.dir": str(tmp_path), **keys}))
+    # With 3 seeds four slopes are undecided, and the verdict advises 7.
+    result = check(ranks, config.derive({"data.dir": str(tmp_path), **keys}), seeds=7)
     assert result["verdict"] == "passed", lines(result)
     value = "decoder.layers.0.self_attention.core_attention.value"
     expected = {each["expected"] for each in result["slopes"]["mup"] if each["name"] == value}

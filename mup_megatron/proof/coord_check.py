@@ -212,7 +212,7 @@ def _asked(
     regime = REGIMES[name]
     factors = factors or (broken.factors if broken is not None else ())
     # Alike at every size, and nothing random or recomputed between the steps; a rate from the first step on.
-    plain = {
+    plain: dict[str, Any] = {
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "training.recompute_granularity": None,

@@ -328,7 +328,7 @@ OWN_SPEC = """
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training import pretrain
-from tests.pretrain_gpt import *
+from tests.megatron_training.pretrain_gpt import *
 
 def own(config):
     layer = get_gpt_layer_local_spec(normalization=config.normalization).submodules

@@ -26,6 +26,7 @@ from mup_megatron import runtime
 from mup_megatron.checkpoint import SUMS, Checkpoints
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.data.prepare import prepared_tokenizer
+from mup_megatron.data.tokenizer import prompt_tokens
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.manifest import MANIFEST, CheckpointManifest
@@ -181,7 +182,7 @@ def generate(
         UserError: prompt and new tokens need more positions than the model learned, or the prompt is not text.
     """
     sampling = sampling or Sampling()
-    prompt_ids = _tokens(tokenizer, prompt)
+    prompt_ids = prompt_tokens(tokenizer, prompt, "PROMPT")
     count = _fitting(model, len(prompt_ids), max_new_tokens)
     return _generate(model, tokenizer, prompt_ids, sampling, count)
 
@@ -202,14 +203,6 @@ def _generate(
             return
         if number < count:
             logits = decoder.step(token)
-
-
-def _tokens(tokenizer: Any, prompt: str) -> list[int]:
-    try:
-        prompt.encode()
-        return [int(token) for token in tokenizer.tokenize(prompt)] or [int(tokenizer.eod)]
-    except ValueError as error:  # UnicodeEncodeError is one; the null tokenizer reads numbers alone
-        raise UserError(f"PROMPT: the tokenizer cannot read it ({error})") from None
 
 
 def _fitting(model: GPTModel, prompt_tokens: int, max_new_tokens: int | None) -> int:

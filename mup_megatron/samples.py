@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 
 from mup_megatron.data.batches import Batch, Batches
+from mup_megatron.data.tokenizer import prompt_tokens
 from mup_megatron.engines import Engine
 from mup_megatron.errors import UserError
 from mup_megatron.setup import Setup
@@ -81,11 +82,7 @@ class Samples:
 
 
 def _tokens(tokenizer: Any, prompt: str, number: int, length: int) -> list[int]:
-    try:
-        prompt.encode()
-        found = [int(token) for token in tokenizer.tokenize(prompt)] or [int(tokenizer.eod)]
-    except ValueError as error:  # UnicodeEncodeError is one; the null tokenizer reads numbers alone
-        raise UserError(f"run.samples.{number}: the tokenizer cannot read it ({error})") from None
+    found = prompt_tokens(tokenizer, prompt, f"run.samples.{number}")
     if len(found) >= length:
         raise UserError(
             f"run.samples.{number}: {len(found)} tokens leave no room for an answer; expected fewer than "

@@ -1,6 +1,6 @@
 """Tokenizers of any library that megatron-core knows; SentencePiece models can be trained here.
 
-Public names: `train_sentencepiece`, `load_tokenizer`.
+Public names: `train_sentencepiece`, `load_tokenizer`, `prompt_tokens`.
 """
 
 from __future__ import annotations
@@ -115,3 +115,21 @@ def _null_tokenizer(vocab_size: int) -> Any:
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=vocab_size - 1)
     except AssertionError:
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=vocab_size)
+
+
+def prompt_tokens(tokenizer: Any, prompt: str, name: str) -> list[int]:
+    """The tokens of a prompt; of an empty one the end of a document, after which another begins.
+
+    Args:
+        tokenizer: megatron-core's tokenizer object.
+        prompt: text.
+        name: of the prompt, for the message.
+
+    Raises:
+        UserError: the prompt is not text, or the tokenizer cannot read it.
+    """
+    try:
+        prompt.encode()
+        return [int(token) for token in tokenizer.tokenize(prompt)] or [int(tokenizer.eod)]
+    except ValueError as error:  # UnicodeEncodeError is one; the null tokenizer reads numbers alone
+        raise UserError(f"{name}: the tokenizer cannot read it ({error})") from None

@@ -311,7 +311,7 @@ def test_reversing_swaps_model_and_base(tmp_path: Path) -> None:
     ]
 
 
-def test_a_grid_whose_loss_rises_at_its_edge() -> None:
+def test_how_far_a_curve_rises_above_its_lowest_point() -> None:
     assert rise([5, 4, 3, 2, 1, 0.5]) == 0
     assert rise([3.0] * 10 + [4.0] * 10) == pytest.approx(1)
     assert rise([1.0]) == 0

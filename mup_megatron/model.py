@@ -21,6 +21,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.overrides import TorchFunctionMode
 
 from mup_megatron import init
 from mup_megatron.apply_rules import apply_rules
@@ -200,7 +201,7 @@ def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Seque
     parallel_state.set_pipeline_model_parallel_world_size(1)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     try:
-        with torch.device("meta"), _without_backends():
+        with torch.device("meta"), _DrawsNothing(), _without_backends():
             return _gpt_model(
                 config,
                 model,
@@ -215,6 +216,18 @@ def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Seque
         parallel_state.set_pipeline_model_parallel_rank(None)
         parallel_state.set_pipeline_model_parallel_world_size(None)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+
+
+class _DrawsNothing(TorchFunctionMode):
+    """Leaves initial values out, which a tensor without storage does not have.
+
+    There torch.nn.init computes them by operations written in Python, and loads torch._dynamo first.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 _BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")

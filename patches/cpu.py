@@ -7,6 +7,8 @@ become outdated.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +126,46 @@ def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None) 
     )
 
 
+def _compile_at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile that waits for a function's first call. A module, or anything else, is compiled at once."""
+
+    @functools.wraps(compile_now)
+    def compile(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile, **options)
+        if not inspect.isfunction(model):
+            return compile_now(model, **options)
+        compiled: list[Callable[..., Any]] = []
+
+        @functools.wraps(model)
+        def first(*arguments: Any, **keywords: Any) -> Any:
+            if torch.compiler.is_compiling():  # called by a function that is being compiled, and part of it
+                return model(*arguments, **keywords)
+            if not compiled:
+                compiled.append(compile_now(model, **options))
+            return compiled[0](*arguments, **keywords)
+
+        return first
+
+    return compile
+
+
 CPU_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="cpu-compile-at-first-call",
+        distribution="torch",
+        versions=">=2.4",
+        symbol="torch:compile",
+        parameters=None,
+        why="megatron-core hands dozens of small functions to torch.compile when it is imported, which loads "
+        "torch._inductor and torch._dynamo: about half of the time in which a process on a CPU starts, for functions "
+        "that training on a CPU does not call",
+        lower_rung="megatron-core chooses the fuser while its package is imported, before its disable_jit_fuser can "
+        "be called",
+        until="torch.compile loads its compiler at the first call",
+        when="cpu",
+        wrap=_compile_at_first_call,
+    ),
     Patch(
         name="cpu-current-device",
         distribution="megatron-core",

@@ -4,6 +4,8 @@ from mup_megatron import upstream
 
 upstream.prepare_process()
 
+import torch._dynamo  # noqa: E402, F401  (torch's optimizers import it when the first is built)
+
 import mup_megatron.engines.deepspeed  # noqa: E402
 import mup_megatron.engines.megatron  # noqa: E402, F401
 import tests.bodies  # noqa: E402, F401

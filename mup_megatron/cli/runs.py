@@ -254,7 +254,7 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
     """Runs `body`; how it ended as an exit status, and, on the first rank or where `shows`, what there is to see."""
     from mup_megatron import upstream
 
-    upstream.quiet_upstream()  # the next import brings megatron-core
+    upstream.prepare_process()  # before the next import, which brings megatron-core
     from mup_megatron import train as training
     from mup_megatron.disk import full_disk
     from mup_megatron.tuning import Stopped

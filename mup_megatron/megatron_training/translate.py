@@ -6,6 +6,7 @@ Public names: `config_of`, `check_translation`, `stages_of`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -230,9 +231,13 @@ def _unless(value: int, default: int) -> int | None:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two activations are one; megatron-core writes some of its own."""
+    """Whether two activations are one; megatron-core writes some of its own.
+
+    The functions themselves are asked, not what torch.compile makes of them: that would take seconds, and a C++
+    compiler on a CPU.
+    """
     x = torch.linspace(-3, 3, 13)
-    return torch.equal(ours(x), theirs(x))
+    return torch.equal(inspect.unwrap(ours)(x), inspect.unwrap(theirs)(x))
 
 
 def _size(name: str, derived: int, config: Any, settings: Settings) -> int | None:

@@ -84,16 +84,17 @@ def main() -> None:
     wire = _Wire()
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from mup_megatron import runtime, train, upstream
+    from mup_megatron import upstream
+
+    upstream.prepare_process()  # before megatron-core is imported, whose functions are then not compiled at once
+    from mup_megatron import runtime, train
     from mup_megatron.config import parse_config
     from mup_megatron.disk import full_disk
+    from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
     from mup_megatron.errors import DiskFull
     from mup_megatron.ranks import Rank
     from mup_megatron.run_directory import Busy
     from mup_megatron.setup import resolve
-
-    upstream.prepare_process()
-    from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
 
     wire.send(Ready())
     while True:

@@ -294,6 +294,22 @@ def test_gated_ffn_must_be_told(tmp_path: Path) -> None:
         translated("--hidden-size 128 --num-attention-heads 4 --swiglu", {"hidden_size": 64}, tmp_path)
 
 
+def test_an_activation_is_recognised_without_compiling_it(tmp_path: Path) -> None:
+    """Fused functions are compared as they were written; compiling them needs a C++ compiler where there is no CUDA."""
+
+    def backend(*_of_compiler: Any) -> Any:
+        raise AssertionError("compiled")
+
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        return torch.pow(torch.relu(x), 2)
+
+    words, _, base, _ = ARCHITECTURES["head-size"]
+    _, args, built, settings = translated(words, base, tmp_path)
+    built.transformer.activation_func = torch.compile(squared, backend=backend)
+    config = config_of(args, arguments_of(built), settings, VOCABULARY)
+    assert config.model.activation_func == "squared_relu"
+
+
 def test_an_activation_that_is_not_known(tmp_path: Path) -> None:
     words = "--hidden-size 128 --num-attention-heads 4"
     _, args, built, settings = translated(words, {"hidden_size": 64}, tmp_path)

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patch
 from mup_megatron.ranks import Rank
 from tests import patch_tables
 from tests.breakages import break_
+from tests.commands import run
 from tests.distributed import Ranks
 
 BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
@@ -83,6 +85,48 @@ def test_current_device_at_the_consumer() -> None:
 def test_no_shm_build_at_the_consumer() -> None:
     BY_NAME["deepspeed-no-shm-build"].apply()
     assert importlib.import_module("deepspeed.comm.torch").build_shm_op() is None
+
+
+def in_a_new_process(code: str) -> str:
+    result = run(sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_megatron_core_is_imported_without_the_compiler() -> None:
+    """The patch spares every process the import of torch's compiler; without it megatron-core imports it."""
+    ends = "import megatron.core.models.gpt.gpt_model, sys; print('torch._inductor.compile_fx' in sys.modules)"
+    prepared = "from mup_megatron import upstream; upstream.prepare_process(); import mup_megatron.train;"
+    assert in_a_new_process(prepared + ends) == "False"
+    assert in_a_new_process(ends) == "True"
+
+
+def test_compiled_at_the_first_call() -> None:
+    """Once, with its options, and as part of a compiled function that calls it; a module is compiled at once."""
+    BY_NAME["cpu-compile-at-first-call"].apply()
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        compiled.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        """Twice."""
+        return x * 2
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return double(double(x)) + 1
+
+    outer = torch.compile(twice, backend=backend, fullgraph=True)
+    assert (double.__name__, double.__doc__) == ("double", "Twice.")
+    assert compiled == []
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    assert compiled == [1]
+    assert outer(torch.ones(2)).tolist() == [5, 5]
+    assert compiled == [1, 3]  # both products and the sum in one graph
+    assert isinstance(torch.compile(torch.nn.Identity()), torch._dynamo.OptimizedModule)
 
 
 def originals() -> dict[str, Any]:

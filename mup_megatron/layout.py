@@ -34,6 +34,7 @@ class Layout:
         micro_batches: micro-batches per rank and step (gradient accumulation).
         pipeline: pipeline-parallel size.
         virtual_pipeline: model chunks per pipeline stage (interleaved schedule where above 1).
+        micro_batch_group: micro-batches that the interleaved schedule takes at once; 1 without it.
         stages: layers of the decoder, global numbers from 0: per pipeline stage, per chunk of it.
         expert: expert-parallel size.
         expert_tensor: tensor-parallel size inside the experts.
@@ -51,6 +52,7 @@ class Layout:
     micro_batches: int
     pipeline: int = 1
     virtual_pipeline: int = 1
+    micro_batch_group: int = 1
     stages: Stages = ()
     expert: int = 1
     expert_tensor: int = 1
@@ -170,11 +172,13 @@ def resolve_layout(
         )
     micro_batches = config.training.global_batch_size // samples
     virtual = parallel.virtual_pipeline_model_parallel_size or 1
-    if virtual > 1 and micro_batches % pipeline:
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or pipeline
+    # As upstream's schedule has it: groups of this many, and the last no smaller than the pipeline.
+    if virtual > 1 and (micro_batches < group or 0 < micro_batches % group < pipeline):
         raise config.error(
             "training.global_batch_size",
-            f"the interleaved schedule needs a multiple of {pipeline} micro-batches per step (pipeline stages); "
-            f"{config.training.global_batch_size} makes {micro_batches}",
+            f"the interleaved schedule takes micro-batches in groups of {group}, of which the last has at least "
+            f"{pipeline} (pipeline stages); {config.training.global_batch_size} makes {micro_batches}",
         )
     megatron = parallel.engine == "megatron"
     return Layout(
@@ -186,6 +190,7 @@ def resolve_layout(
         micro_batches=micro_batches,
         pipeline=pipeline,
         virtual_pipeline=virtual,
+        micro_batch_group=group if virtual > 1 else 1,
         stages=_stages(config) if stages is None else stages,
         expert=expert,
         expert_tensor=expert_tensor,
@@ -233,6 +238,14 @@ def _check_mix(config: Config) -> None:
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         raise config.error(
             "parallel.overlap_param_gather", "needs use_distributed_optimizer and overlap_grad_reduce (megatron-core)"
+        )
+    if (group := parallel.microbatch_group_size_per_virtual_pipeline_stage) is not None and (
+        virtual == 1 or group < pipeline
+    ):
+        raise config.error(
+            "parallel.microbatch_group_size_per_virtual_pipeline_stage",
+            f"{group}; expected at least the {pipeline} pipeline stages, and virtual_pipeline_model_parallel_size "
+            "above 1",
         )
     if virtual > 1 and pipeline == 1:
         raise config.error(

@@ -71,9 +71,8 @@ class Samples:
 
     def _most_likely(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """The most likely token after each position of each sequence: [sequences, whole sequence length]."""
-        size, length, stages = self._training.micro_batch_size, self._training.seq_length, self._layout.pipeline
-        # An interleaved pipeline takes a multiple of its stages.
-        rows = -(-len(sequences) // (size * stages)) * size * stages
+        size, length, group = self._training.micro_batch_size, self._training.seq_length, self._layout.micro_batch_group
+        rows = -(-len(sequences) // (size * group)) * size * group
         # What follows a sequence does not reach back to it: attention is causal.
         padded = [[*tokens, *[self._tokenizer.eod] * (length - len(tokens))] for tokens in sequences]
         padded += [padded[0]] * (rows - len(padded))

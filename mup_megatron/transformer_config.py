@@ -94,6 +94,9 @@ def core_config(
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
+        microbatch_group_size_per_vp_stage=config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        if interleaved
+        else None,
         num_layers_in_first_pipeline_stage=config.parallel.num_layers_in_first_pipeline_stage if split else None,
         num_layers_in_last_pipeline_stage=config.parallel.num_layers_in_last_pipeline_stage if split else None,
         expert_model_parallel_size=layout.expert,

@@ -91,8 +91,8 @@ def native(
 
     Returns:
         Exit status, what was said on stderr, the losses of micro-batches to the last bit and as they were logged,
-        values at the start and at the end by upstream's names, groups by parameter, rows of the vocabulary, and what
-        Transformer Engine was told of attention backends.
+        values at the start and at the end by upstream's names, groups by parameter at the start and at the end, rows of
+        the vocabulary, and what Transformer Engine was told of attention backends.
     """
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
@@ -144,6 +144,7 @@ def native(
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", out.getvalue())]
     if "chunks" in found:
         found["final"] = _values(found.pop("chunks"))
+        found["ended"] = _groups(*found.pop("optimizer"))
     return {**found, "said": err.getvalue(), "losses": losses}
 
 
@@ -162,12 +163,8 @@ def _observed(
                 parameter.data.copy_(torch.from_numpy(initial[name]))
             optimizer.reload_model_params()
         names = {id(parameter): name for name, parameter in named}
-        found["groups"] = {
-            names[id(parameter)]: {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in names
-        }
+        found["groups"] = _groups(optimizer, names)
+        found["optimizer"] = optimizer, names
         found["initial"], found["chunks"] = _values(chunks), chunks
         hook = lambda _module, _inputs, losses: found["steps"].append(losses.detach().double().mean().item())  # noqa: E731
         chunks[-1].register_forward_hook(hook)
@@ -177,6 +174,16 @@ def _observed(
         return model, optimizer, scheduler
 
     return observed
+
+
+def _groups(optimizer: Any, names: dict[int, str]) -> dict[str, dict[str, Any]]:
+    """Of every parameter, what its group says."""
+    return {
+        names[id(parameter)]: {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+    }
 
 
 def _values(chunks: list[Any]) -> dict[str, np.ndarray]:

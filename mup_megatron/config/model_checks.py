@@ -86,11 +86,11 @@ def _check_latent_attention(config: Config) -> None:
             raise config.error(f"{section}.{name}", "multi-latent attention has no such size; remove the key")
         if name == "q_lora_rank" and model.q_lora_rank is None:
             raise config.error(f"{section}.{name}", "the model compresses no queries; expected model.q_lora_rank set")
-    if model.position_embedding_type != "rope":
+    if model.position_embedding_type not in ("rope", "learned_absolute"):
         raise config.error(
             "model.position_embedding_type",
             f"{model.position_embedding_type} under multi-latent attention, which carries rotary positions of its own; "
-            "expected rope",
+            "expected rope, or learned_absolute for positions in the embedding too",
         )
     for name, what in (("add_qkv_bias", "bias"), ("qk_l2_norm", "norm"), ("attention_output_gate", "gate")):
         if getattr(model, name):

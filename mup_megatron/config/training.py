@@ -168,6 +168,9 @@ class Parallel(Section):
     """Pipeline stages. Unit: ranks."""
     virtual_pipeline_model_parallel_size: Ranks | None = None
     """Model chunks per pipeline stage (interleaved schedule). If unset: one, without interleaving. Unit: chunks."""
+    microbatch_group_size_per_virtual_pipeline_stage: Ranks | None = None
+    """Micro-batches that a stage computes for one model chunk before it goes on to the next (interleaved schedule). If
+    unset: as many as there are stages. Unit: micro-batches."""
     num_layers_in_first_pipeline_stage: Count | None = None
     """Layers of the first stage, where stages are uneven. If unset: as many as other stages. Unit: layers."""
     num_layers_in_last_pipeline_stage: Count | None = None

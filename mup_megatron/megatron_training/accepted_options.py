@@ -24,7 +24,11 @@ TRANSLATED: tuple[tuple[str, str], ...] = (
         "yarn-beta-fast yarn-beta-slow no-yarn-correction-range-round-to-int",
         "model",
     ),
-    ("lr weight-decay init-method-std embedding-init-method-std", "hparams"),
+    (
+        "lr weight-decay weight-decay-incr-style start-weight-decay end-weight-decay init-method-std "
+        "embedding-init-method-std",
+        "hparams",
+    ),
     (
         "global-batch-size micro-batch-size seq-length encoder-seq-length train-iters train-samples lr-decay-style "
         "lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-decay-iters lr-decay-samples lr-wsd-decay-iters "
@@ -34,7 +38,8 @@ TRANSLATED: tuple[tuple[str, str], ...] = (
     ("adam-beta1 adam-beta2 adam-eps sgd-momentum decoupled-lr decoupled-min-lr", "optimizer"),
     (
         "tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage "
-        "num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
+        "num-virtual-stages-per-pipeline-rank microbatch-group-size-per-virtual-pipeline-stage "
+        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
         "expert-model-parallel-size expert-tensor-parallel-size context-parallel-size sequence-parallel "
         "use-distributed-optimizer use-tp-pp-dp-mapping pipeline-model-parallel-layout "
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
@@ -48,6 +53,11 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     (
         "fp16-lm-cross-entropy loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis",
         "how a loss in fp16 is scaled: gradients are scaled back before norms, moments and epsilon see them",
+    ),
+    ("fp32-residual-connection", "the precision of the residual stream"),
+    (
+        "moe-apply-probs-on-input",
+        "the router's probabilities multiply an expert's input instead of its output; they do not change with width",
     ),
     (
         "apply-query-key-layer-scaling",
@@ -79,11 +89,8 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params wgrad-deferral-limit "
         "cuda-graph-warmup-steps cuda-graph-scope cuda-graph-modules inference-cuda-graph-scope "
         "moe-paged-stash-page-size moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu "
-        "moe-extended-tp moe-use-legacy-grouped-gemm moe-enable-deepep moe-deepep-num-sms "
-        "moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-hybridep-num-sms "
-        "moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing "
-        "moe-hybridep-pad-uneven-dispatch-inputs moe-ncclep-static-shape moe-ncclep-zero-copy "
-        "moe-permute-fusion-into-hybridep moe-pad-experts-for-cuda-graph-inference max-seqlen-per-dp-cp-rank "
+        "moe-extended-tp moe-use-legacy-grouped-gemm moe-ncclep-static-shape moe-ncclep-zero-copy "
+        "moe-pad-experts-for-cuda-graph-inference max-seqlen-per-dp-cp-rank "
         "non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir "
         "non-persistent-local-ckpt-algo replication replication-jump replication-factor ckpt-convert-save "
         "ckpt-convert-update-legacy-dist-opt-format logits-load-decode-threads logits-load-prefetch-factor "
@@ -156,7 +163,10 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "tp-comm-overlap-rs-dgrad no-tp-comm-split-ag no-tp-comm-split-rs tp-comm-bootstrap-backend "
         "tp-comm-overlap-cfg pipeline-model-parallel-comm-backend hierarchical-context-parallel-sizes cp-comm-type "
         "use-ring-exchange-p2p no-overlap-p2p-communication overlap-p2p-communication-warmup-flush "
-        "microbatch-group-size-per-virtual-pipeline-stage high-priority-a2a-comm-stream symmetric-ar-type "
+        "high-priority-a2a-comm-stream symmetric-ar-type moe-enable-deepep moe-deepep-num-sms "
+        "moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-hybridep-num-sms moe-hybridep-num-blocks-permute "
+        "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs "
+        "moe-permute-fusion-into-hybridep "
         "no-gradient-reduce-div-fusion suggested-communication-unit-size use-nccl-ub nccl-communicator-config-path "
         "nccl-all-reduce-for-prefill disable-symmetric-registration overlap-grad-reduce overlap-param-gather "
         "no-align-grad-reduce no-align-param-gather ddp-num-buckets ddp-bucket-size "

@@ -102,6 +102,11 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
         _check_local(args, cuda=cuda)
     if cuda:
         return
+    if args.moe_token_dispatcher_type == "flex":  # noqa: S105
+        raise UserError(
+            "--moe-token-dispatcher-type flex: DeepEP and HybridEP compute on CUDA alone, and none is here; expected "
+            "alltoall"
+        )
     if args.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl: there is no CUDA device; expected --distributed-backend gloo")
     if args.transformer_impl == _TE:

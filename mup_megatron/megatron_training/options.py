@@ -128,6 +128,11 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
     hparams = sections.get("hparams", {})
     if args.mup_hparams:
         hparams = _put_values(args, args.mup_hparams, hparams)
+    if args.weight_decay_incr_style != "constant" and args.mup_hparams:
+        raise UserError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style}: {args.mup_hparams} holds one weight decay for "
+            "the whole run; expected constant"
+        )
     if args.lr is None:
         raise UserError(
             "--lr: missing; expected the learning rate at the base, or --mup-hparams with a transfer record"

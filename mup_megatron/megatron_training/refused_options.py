@@ -27,7 +27,7 @@ REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("attention-backend", "megatron-core takes it with --spec local alone", ("flash", "fused", "unfused")),
     ("qk-clip", "it rescales query and key weights after each step, beside every rule", ()),
     (
-        "apply-residual-connection-post-layernorm fp32-residual-connection",
+        "apply-residual-connection-post-layernorm",
         "scaled residual branches are tested in their usual form alone",
         (),
     ),
@@ -37,8 +37,7 @@ REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (),
     ),
     (
-        "moe-apply-probs-on-input moe-router-quantile-balancing-ema moe-mlp-glu-interleave-size "
-        "moe-shared-expert-glu-interleave-size",
+        "moe-router-quantile-balancing-ema moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size",
         "experts are tested in their usual form alone",
         (),
     ),
@@ -72,11 +71,6 @@ REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("freeze-all-layers", "nothing would be trained", ()),
     ("optimizer", "no rule is known for it", ("sgd",)),
     ("apply-wd-to-qk-layernorm no-weight-decay-cond-type", "weight decay falls on matrices alone", ()),
-    (
-        "weight-decay-incr-style start-weight-decay end-weight-decay",
-        "weight decay is one number for the whole run; use --weight-decay",
-        (),
-    ),
     (
         "use-precision-aware-optimizer optimizer-cpu-offload overlap-param-gather-with-optimizer-step",
         "whether its groups keep their rates is not tested",

@@ -55,13 +55,14 @@ def config_of(
     data = {
         "run": {"name": "megatron.training", "dir": args.save or ".", "seed": args.seed},
         "model": {**_model(args, given, settings, vocab_size), "without_norms": list(without_norms)},
-        "base": settings.base,
+        "base": _base(args, given["config"], settings),
         "parametrization": settings.parametrization,
         "hparams": {
             "lr": float(args.lr),
             "init_method_std": float(args.init_method_std),
             "embedding_init_method_std": args.embedding_init_method_std,
-            "weight_decay": float(args.weight_decay),
+            # Megatron multiplies what its schedule of weight decay says with each group's multiplier.
+            "weight_decay": float(args.weight_decay if _constant_decay(args) else args.end_weight_decay),
             **settings.hparams,
         },
         "training": _training(args),
@@ -92,7 +93,7 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
-        "ffn_hidden_size": _ffn_hidden_size(args, config, settings),
+        "ffn_hidden_size": _size("ffn_hidden_size", 4 * config.hidden_size, config, settings),
         "num_query_groups": config.num_query_groups
         if args.group_query_attention or config.num_query_groups != config.num_attention_heads
         else None,
@@ -141,6 +142,8 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
             fields |= {name: getattr(config, f"yarn_{name}") for name in YARN}
     for name in optional:
         value = getattr(config, name, None)
+        if (name, value) == ("moe_token_dispatcher_type", "flex"):
+            value = "alltoall"  # which sends the same tokens, and does not need the kernels of some GPUs
         if value != Model.model_fields[name].default:
             fields[name] = value
     architecture = max(PRESETS, key=lambda name: sum(fields[key] == value for key, value in PRESETS[name].items()))
@@ -181,6 +184,8 @@ def check_translation(theirs: Any, ours: Any) -> None:
     unread = {"add_qkv_bias"}
     if theirs.multi_latent_attention:
         unread |= {"kv_channels", "num_query_groups", *(() if theirs.rope_type == "yarn" else _LATENT_YARN)}
+    if getattr(theirs, "moe_token_dispatcher_type", None) == "flex":
+        unread.add("moe_token_dispatcher_type")
     for field in dataclasses.fields(ours):
         name = field.name
         rule = known().rule(name)
@@ -246,19 +251,32 @@ def _size(name: str, derived: int, config: Any, settings: Settings) -> int | Non
     return None if name not in settings.sizes and found == derived else int(found)
 
 
-def _ffn_hidden_size(args: Namespace, config: Any, settings: Settings) -> int | None:
-    named = settings.base.get("ffn_hidden_size") or settings.base.get("file")
+def _base(args: Namespace, config: Any, settings: Settings) -> dict[str, Any]:
+    """The base's sizes: those that were named, and the FFN size that Megatron derives for a gated model there too.
+
+    Raises:
+        UserError: the base is too narrow for Megatron to derive one.
+    """
+    base = dict(settings.base)
     untyped = "ffn_hidden_size" not in settings.sizes and config.ffn_hidden_size == args.ffn_hidden_size
-    if untyped and config.gated_linear_unit and settings.base and not named:
-        raise UserError(
-            f"--ffn-hidden-size: not given, so Megatron makes it {config.ffn_hidden_size} of --hidden-size; expected "
-            "it given, or ffn_hidden_size among the base sizes"
-        )
-    return _size("ffn_hidden_size", 4 * config.hidden_size, config, settings)
+    named = "ffn_hidden_size" in base or "file" in base
+    if untyped and config.gated_linear_unit and "hidden_size" in base and not named:
+        derived = int((4 * base["hidden_size"] * 2 / 3) / 64) * 64  # as validate_args does
+        if not derived:
+            raise UserError(
+                f"--ffn-hidden-size: not given, so Megatron makes it {config.ffn_hidden_size} of --hidden-size, and 0 "
+                f"of the base's {base['hidden_size']}; expected it given, or ffn_hidden_size among the base sizes"
+            )
+        base["ffn_hidden_size"] = derived
+    return base
 
 
 def _training(args: Namespace) -> dict[str, Any]:
     batch = args.global_batch_size
+    if schedule := getattr(
+        args, "step_batch_size_schedule", None
+    ):  # such as 0:384 200B:768; upstream's own is its least
+        batch = max(int(step.rpartition(":")[2]) for step in schedule.replace(",", " ").split())
     steps = args.train_iters or math.ceil((args.train_samples or batch) / batch)
     decay = args.lr_decay_iters or _updates(args.lr_decay_samples, batch)
     return {
@@ -276,6 +294,10 @@ def _training(args: Namespace) -> dict[str, Any]:
         "clip_grad": float(args.clip_grad),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
     }
+
+
+def _constant_decay(args: Namespace) -> bool:
+    return bool(args.weight_decay_incr_style == "constant")
 
 
 def _updates(samples: int | None, batch: int) -> int | None:
@@ -307,6 +329,9 @@ def _parallel(args: Namespace, config: Any) -> dict[str, Any]:
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size if stages else None,
+        "microbatch_group_size_per_virtual_pipeline_stage": config.microbatch_group_size_per_vp_stage
+        if stages and config.virtual_pipeline_model_parallel_size
+        else None,
         "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage if stages else None,
         "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage if stages else None,
         "expert_model_parallel_size": args.expert_model_parallel_size,

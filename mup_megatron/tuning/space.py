@@ -170,6 +170,7 @@ def _one_process(config: Config) -> dict[str, Any]:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_virtual_pipeline_stage": None,
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
         "expert_model_parallel_size": 1,

@@ -62,6 +62,7 @@ class Split:
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
+    group: int | None = None
     expert: int = 1
     expert_tensor: int | None = None
     context: int = 1
@@ -86,6 +87,7 @@ class Split:
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
+            "microbatch_group_size_per_virtual_pipeline_stage": self.group,
             "expert_model_parallel_size": self.expert,
             "expert_tensor_parallel_size": self.expert_tensor,
             "context_parallel_size": self.context,
@@ -103,6 +105,7 @@ class Split:
         parts = [f"TP {self.tensor}"] if self.tensor > 1 else []
         parts += [f"PP {self.pipeline}"] if self.pipeline > 1 else []
         parts += [f"VPP {self.virtual}"] if self.virtual > 1 else []
+        parts += [f"groups of {self.group}"] if self.group else []
         parts += [f"last stage {self.last}"] if self.last else []
         parts += [f"EP {self.expert}"] if self.expert > 1 else []
         parts += [f"ETP {self.expert_tensor}"] if self.expert_tensor else []
@@ -128,6 +131,7 @@ DENSE = [
     Split("distributed", pipeline=2, data=2, overlap=True),
     Split("plain", pipeline=2, virtual=2),
     Split("distributed", pipeline=2, virtual=2, data=2),
+    Split("plain", pipeline=2, virtual=2, group=4),
     Split("plain", pipeline=2, tensor=2, sequence=True),
     Split("plain", pipeline=2, virtual=2, tensor=2, sequence=True),
     Split("plain", pipeline=2, last=1),

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import warnings
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ COMMON = (
 )
 
 
-def elsewhere(words: str, folder: Path, base: dict[str, int] | None = None, common: str = COMMON) -> Any:
+def elsewhere(
+    words: str | Sequence[str], folder: Path, base: dict[str, int] | None = None, common: str = COMMON
+) -> Any:
     """What `--mup-explain` prints from, for a command line that this machine cannot run."""
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
@@ -41,7 +44,8 @@ def elsewhere(words: str, folder: Path, base: dict[str, int] | None = None, comm
         warnings.simplefilter("ignore")
         prepare()
         parser = add_options(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
-        typed = [*common.split(), *words.split(), "--mup-base", str(folder / "base.json"), "--mup-explain"]
+        split = words.split() if isinstance(words, str) else words
+        typed = [*common.split(), *split, "--mup-base", str(folder / "base.json"), "--mup-explain"]
         args = parser.parse_args(typed)
         args.rank, args.world_size = 0, 1
         settings = read_options(args)

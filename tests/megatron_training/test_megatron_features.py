@@ -39,6 +39,9 @@ FEATURES = {
     "l2-norm": f"--qk-l2-norm {EXPERTS}",
     "fp16": "--fp16 --initial-loss-scale 1024 --apply-query-key-layer-scaling --attention-softmax-in-fp32",
     "warm-up": "--lr-warmup-init 2e-3 --lr-warmup-iters 2 --lr-decay-style linear --lr-decay-iters 4",
+    "rising-decay": "--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 2.0",
+    "fp32-residual": "--fp32-residual-connection",
+    "probs-on-input": f"{EXPERTS} --moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax",
     "decoupled": "--decoupled-lr 3e-3 --decoupled-min-lr 1e-3 --lr-decay-style linear --lr-decay-iters 3",
 }
 
@@ -51,7 +54,7 @@ def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, An
     return ranks.run(1, native.native, words=said, **asked)[0]
 
 
-QUICK = ("clamped", "gate", "learnable", "two-losses")
+QUICK = ("clamped", "gate", "learnable", "two-losses", "rising-decay")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,20 @@ def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path
         assert np.array_equal(ours["final"][tensor], value), tensor
     moved = [tensor for tensor, value in ours["initial"].items() if not np.array_equal(ours["final"][tensor], value)]
     assert len(moved) == len(ours["initial"])
+
+
+def test_a_decay_that_rises_keeps_its_multipliers(ranks: Ranks, tmp_path: Path) -> None:
+    """From half the width: a hidden matrix decays twice as much as Megatron's schedule says, the embedding as it says.
+
+    Linear from 0.1 to 0.4 over three steps, of which the last takes what two thirds of the way give.
+    """
+    words = ("--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.4")
+    found = run(ranks, tmp_path, *words, base="hidden_size: 32\nnum_attention_heads: 4\nffn_hidden_size: 128\n")
+    assert found["status"] == 0, found["said"]
+    decays = {name: group["weight_decay"] for name, group in found["ended"].items()}
+    assert decays["decoder.layers.0.self_attention.linear_qkv.weight"] == pytest.approx(2 * 0.4)
+    assert decays["decoder.layers.0.mlp.linear_fc2.weight"] == pytest.approx(0.4)
+    assert decays["decoder.layers.0.mlp.linear_fc1.bias"] == 0
 
 
 # Hidden 64 to 128, heads 2 to 4 of size 32, two query groups in both; FFN 64 to 192. The base's init std is 0.05.

@@ -159,11 +159,9 @@ REFUSED = """
 --attention-backend local | --spec local alone
 --qk-clip | after each step
 --apply-residual-connection-post-layernorm | residual branches
---fp32-residual-connection | residual branches
 --mtp-use-repeated-layer | multi-token
 --mtp-detach-heads | multi-token
 --mtp-standalone | multi-token
---moe-apply-probs-on-input | experts are tested
 --moe-router-quantile-balancing-ema 0.9 | experts are tested
 --moe-mlp-glu-interleave-size 32 | experts are tested
 --moe-shared-expert-glu-interleave-size 32 | experts are tested
@@ -200,9 +198,6 @@ REFUSED = """
 --optimizer adaptive_muon | no rule is known
 --apply-wd-to-qk-layernorm | matrices alone
 --no-weight-decay-cond-type apply_wd_to_qk_layernorm | matrices alone
---weight-decay-incr-style linear | one number
---start-weight-decay 0.1 | one number
---end-weight-decay 0.1 | one number
 --use-precision-aware-optimizer | groups keep their rates
 --optimizer-cpu-offload | groups keep their rates
 --overlap-param-gather-with-optimizer-step | groups keep their rates
@@ -250,6 +245,7 @@ def test_every_refused_option_is_tried() -> None:
             "--dataloader-inter-document-masking --context-parallel-size 2",
             "--dataloader-inter-document-masking: under context parallelism",
         ),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex: DeepEP and HybridEP compute on CUDA"),
         ("--distributed-backend nccl", "--distributed-backend nccl: there is no CUDA device"),
         ("--transformer-impl transformer_engine", "transformer_engine computes on CUDA alone"),
     ],

@@ -288,10 +288,27 @@ def test_what_the_script_sets_is_a_size(tmp_path: Path) -> None:
     assert (model.ffn_size, model.moe_ffn_size, model.head_size, model.query_groups) == (96, 80, 24, 2)
 
 
-def test_gated_ffn_must_be_told(tmp_path: Path) -> None:
-    """Megatron rounds a gated FFN to a multiple of 64 of 8/3 * hidden, which no ratio follows."""
-    with pytest.raises(UserError, match="--ffn-hidden-size: not given, so Megatron makes it 320 of --hidden-size"):
-        translated("--hidden-size 128 --num-attention-heads 4 --swiglu", {"hidden_size": 64}, tmp_path)
+def test_gated_ffn_that_megatron_derives(tmp_path: Path) -> None:
+    """Megatron rounds 8/3 of the hidden size down to a multiple of 64, for the base as for the model: 640 from 320."""
+    words = "--hidden-size 256 --num-attention-heads 4 --swiglu"
+    config, *_ = translated(words, {"hidden_size": 128}, tmp_path)
+    assert (config.model.ffn_size, config.base.ffn_hidden_size) == (640, 320)
+    tensor = parametrize(config, VOCABULARY).tensors["decoder.layers.0.mlp.linear_fc2.weight"]
+    assert tensor.lr_multiplier == 1 / 2
+    told, *_ = translated(words, {"hidden_size": 128, "ffn_hidden_size": 160}, tmp_path)
+    assert told.base.ffn_hidden_size == 160
+    alone, *_ = translated(words, {"num_attention_heads": 2, "kv_channels": 64}, tmp_path)
+    assert alone.base.ffn_hidden_size is None  # the hidden size does not grow
+    with pytest.raises(UserError, match=r"--ffn-hidden-size: not given, so Megatron makes it 640 .* and 0 of the base"):
+        translated(words, {"hidden_size": 16}, tmp_path)
+
+
+def test_the_batch_that_a_schedule_ends_with(tmp_path: Path) -> None:
+    """Megatron's own global batch size is the least that the processes can share."""
+    _, args, built, settings = translated("--hidden-size 128 --num-attention-heads 4", {"hidden_size": 64}, tmp_path)
+    for schedule in ("0:8 1K:16 2K:24", "0:8,1K:16,2K:24"):
+        args.step_batch_size_schedule = schedule
+        assert config_of(args, arguments_of(built), settings, 375).training.global_batch_size == 24
 
 
 def test_an_activation_is_recognised_without_compiling_it(tmp_path: Path) -> None:

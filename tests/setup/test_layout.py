@@ -44,6 +44,7 @@ def test_sequence_parallel_needs_tensor_parallel() -> None:
 
 
 PP = {"model__num_layers": 4, "parallel__engine": "megatron", "parallel__pipeline_model_parallel_size": 2}
+GROUP = "parallel__microbatch_group_size_per_virtual_pipeline_stage"
 VPP = {**PP, "parallel__virtual_pipeline_model_parallel_size": 2}
 
 
@@ -119,7 +120,19 @@ def test_context_parallel_ranks_read_the_same_data() -> None:
         ({**PP, "parallel__offload_optimizer": True}, 2, "parallel.offload_optimizer: is DeepSpeed's"),
         ({**PP, "parallel__overlap_param_gather": True}, 2, "needs use_distributed_optimizer and overlap_grad_reduce"),
         ({**VPP, "parallel__pipeline_model_parallel_size": 1}, 1, "2 chunks per stage need stages"),
-        ({**VPP, "training__global_batch_size": 3}, 2, "needs a multiple of 2 micro-batches per step"),
+        (
+            {**VPP, "training__global_batch_size": 3},
+            2,
+            "takes micro-batches in groups of 2, of which the last has at least 2 (pipeline stages); 3 makes 3",
+        ),
+        (
+            {**VPP, GROUP: 3, "training__global_batch_size": 4},
+            2,
+            "takes micro-batches in groups of 3, of which the last has at least 2 (pipeline stages); 4 makes 4",
+        ),
+        ({**VPP, GROUP: 5, "training__global_batch_size": 4}, 2, "in groups of 5, of which the last has at least 2"),
+        ({**VPP, GROUP: 1}, 2, "stage: 1; expected at least the 2 pipeline stages"),
+        ({**PP, GROUP: 2}, 2, "stage: 2; expected at least the 2 pipeline stages, and virtual_pipeline_model"),
         (
             {**VPP, "parallel__num_layers_in_first_pipeline_stage": 1},
             2,

@@ -153,7 +153,7 @@ def builds_optimizer(get_megatron_optimizer: Function) -> Function:
             from mup_megatron.megatron_training.options import known
 
             check_optimizer(config, model_chunks, kwargs.get("config_overrides"), known())
-            kwargs["config_overrides"] = _current.overrides(model_chunks)
+            kwargs["config_overrides"] = _current.overrides(model_chunks, config.optimizer)
         return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
 
     return build

@@ -35,7 +35,7 @@ TRANSLATED: tuple[tuple[str, str], ...] = (
         "lr-wsd-decay-samples lr-wsd-decay-style min-lr clip-grad bf16 fp16 lr-warmup-init",
         "training",
     ),
-    ("adam-beta1 adam-beta2 adam-eps sgd-momentum decoupled-lr decoupled-min-lr", "optimizer"),
+    ("adam-beta1 adam-beta2 adam-eps sgd-momentum muon-momentum decoupled-lr decoupled-min-lr", "optimizer"),
     (
         "tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage "
         "num-virtual-stages-per-pipeline-rank microbatch-group-size-per-virtual-pipeline-stage "
@@ -56,6 +56,11 @@ HARMLESS: tuple[tuple[str, str], ...] = (
     ),
     ("fp32-residual-connection", "the precision of the residual stream"),
     (
+        "muon-use-nesterov muon-nesterov muon-fp32-matmul-prec muon-num-ns-steps muon-coefficient-type "
+        "muon-extra-scale-factor muon-tp-mode",
+        "how Muon orthogonalises a matrix, and one factor on all its updates",
+    ),
+    (
         "moe-apply-probs-on-input",
         "the router's probabilities multiply an expert's input instead of its output; they do not change with width",
     ),
@@ -73,9 +78,9 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype "
         "disable-mamba-mem-eff-path relative-attention-num-buckets relative-attention-max-distance "
         "mrope-section mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim "
-        "mup-attn-scale-power muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode "
-        "muon-fp32-matmul-prec muon-num-ns-steps muon-tp-mode muon-extra-scale-factor muon-coefficient-type "
-        "muon-scalar-optimizer muon-nesterov lion-beta1 lion-beta2 fp8-recipe fp8-quantizer-factory fp8-margin "
+        "mup-attn-scale-power "
+        ""
+        "lion-beta1 lion-beta2 fp8-recipe fp8-quantizer-factory fp8-margin "
         "fp8-interval fp8-amax-history-len fp8-amax-compute-algo no-fp8-wgrad fp8-output-proj fp4-recipe "
         "fp4-quantizer-factory kitchen-attention-backend first-last-layers-bf16 num-layers-at-start-in-bf16 "
         "num-layers-at-end-in-bf16 keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag "

@@ -1,9 +1,8 @@
 """`--mup-explain` on a machine that cannot run the command line: what each tensor gets, from the options alone.
 
-A recipe for eight nodes of GPUs is explained on a laptop: upstream's own code checks its options and makes the model's
-config of them, as many processes are counted as the layout asks for, and no process group, model or kernel is started.
-What a script does to its model beside its options is not seen here; where the command line can run, it is
-(megatron_run.py).
+A recipe for eight nodes of GPUs is explained on a laptop. Upstream's own code checks the options and makes the model's
+config. The layout decides how many processes are counted. No process group, model or kernel is started. What a script
+does to its model beside its options is not seen; megatron_run.py sees it, where the command line can run.
 
 Public names: `cannot_run`, `explain_elsewhere`, `show`.
 """
@@ -96,14 +95,14 @@ def show(config: Config, parametrization: Parametrization, layout: Layout, refus
 
 
 def _processes(args: Namespace) -> int:
-    """What the layout asks for at least."""
+    """The least number of processes that the layout needs."""
     tensor = args.tensor_model_parallel_size
     experts = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
     return math.lcm(tensor * args.context_parallel_size, experts) * args.pipeline_model_parallel_size
 
 
 def _given(args: Namespace) -> dict[str, Any]:
-    """What upstream's model provider hands to GPTModel, as far as it is read."""
+    """The arguments of GPTModel that the translation reads, as upstream's model provider would pass them."""
     try:
         from megatron.training.argument_utils import core_transformer_config_from_args
     except ImportError:  # before 0.19
@@ -143,7 +142,7 @@ def _vocabulary(args: Namespace) -> int:
 
 @contextlib.contextmanager
 def _said_by_upstream() -> Iterator[None]:
-    """Keeps upstream's listing of its options from standard output, and makes a sentence of what it asserts."""
+    """Hides upstream's listing of its options, and turns an assertion of upstream's into one sentence."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
@@ -154,7 +153,7 @@ def _said_by_upstream() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checked_as_elsewhere() -> Iterator[None]:
-    """Upstream's checks do not ask this machine what it has; its count of micro-batches is forgotten afterwards."""
+    """Lets upstream's checks pass without the hardware that they ask for; resets its micro-batch counter afterwards."""
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
     for patch in ELSEWHERE_PATCHES:

@@ -46,6 +46,7 @@ _HARMLESS: tuple[tuple[str, str], ...] = (
         "cpu_offloading_weights cpu_offloading_double_buffering _cpu_offloading_context",
         "which kernels compute, and what is kept for them",
     ),
+    ("use_layer_wise_distributed_optimizer", "which data-parallel rank steps a matrix under Muon"),
     ("inference_sampling_seed use_inference_optimized_layers hetereogenous_dist_checkpoint", "of generation"),
     ("moe_token_dropping moe_router_topk_limited_devices", "how many tokens an expert takes"),
 )

@@ -85,7 +85,7 @@ class MegatronRun:
         return self.parametrization.tensors[WORD_EMBEDDINGS].shape.spec.shape[0]
 
     def build(self, init: Callable[..., None], model: GPTModel, *args: Any, **kwargs: Any) -> None:
-        """GPTModel's constructor with the shims in its layer specs; the chunk is then recorded, scaled and filled.
+        """Builds a chunk of GPTModel with the shims in its layer specs; then attaches multipliers and initial values.
 
         Args:
             init: upstream's.
@@ -114,7 +114,8 @@ class MegatronRun:
                 self._explain_and_leave()
         if left_out != self.config.model.without_norms:
             raise UserError(
-                "the script's layer specs leave out other norms on this rank than elsewhere; expected the same"
+                "the script's layer specs leave out other norms on this rank than on rank 0; expected the same "
+                "everywhere"
             )
         config, chunk = given["config"], given["vp_stage"] or 0
         self._put_shims(given, chunk)
@@ -133,7 +134,7 @@ class MegatronRun:
         from megatron.training.global_vars import get_tokenizer
 
         vocab_size = self._args.vocab_size or get_tokenizer().vocab_size
-        # Of one rank: what others have is compared with it, and they with their own.
+        # Rank 0's list decides, so that every rank makes the same config; build() compares it with the rank's own.
         agreed = [left_out]
         torch.distributed.broadcast_object_list(agreed, src=0)
         config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, agreed[0]))
@@ -182,15 +183,21 @@ class MegatronRun:
         torch.distributed.destroy_process_group()
         sys.exit(0)
 
-    def overrides(self, model_chunks: Any) -> dict[Any, Any]:
+    def overrides(self, model_chunks: Any, optimizer: str) -> dict[Any, Any]:
         """`config_overrides` of megatron-core's optimizers for the model that is trained.
 
         Args:
             model_chunks: as the script hands them over, in whatever they are wrapped.
+            optimizer: its name in the script's OptimizerConfig.
 
         Raises:
-            UserError: they are no GPTModels, or were built without µP.
+            UserError: they are no GPTModels, or were built without µP; the options name another optimizer.
         """
+        if optimizer != self._args.optimizer:
+            raise UserError(
+                f"the script's OptimizerConfig has the optimizer {optimizer}, Megatron's options "
+                f"{self._args.optimizer}; rates depend on it: expected the same"
+            )
         chunks = []
         for chunk in model_chunks:
             while not isinstance(chunk, GPTModel) and hasattr(chunk, "module"):
@@ -202,9 +209,11 @@ class MegatronRun:
             chunks.append(chunk)
         overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
         for override in overrides.values():
-            # Up to 0.18 a checkpoint's groups are told apart by four keys, of which this one does nothing else.
+            # Up to 0.18 megatron-core tells the groups of a checkpoint apart by four keys. `lr_mult` is one of them and
+            # has no other effect, so it carries the rule.
             override["lr_mult"] = override["rule"]
-            # Whose rate is logged: without this none is, for every group has a rate of its own.
+            # megatron.training logs the rate of the group with this mark. Without it no rate is logged, because every
+            # group has an override here.
             override["default_config"] = override["lr_multiplier"] == 1.0
         return overrides
 
@@ -266,8 +275,8 @@ class MegatronRun:
 def _name_in_checkpoints(model: GPTModel) -> None:
     """Gives the model's tensors, and with them the optimizer's state, names of their own in checkpoints.
 
-    The forward multipliers are no part of a checkpoint, so that these weights in a model without them are another
-    function. megatron-core's load stops where a tensor is not there by the name that it asks for.
+    A checkpoint does not hold the forward multipliers, so a model without them would compute another function from
+    these weights. megatron-core's load stops when it does not find a tensor by the name that it asks for.
     """
     original = model.sharded_state_dict
 
@@ -283,11 +292,13 @@ _MULTIPLE = "make_vocab_size_divisible_by"
 
 
 def _check_family(path: Path, config: Config) -> None:
-    """Whether a transfer record belongs to this family; a tokenizer that tuning trained itself has no path there,
-    and other multiples may pad a vocabulary to as many rows.
+    """Whether a transfer record belongs to the family of this run.
+
+    Two keys may differ. A tokenizer that the tuning run trained has no path in the record. Two values of
+    make_vocab_size_divisible_by may pad the vocabulary to the same number of rows.
 
     Raises:
-        UserError: it belongs to another; says which keys differ.
+        UserError: the record belongs to another family; says which keys differ.
     """
     record = read_record(path, None)
     family = {} if record is None else record["family"]

@@ -16,6 +16,7 @@ from typing import Any
 from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
+from mup_megatron.setup.megatron import muon_missing
 
 _TE = "transformer_engine"
 _CAUSAL_ALONE = (
@@ -100,6 +101,8 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
     cuda = torch.cuda.is_available() or not here
     if args.transformer_impl == "local":
         _check_local(args, cuda=cuda)
+    if args.optimizer in ("muon", "dist_muon"):
+        _check_muon(args, here=here, cuda=cuda)
     if cuda:
         return
     if args.moe_token_dispatcher_type == "flex":  # noqa: S105
@@ -157,6 +160,23 @@ def _check_local(args: Namespace, *, cuda: bool) -> None:
         raise UserError(
             f"--window-size {_said(window)}: megatron-core makes the mask of a window on CUDA, and none is here; "
             "expected none"
+        )
+
+
+def _check_muon(args: Namespace, *, here: bool, cuda: bool) -> None:
+    """What Muon needs: its package, whole matrices under tensor parallelism, and CUDA where ranks share the steps."""
+    if here and (missing := muon_missing()):
+        raise UserError(f"--optimizer {args.optimizer}: {missing}")
+    if not cuda and (args.optimizer == "dist_muon" or args.use_distributed_optimizer):
+        named = "--optimizer dist_muon" if args.optimizer == "dist_muon" else "--use-distributed-optimizer"
+        raise UserError(
+            f"{named}: Muon's layer-wise optimizer computes on CUDA alone, and none is here; expected --optimizer muon "
+            "without --use-distributed-optimizer"
+        )
+    if args.tensor_model_parallel_size > 1 and args.muon_tp_mode == "blockwise":
+        raise UserError(
+            "--muon-tp-mode blockwise: each tensor-parallel rank would orthogonalise its slice by itself, and updates "
+            "would depend on the layout; expected duplicated"
         )
 
 

@@ -45,7 +45,7 @@ _VERSIONS: tuple[tuple[str, str], ...] = (
     ("use-legacy-models", "<0.18"),
     (
         "hybrid-layer-pattern mtp-hybrid-override-pattern mla-down-proj-fusion fused-residual-rmsnorm "
-        "mtp-use-repeated-layer moe-router-force-biased optimizer-cuda-graph use-mup",
+        "mtp-use-repeated-layer moe-router-force-biased optimizer-cuda-graph use-mup muon-scalar-optimizer",
         ">=0.17",
     ),
     (

@@ -312,11 +312,13 @@ def _warmup_steps(args: Namespace, batch: int, steps: int) -> int:
 
 def _optimizer(args: Namespace) -> dict[str, Any]:
     decoupled = {name: getattr(args, name) for name in ("decoupled_lr", "decoupled_min_lr")}
+    if args.optimizer == "muon":
+        decoupled |= {"name": "muon", "momentum": float(args.muon_momentum)}
     if args.optimizer == "sgd":
         return {"name": "sgd", "momentum": float(args.sgd_momentum), **decoupled}
     return {
-        **decoupled,
         "name": "adamw" if getattr(args, "decoupled_weight_decay", True) else "adam",
+        **decoupled,
         "betas": [float(args.adam_beta1), float(args.adam_beta2)],
         "eps": float(args.adam_eps),
     }

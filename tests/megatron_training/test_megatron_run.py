@@ -34,7 +34,7 @@ SETTINGS = Settings(base={}, parametrization={}, hparams={}, record=None, explai
 
 
 def run_of(**args: Any) -> MegatronRun:
-    return MegatronRun(Namespace(transformer_impl="local", **args), SETTINGS)
+    return MegatronRun(Namespace(**{"transformer_impl": "local", "optimizer": "adam", **args}), SETTINGS)
 
 
 def test_no_model_was_built() -> None:
@@ -44,11 +44,17 @@ def test_no_model_was_built() -> None:
 
 def test_a_model_that_is_no_gptmodel() -> None:
     with pytest.raises(UserError, match="the script trains a Linear; mup-megatron run knows megatron-core's GPTModel"):
-        run_of().overrides([torch.nn.Linear(2, 2)])
+        run_of().overrides([torch.nn.Linear(2, 2)], "adam")
     wrapped = torch.nn.Module()
     wrapped.module = torch.nn.Embedding(2, 2)
     with pytest.raises(UserError, match="the script trains a Embedding"):
-        run_of().overrides([wrapped])
+        run_of().overrides([wrapped], "adam")
+
+
+def test_an_optimizer_that_the_options_do_not_name() -> None:
+    """Rates are worked out from the options, before the script makes its OptimizerConfig."""
+    with pytest.raises(UserError, match="OptimizerConfig has the optimizer sgd, Megatron's options adam; rates depend"):
+        run_of().overrides([torch.nn.Linear(2, 2)], "sgd")
 
 
 def test_other_norms_here_than_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +69,7 @@ def test_other_norms_here_than_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     transformer = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False)
     spec.layer_norm = None
-    with pytest.raises(UserError, match="the script's layer specs leave out other norms on this rank than elsewhere"):
+    with pytest.raises(UserError, match="the script's layer specs leave out other norms on this rank than on rank 0"):
         run.build(GPTModel.__init__, GPTModel.__new__(GPTModel), transformer, spec, 384, 32)
 
 

@@ -1,0 +1,117 @@
+"""Muon under `mup-megatron run`: upstream's own run at the base, rates by hand elsewhere, no layout in the losses."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.setup.megatron import muon_missing
+from tests import native
+from tests.distributed import Ranks
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.training") is None,
+        reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+    ),
+    pytest.mark.skipif(muon_missing() is not None, reason=str(muon_missing())),
+]
+# Rotary: learned positions are Muon's in plain megatron-core, and Adam's here.
+MUON = ("--optimizer", "muon", "--position-embedding-type", "rope", "--muon-fp32-matmul-prec", "high")
+SAME = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
+HALF = "hidden_size: 32\nnum_attention_heads: 2\nffn_hidden_size: 128\n"
+EXPERTS = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32")
+
+
+def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
+    """The last rank's, which logs the losses."""
+    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
+    said = native.words(folder, *MUON, *extra, **{"train_iters": 4, "global_batch_size": 4, **changed})
+    if asked.get("plainly"):
+        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
+    return ranks.run(count, native.native, words=said, **asked)[-1]
+
+
+def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
+    """From the same weights the same losses and weights after four steps, to the last bit."""
+    ours = run(ranks, tmp_path, base=SAME, clip_grad=0)
+    assert ours["status"] == 0, ours["said"]
+    plain = run(ranks, tmp_path, base=SAME, clip_grad=0, plainly=True, initial=ours["initial"])
+    assert len(ours["steps"]) == 8
+    assert plain["steps"] == ours["steps"]
+    for name, value in plain["final"].items():
+        assert np.array_equal(ours["final"][name], value), name
+
+
+def test_rates_from_half_the_width(ranks: Ranks, tmp_path: Path) -> None:
+    """(m_out/m_in)^1/2 over the growth of sqrt(larger side), which megatron-core's spectral mode multiplies with.
+
+    Of fc1 (128 x 64 from 128 x 32) m_in = 2 and nothing else grows; of fc2 m_out = 2; of the projection (64 x 64 from
+    32 x 32) both are 2, and so is the larger side. Word embedding and norm's gain are Adam's, and keep their rate.
+    """
+    found = run(ranks, tmp_path, base=HALF)
+    assert found["status"] == 0, found["said"]
+    expected = {
+        "decoder.layers.0.mlp.linear_fc1.weight": 2**-0.5,
+        "decoder.layers.0.mlp.linear_fc2.weight": 2**0.5,
+        "decoder.layers.0.self_attention.linear_proj.weight": 2**-0.5,
+        "embedding.word_embeddings.weight": 1.0,
+        "decoder.final_layernorm.weight": 1.0,
+    }
+    assert {name: found["groups"][name]["max_lr"] for name in expected} == pytest.approx(
+        {name: 1e-2 * rate for name, rate in expected.items()}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # As many rows of the vocabulary as one process has.
+        "--tensor-model-parallel-size 2 --muon-tp-mode duplicated --make-vocab-size-divisible-by 64",
+        "--pipeline-model-parallel-size 2",
+        "--expert-model-parallel-size 2",
+    ],
+)
+def test_no_layout_is_in_the_losses(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks train as one does: tensor, pipeline and expert parallel."""
+    model = EXPERTS if "expert" in layout else ()
+    whole = run(ranks, tmp_path, *model, base=HALF)
+    assert whole["status"] == 0, whole["said"]
+    assert whole["losses"][0] - whole["losses"][-1] > 0.05
+    ranks.run(2, native.warm)
+    split = run(ranks, tmp_path, *model, *layout.split(), base=HALF, count=2)
+    assert split["status"] == 0, split["said"]
+    assert split["losses"] == pytest.approx(whole["losses"], rel=2e-5)
+    for name, group in split["ended"].items():
+        name = name.replace("output_layer", "embedding.word_embeddings")  # tied, and the last stage's copy
+        assert group["lr"] == pytest.approx(whole["ended"][name]["lr"], rel=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--muon-scale-mode unit_rms_norm", "--muon-scale-mode unit_rms_norm: not under µP here (Muon's rates are"),
+        ("--muon-scalar-optimizer lion", "--muon-scalar-optimizer lion: not under µP here"),
+        ("--muon-no-split-qkv", "--muon-no-split-qkv: not under µP here"),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer: Muon's layer-wise optimizer computes on CUDA"),
+        ("--optimizer dist_muon", "--optimizer dist_muon: Muon's layer-wise optimizer computes on CUDA alone"),
+        ("--optimizer soap", "--optimizer soap: not under µP here (no rule is known for it)"),
+    ],
+)
+def test_refused(words: str, said: str, ranks: Ranks, tmp_path: Path) -> None:
+    found = run(ranks, tmp_path, *words.split(), base=HALF)
+    assert found["status"] == 2
+    assert said in found["said"]
+
+
+def test_slices_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Upstream's default under tensor parallelism orthogonalises each rank's slice."""
+    ranks.run(2, native.warm)
+    found = run(ranks, tmp_path, "--tensor-model-parallel-size", "2", base=HALF, count=2)
+    assert found["status"] == 2
+    assert "--muon-tp-mode blockwise: each tensor-parallel rank would orthogonalise its slice" in found["said"]

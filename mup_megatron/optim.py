@@ -7,7 +7,10 @@ Public names: `parameter_groups` and `build_optimizer` (torch, DeepSpeed), `mega
 from __future__ import annotations
 
 import bisect
+import contextlib
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from mup_megatron import rules
 from mup_megatron.config import Config, Training
+from mup_megatron.errors import UserError
 from mup_megatron.parametrization import Parametrization
 
 MOMENTS: dict[rules.UpdateRule, tuple[str, ...]] = {
@@ -24,6 +28,8 @@ MOMENTS: dict[rules.UpdateRule, tuple[str, ...]] = {
     "muon": ("momentum_buffer",),
 }
 """What optimizers keep of a parameter, by rule."""
+
+_LONGEST_BUILD = 30.0  # minutes; on two cores a build takes two
 
 
 def parameter_groups(
@@ -114,6 +120,9 @@ def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim
     Args:
         config: the run, every `auto` resolved.
         groups: from `parameter_groups`.
+
+    Raises:
+        UserError: a build of DeepSpeed's Adam for the CPU was killed, and the next would wait for it for ever.
     """
     optimizer, implementation = config.optimizer, config.optimizer.implementation
     betas = (optimizer.betas[0], optimizer.betas[1])
@@ -129,6 +138,7 @@ def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim
     if implementation == "deepspeed_cpu_adam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        _check_build("cpu_adam")
         decoupled = {"adamw_mode": is_adamw}
         return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=optimizer.eps, **decoupled)
     if implementation == "apex":
@@ -136,6 +146,20 @@ def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim
     else:
         from transformer_engine.pytorch.optimizers import FusedAdam
     return FusedAdam(groups, lr=lr, betas=betas, eps=optimizer.eps, **decoupled)
+
+
+def _check_build(name: str) -> None:
+    """Refuses to wait for a build that was killed, which leaves the lock of torch's extension builder behind."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory(name, verbose=False)) / "lock"
+    with contextlib.suppress(FileNotFoundError):  # no build goes on
+        minutes = (time.time() - lock.stat().st_mtime) / 60
+        if minutes > _LONGEST_BUILD:
+            raise UserError(
+                f"{lock}: {minutes:.0f} minutes old, left by a build of DeepSpeed's {name} that was killed; every "
+                "later build waits for it. Expected no such file: remove it if no build is running"
+            )
 
 
 @torch.no_grad()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mup_megatron.config import Training
+from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.optim import LearningRateSchedule, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.setup import resolve_auto
@@ -24,6 +28,19 @@ def groups(**overrides: Any) -> tuple[Any, list[dict[str, Any]]]:
     parametrization = parametrize(config, VOCABULARY)
     parameters = [(name, torch.nn.Parameter(torch.zeros(2))) for name in parametrization.tensors]
     return config, parameter_groups(parameters, parametrization)
+
+
+def test_a_build_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's builder would wait for its lock for ever, without a word."""
+    config, made = groups(parallel__offload_optimizer=True)
+    assert config.optimizer.implementation == "deepspeed_cpu_adam"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (0, time.time() - 3600))
+    with pytest.raises(UserError, match=r"cpu_adam/lock: 60 minutes old, left by a build of DeepSpeed's cpu_adam that"):
+        build_optimizer(config, made)
 
 
 def test_groups() -> None:

@@ -276,7 +276,7 @@ def test_what_is_none(error: BaseException) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["the index of samples", "the checkpoint of step 2"])
+@pytest.mark.parametrize("what", ["the index of samples", "the checkpoint of step"])
 def test_trials_wait_for_room(tmp_path: Path, disk: Callable[..., Disk], what: str) -> None:
     """No trial has failed, whatever it was that did not fit."""
     keys = {"tuning__trials": 2, "tuning__repeat_best": 0, "data__dir": str(tmp_path / "data")}
@@ -290,7 +290,7 @@ def test_trials_wait_for_room(tmp_path: Path, disk: Callable[..., Disk], what: s
     prepare(load_config(path))
     result = mup("tune", path)
     assert result.returncode == 2, result.stderr
-    assert parts(result.stderr)["what"] == what
+    assert parts(result.stderr)["what"].startswith(what)  # of which step depends on how many fit
     assert "Traceback" not in result.stderr
     assert [trial.state for trial in Study(load_config(path)).trials()] == ["waiting", "waiting"]
     small.resize(64000)

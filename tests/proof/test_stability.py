@@ -268,7 +268,7 @@ def test_two_commands_share_a_grid_and_one_is_ended(tmp_path: Path) -> None:
     _, err = first.process.communicate(timeout=120)
     assert first.process.returncode == 143, err
     out, err = second.process.communicate(timeout=240)
-    assert second.process.returncode in (0, 1), err
+    assert second.process.returncode in (0, 1, 3), err  # any verdict; one seed may leave it undecided
     assert "lr over width, 1 seeds" in out
     whole = mup("stability", path, *words, "--output", tmp_path / "whole")
     assert whole.returncode == second.process.returncode

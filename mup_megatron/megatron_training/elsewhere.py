@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,6 +129,7 @@ def _vocabulary(args: Namespace) -> int:
     """Entries of the tokenizer, before padding."""
     if args.vocab_size:
         return int(args.vocab_size)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded here; what is in the cache is found
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -144,10 +145,14 @@ def test_upstreams_own_refusal_is_a_sentence(tmp_path: Path) -> None:
         elsewhere("--hidden-size 128 --num-attention-heads 4 --tp-comm-overlap", tmp_path)
 
 
-def test_a_tokenizer_that_is_not_here(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the network: a process of its own says so before it imports Hugging Face's client."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     common = COMMON.replace("NullTokenizer --vocab-size 375", "HuggingFaceTokenizer --tokenizer-model no/such")
     with pytest.raises(UserError, match=r"expected its files, or --vocab-size with the number of its entries$"):
         elsewhere("--hidden-size 128 --num-attention-heads 4", tmp_path, common=common)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.mark.slow

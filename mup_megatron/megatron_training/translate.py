@@ -238,8 +238,7 @@ def _unless(value: int, default: int) -> int | None:
 def _same(ours: Any, theirs: Any) -> bool:
     """Whether two activations are one; megatron-core writes some of its own.
 
-    The functions themselves are asked, not what torch.compile makes of them: that would take seconds, and a C++
-    compiler on a CPU.
+    A fused activation is called as it was written: compiling it would take seconds, and a C++ compiler on a CPU.
     """
     x = torch.linspace(-3, 3, 13)
     return torch.equal(inspect.unwrap(ours)(x), inspect.unwrap(theirs)(x))
@@ -273,9 +272,8 @@ def _base(args: Namespace, config: Any, settings: Settings) -> dict[str, Any]:
 
 def _training(args: Namespace) -> dict[str, Any]:
     batch = args.global_batch_size
-    if schedule := getattr(
-        args, "step_batch_size_schedule", None
-    ):  # such as 0:384 200B:768; upstream's own is its least
+    schedule = getattr(args, "step_batch_size_schedule", None)  # such as 0:384 200B:768
+    if schedule:  # then upstream's global_batch_size is only the least that the processes can share
         batch = max(int(step.rpartition(":")[2]) for step in schedule.replace(",", " ").split())
     steps = args.train_iters or math.ceil((args.train_samples or batch) / batch)
     decay = args.lr_decay_iters or _updates(args.lr_decay_samples, batch)

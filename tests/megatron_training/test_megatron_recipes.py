@@ -67,7 +67,7 @@ def test_how_many_are_taken() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [pytest.param(names, id=names.split()[0]) for names in RECIPES])
 def test_a_functional_test_is_explained(names: str, tmp_path: Path) -> None:
-    """From half the hidden size: what reads hidden vectors has half the rate under Adam; the embedding keeps it."""
+    """From half the hidden size: what reads hidden vectors gets half the rate under Adam; the embedding does not."""
     words = RECIPES[names]
     hidden = int(words[words.index("--hidden-size") + 1]) if "--hidden-size" in words else 0
     base = {"hidden_size": hidden // 2} if hidden else None

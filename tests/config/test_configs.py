@@ -60,6 +60,9 @@ def test_every_family_is_there() -> None:
         "gpt3": ("125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b", "175b"),
         "llama": ("1b", "8b", "70b", "1t"),
         "deepseek": ("v3-671b",),
+        "mixtral": ("8x7b",),
+        "qwen3": ("30b-a3b",),
+        "nemotron": ("15b",),
         "proof": ("gpt3", "llama", "moe", "mla", "tuning-cost"),  # what docs/evidence is made from
     }
     names = {str(path.relative_to(path.parents[1])) for path in CONFIGS if path.parent.name != "configs"}
@@ -73,9 +76,13 @@ def test_every_family_is_there() -> None:
         # 671.0 without multi-token prediction, whose layer is 11.6 (arXiv 2412.19437, section 4.2: 14 B with the head).
         ("deepseek/v3-671b", "TP 4, PP 16, EP 64, ETP 1, DP 32, SP, distributed optimizer", 682.6),
         ("llama/1t", "TP 8, PP 64, DP 4, SP, distributed optimizer", 998.9),
+        # What their papers say: 46.7 (mistral.ai), 30.5, and 12.5 beside 3.1 of embeddings.
+        ("mixtral/8x7b", "TP 2, PP 4, EP 8, ETP 1, DP 32, SP, distributed optimizer", 46.7),
+        ("qwen3/30b-a3b", "TP 1, PP 4, EP 16, DP 64, distributed optimizer", 30.5),
+        ("nemotron/15b", "TP 8, DP 48, SP, ZeRO 1", 15.6),
     ],
 )
-def test_the_largest(name: str, layout: str, billions: float) -> None:
+def test_published_parameters(name: str, layout: str, billions: float) -> None:
     upstream.prepare_process()
     config = load_config(next(path for path in CONFIGS if path.with_suffix("").as_posix().endswith(name)))
     assert str(resolve_layout(config, world_size(config))) == layout

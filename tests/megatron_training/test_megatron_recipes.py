@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from mup_megatron.errors import UserError
-from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere
+from tests import native
+from tests.distributed import Ranks
+from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere, recipe
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -89,3 +91,92 @@ def test_a_functional_test_is_explained(names: str, tmp_path: Path) -> None:
     # Under Muon rows and columns double, and sqrt(larger side) with them.
     assert set(read.values()) == {2**-0.5 if "muon" in names else 0.5}
     assert tensors["embedding.word_embeddings.weight"].lr_multiplier == 1
+
+
+# What makes a published command line small enough for a CPU, where it says the option at all.
+SMALLER = {
+    "num-layers": 2,
+    "hidden-size": 64,
+    "ffn-hidden-size": 128,
+    "num-attention-heads": 4,
+    "kv-channels": 16,
+    "num-query-groups": 2,
+    "seq-length": 16,
+    "max-position-embeddings": 16,
+    "yarn-original-max-position-embeddings": 8,
+    "q-lora-rank": 24,
+    "kv-lora-rank": 16,
+    "qk-head-dim": 16,
+    "qk-pos-emb-head-dim": 8,
+    "v-head-dim": 16,
+    "num-experts": 16,
+    "moe-ffn-hidden-size": 48,
+    "moe-shared-expert-intermediate-size": 48,
+    "moe-layer-freq": "([0]*1+[1]*1)",
+    "micro-batch-size": 2,
+    "global-batch-size": 4,
+    "train-iters": 2,
+}
+# A CPU has one process here and fp32, and neither Transformer Engine nor grouped matrix products.
+ELSEWHERE = {
+    *(
+        "bf16",
+        "fp16",
+        "fp8-format",
+        "grad-reduce-in-bf16",
+        "moe-grouped-gemm",
+        "attention-backend",
+        "sequence-parallel",
+    ),
+    *("pipeline-model-parallel-layout", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"),
+    *(f"{axis}-model-parallel-size" for axis in ("tensor", "pipeline", "expert")),
+    *("window-size", "window-attn-skip-freq"),  # upstream makes the mask of a window on CUDA
+    *("lr-warmup-iters", "lr-warmup-init"),  # two steps of a warm-up over 200 move nothing
+}
+# From half of every size that is the model's own here; heads keep their size.
+HALF = "hidden_size: 32\nnum_attention_heads: 2\nffn_hidden_size: 64\n"
+OF_EXPERTS = "moe_ffn_hidden_size: 24\n"
+
+
+def small(name: str) -> dict[str, str]:
+    """A recipe's options as name and value ("" for a switch), made small."""
+    found: dict[str, str] = {}
+    last = ""
+    for word in shlex.split(recipe(name)[0]):
+        if word.startswith("--"):
+            last = word.removeprefix("--")
+            found[last] = ""
+        else:
+            found[last] = f"{found[last]} {word}".strip()
+    return {option: str(SMALLER.get(option, value)) for option, value in found.items() if option not in ELSEWHERE}
+
+
+PUBLISHED = ("gpt3_175b", "llama3_8b", "mixtral_8x7b", "gpt_oss_20b", "deepseek_v3", "qwen3_30b_a3b", "nemotron4_15b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_small_copy_of_a_published_command_line_trains(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Two steps in µP: every tensor moves, losses are finite, and rates are the rule's."""
+    options = small(name)
+    experts = "num-experts" in options
+    base = HALF + (OF_EXPERTS if "moe-ffn-hidden-size" in options else "")
+    base += "num_query_groups: 1\n" if "num-query-groups" in options else ""
+    base += "moe_shared_expert_intermediate_size: 24\n" if "moe-shared-expert-intermediate-size" in options else ""
+    switches = [f"--{option}" for option, value in options.items() if not value]
+    valued = {option: value for option, value in options.items() if value}
+    valued |= {"lr": "1e-2", "lr-decay-style": "constant", "min-lr": None, "lr-warmup-fraction": None}
+    words = native.words(tmp_path, *switches, base=base, **valued)
+    found = ranks.run(1, native.native, words=words)[0]
+    assert found["status"] == 0, found["said"]
+    assert len(found["losses"]) == 2
+    assert all(0 < loss < 8 for loss in found["losses"])
+    still = [name for name, value in found["initial"].items() if (found["final"][name] == value).all()]
+    assert still == []
+    rates = {tensor: group["max_lr"] for tensor, group in found["groups"].items()}
+    first = "decoder.layers.0."
+    read = [tensor for tensor in rates if tensor.startswith(first) and tensor.endswith(FROM_HIDDEN)]
+    assert read
+    assert {rates[tensor] for tensor in read} == {0.005}
+    assert rates["decoder.final_layernorm.weight"] == 0.01
+    assert experts == any("experts" in tensor for tensor in rates)

@@ -107,7 +107,7 @@ def reads_arguments(validate_args: Function) -> Function:
 
             check_table(known(), megatron.core.__version__)
             if settings.explain and cannot_run(args):
-                show(*explain_elsewhere(validate_args, args, defaults, settings))
+                show(*explain_elsewhere(validate_args, args, defaults, settings), settings=settings)
                 sys.exit(0)
             check_options(args, defaults, known())
         result = validate_args(args, defaults)

@@ -1,6 +1,6 @@
 """Options of megatron.training's parser that are translated into the config, and those that change no rule of µP.
 
-Public names: `TRANSLATED`, `HARMLESS`. option_table.py makes rules of them.
+Public names: `TRANSLATED`, `HARMLESS`, `UNSAID`. option_table.py makes rules of them.
 """
 
 from __future__ import annotations
@@ -273,3 +273,14 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "of generation",
     ),
 )
+
+UNSAID = (
+    "fp32-residual-connection fp16-lm-cross-entropy moe-apply-probs-on-input muon-use-nesterov muon-nesterov "
+    "muon-num-ns-steps muon-coefficient-type muon-extra-scale-factor window-size window-attn-skip-freq "
+    "rotary-interleaved rotary-seq-len-interpolation-factor no-rope-freq reset-attention-mask reset-position-ids "
+    "eod-mask-loss dataloader-inter-document-masking moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor "
+    "moe-pad-expert-input-to-capacity moe-token-drop-policy weight-decay-incr-style start-weight-decay "
+    "end-weight-decay rampup-batch-size step-batch-size-schedule fim-data train-data-path valid-data-path "
+    "per-split-data-args-path data-args-path"
+)
+"""Names of accepted options that change what is trained, and for which a config of this project has no key."""

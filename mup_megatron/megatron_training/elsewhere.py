@@ -27,6 +27,7 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
+from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES
@@ -85,14 +86,23 @@ def explain_elsewhere(
     return config, parametrization, layout, refused
 
 
-def show(config: Config, parametrization: Parametrization, layout: Layout, refused: Sequence[str] = ()) -> None:
-    """Prints the table, and what a run would refuse."""
+def show(
+    config: Config, parametrization: Parametrization, layout: Layout, refused: Sequence[str] = (), *, settings: Settings
+) -> None:
+    """Prints the table, and what a run would refuse; writes the config for tuning that the options ask for.
+
+    Raises:
+        UserError: there is no such config, or it cannot be written.
+    """
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140, markup=False)
     print_table(config, parametrization, layout, console)
     for sentence in refused:
         console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
+    if settings.written is not None:
+        write_tuning_config(settings.written, config, settings.unsaid)
+        console.print(f"written: {settings.written}; next: mup-megatron tune {settings.written}", highlight=False)
 
 
 def _processes(args: Namespace) -> int:

@@ -178,7 +178,7 @@ class MegatronRun:
 
     def _explain_and_leave(self) -> None:
         if torch.distributed.get_rank() == 0:
-            show(self.config, self.parametrization, self.layout)
+            show(self.config, self.parametrization, self.layout, settings=self._settings)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.exit(0)

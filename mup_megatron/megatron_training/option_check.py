@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from mup_megatron.errors import UserError
+from mup_megatron.megatron_training.accepted_options import UNSAID
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
 from mup_megatron.setup.megatron import muon_missing
@@ -134,6 +135,22 @@ def refused_in_a_run(args: Namespace, defaults: Mapping[str, Any], known: Known)
         except UserError as error:
             sentences.append(str(error))
     return sentences
+
+
+def unsaid_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -> list[str]:
+    """Options at other values than their defaults that change what is trained, and that no config of ours says.
+
+    Args:
+        args: see `check_options`, as the others.
+        defaults: see there.
+        known: see there.
+    """
+    found = []
+    for name, value, _ in _values(args, defaults, known):
+        option = known.typed(name)
+        if option.removeprefix("--") in UNSAID.split() and not _equal(value, known.actions[name].default):
+            found.append(option if isinstance(value, bool) else f"{option} {_said(value)}")
+    return found
 
 
 def _values(args: Namespace, defaults: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Any, Rule | None]]:

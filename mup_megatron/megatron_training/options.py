@@ -16,9 +16,9 @@ from typing import Any
 from mup_megatron.config.load import parse_yaml
 from mup_megatron.config.schema import Growth, Hparams, ParametrizationSection
 from mup_megatron.errors import UserError
-from mup_megatron.megatron_training.option_check import Known
+from mup_megatron.megatron_training.option_check import Known, unsaid_options
 
-FLAGS = ("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-allow-change")
+FLAGS = ("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change")
 _SECTIONS = ("base", "parametrization", "hparams")
 # Hyperparameters that are Megatron's own options, by our name: its name, and its default.
 _MEGATRONS: dict[str, tuple[str, Any]] = {
@@ -46,6 +46,8 @@ class Settings:
         explain: print the table and leave.
         allowed: keys that may differ from the checkpoint's.
         sizes: of `DERIVED_SIZES`, those that were typed (or that the script sets), before upstream fills the others.
+        written: the file to write a config for tuning to, before leaving; None without one.
+        unsaid: the options that it cannot say.
     """
 
     base: dict[str, Any]
@@ -55,6 +57,8 @@ class Settings:
     explain: bool
     allowed: tuple[str, ...]
     sizes: dict[str, int]
+    written: Path | None = None
+    unsaid: tuple[str, ...] = ()
 
 
 _known = Known([])
@@ -71,6 +75,9 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--mup-config", metavar="FILE", help="YAML with base:, parametrization: and hparams:.")
     group.add_argument("--mup-hparams", metavar="FILE", help="Transfer record (transfer.json) to take values from.")
     group.add_argument("--mup-explain", action="store_true", help="Print what each tensor gets, and leave.")
+    group.add_argument(
+        "--mup-write-config", metavar="FILE", help="Write a config to tune the run's proxy with, explain, and leave."
+    )
     group.add_argument(
         "--mup-allow-change", metavar="KEY", action="append", help="A key that may differ from the checkpoint's."
     )
@@ -104,7 +111,7 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
     Raises:
         UserError: a file cannot be used, or two options contradict each other.
     """
-    named = (args.mup_base, args.mup_config, args.mup_hparams, args.mup_explain)
+    named = (args.mup_base, args.mup_config, args.mup_hparams, args.mup_explain, args.mup_write_config)
     if not any(named):
         return None
     if getattr(args, "use_mup", False):
@@ -142,7 +149,9 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         parametrization=sections.get("parametrization", {}),
         hparams=hparams,
         record=Path(args.mup_hparams) if args.mup_hparams else None,
-        explain=args.mup_explain,
+        explain=bool(args.mup_explain or args.mup_write_config),
+        written=Path(args.mup_write_config) if args.mup_write_config else None,
+        unsaid=tuple(unsaid_options(args, defaults, known())) if args.mup_write_config else (),
         allowed=tuple(args.mup_allow_change or ()),
         sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
     )

@@ -31,9 +31,14 @@ COMMON = (
 
 
 def elsewhere(
-    words: str | Sequence[str], folder: Path, base: dict[str, int] | None = None, common: str = COMMON
+    words: str | Sequence[str],
+    folder: Path,
+    base: dict[str, int] | None = None,
+    common: str = COMMON,
+    *,
+    settled: bool = False,
 ) -> Any:
-    """What `--mup-explain` prints from, for a command line that this machine cannot run."""
+    """What `--mup-explain` prints from, for options that this machine cannot run; where `settled`, the settings too."""
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
     from mup_megatron.megatron_training.elsewhere import explain_elsewhere
@@ -51,7 +56,8 @@ def elsewhere(
         args.rank, args.world_size = 0, 1
         settings = read_options(args)
         assert settings is not None
-        return explain_elsewhere(validate_args, args, {}, settings)
+        found = explain_elsewhere(validate_args, args, {}, settings)
+        return (found, settings) if settled else found
 
 
 def recipe(name: str) -> tuple[str, dict[str, int]]:

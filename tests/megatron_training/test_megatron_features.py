@@ -54,7 +54,7 @@ def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, An
     return ranks.run(1, native.native, words=said, **asked)[0]
 
 
-QUICK = ("clamped", "gate", "learnable", "two-losses", "rising-decay")
+QUICK = ("learnable", "two-losses", "rising-decay")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,7 +165,7 @@ def test_a_small_copy_of_a_published_command_line_trains(name: str, ranks: Ranks
     base += "num_query_groups: 1\n" if "num-query-groups" in options else ""
     base += "moe_shared_expert_intermediate_size: 24\n" if "moe-shared-expert-intermediate-size" in options else ""
     switches = [f"--{option}" for option, value in options.items() if not value]
-    valued = {option: value for option, value in options.items() if value}
+    valued: dict[str, Any] = {option: value for option, value in options.items() if value}
     valued |= {"lr": "1e-2", "lr-decay-style": "constant", "min-lr": None, "lr-warmup-fraction": None}
     words = native.words(tmp_path, *switches, base=base, **valued)
     found = ranks.run(1, native.native, words=words)[0]

@@ -354,6 +354,7 @@ def own_spec(folder: Path, change: str) -> str:
     return str(folder / "own.py")
 
 
+@pytest.mark.slow
 def test_a_spec_without_norms_keeps_none(tmp_path: Path) -> None:
     """What trains is what the script built: norms that it left out are not there, and the rest has its rules."""
     words = options(config(training__train_steps=3), tmp_path)

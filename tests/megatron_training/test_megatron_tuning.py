@@ -1,0 +1,140 @@
+"""`--mup-write-config`: a Megatron command line becomes a config, whose tuned record is of its family."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron.config import load_config
+from mup_megatron.errors import UserError
+from mup_megatron.megatron_training.tuning_config import write_tuning_config
+from mup_megatron.model import parametrize
+from mup_megatron.tuning.family import digested
+from tests import native
+from tests.commands import run
+from tests.megatron_training.test_megatron_elsewhere import elsewhere, recipe
+from tests.megatron_training.test_megatron_recipes import PUBLISHED
+from tests.megatron_training.test_megatron_training import config, options, without
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+COMMON = "--data-path data/text_document --vocab-size 1000"
+# Options of the published command lines that no config says, by hand.
+UNSAID = {"gpt_oss_20b": "--moe-z-loss-coeff 0.001, --window-size 127,0, --window-attn-skip-freq 2"}
+
+
+def written(name: str, folder: Path) -> tuple[Any, Any, Path]:
+    """What a published command line was read as, its rules, and the file."""
+    words, base = recipe(name)
+    read, parametrization, _, _ = elsewhere(words, folder, base, common=COMMON)
+    path = folder / "tune.yaml"
+    write_tuning_config(path, read, ())
+    return read, parametrization, path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_is_the_command_line(name: str, tmp_path: Path) -> None:
+    """Read again, it has the family, the same number in every row of the table, and the base's sizes for its proxy."""
+    read, parametrization, path = written(name, tmp_path)
+    again = load_config(path)
+    assert digested(again) == digested(read)
+    assert parametrize(again, 1000).tensors == parametrization.tensors
+    assert again.training == read.training
+    _, base = recipe(name)
+    assert {size: getattr(again.proxy_model, size) for size in base} == base
+    assert set(again.tuning.search) == {
+        *("lr", "init_method_std", "embedding_multiplier", "attention_multiplier", "output_multiplier")
+    }
+
+
+def test_numbers_by_hand(tmp_path: Path) -> None:
+    """Llama 3 8B from a quarter of its width: 1000 steps of 512 sequences; tuned on as many steps of 256."""
+    _, _, path = written("llama3_8b", tmp_path)
+    again = load_config(path)
+    assert (again.model.hidden_size, again.base.hidden_size, again.proxy_model.hidden_size) == (4096, 1024, 1024)
+    assert (again.model.num_query_groups, again.proxy_model.num_query_groups) == (8, 2)
+    assert (again.training.train_steps, again.training.global_batch_size) == (1000, 512)
+    assert (again.tuning.train_steps, again.tuning.global_batch_size, again.tuning.micro_batch_size) == (1000, 256, 8)
+    assert again.optimizer.decoupled_lr == 6e-4
+    assert again.data.data_path == ["data/text_document"]
+
+
+@pytest.mark.parametrize(("name", "unsaid"), [*UNSAID.items(), ("llama3_8b", "")])
+def test_what_it_cannot_say_is_said(name: str, unsaid: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the option itself, which explains and leaves."""
+    from mup_megatron.megatron_training.elsewhere import show
+
+    words, base = recipe(name)
+    path = tmp_path / "tune.yaml"
+    found, settings = elsewhere(f"{words} --mup-write-config {path}", tmp_path, base, common=COMMON, settled=True)
+    show(*found, settings=settings)
+    heading = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    assert f"to tune its proxy: mup-megatron tune {path} Then start the run with --mup-hparams" in heading
+    assert ("for which a config has no key: " in heading) == bool(unsaid)
+    assert f"{unsaid}" in heading
+    assert f"next: mup-megatron tune {path}" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("common", "base", "there", "said"),
+    [
+        ("--mock-data --vocab-size 1000", {"hidden_size": 64}, False, "there are no data to tune on; expected --data"),
+        (COMMON, {"hidden_size": 64}, True, "is there already; expected a new file"),
+    ],
+)
+def test_bad_input(common: str, base: dict[str, int], there: bool, said: str, tmp_path: Path) -> None:
+    words = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
+    words += " --micro-batch-size 1 --train-iters 8 --lr 1e-2"
+    read, *_ = elsewhere(words, tmp_path, base, common=common)
+    path = tmp_path / "tune.yaml"
+    if there:
+        path.write_text("mine")
+    with pytest.raises(UserError) as error:
+        write_tuning_config(path, read, ())
+    assert str(error.value).startswith(f"--mup-write-config {path}: {said}")
+    assert not there or path.read_text() == "mine"
+
+
+def test_a_file_of_base_shapes_has_no_proxy(tmp_path: Path) -> None:
+    read, *_ = elsewhere(
+        "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+        "--micro-batch-size 1 --train-iters 8 --lr 1e-2",
+        tmp_path,
+        {"hidden_size": 64},
+        common=COMMON,
+    )
+    base = read.base.model_copy(update={"file": "x.bsh"})
+    with pytest.raises(UserError, match=r"the base is x\.bsh, whose sizes have no names; expected base sizes"):
+        write_tuning_config(tmp_path / "tune.yaml", read.model_copy(update={"base": base}), ())
+
+
+@pytest.mark.slow
+def test_from_command_line_to_tuned_run(tmp_path: Path) -> None:
+    """The config is written, its proxy tuned, and the same command line trains with the record; another is refused."""
+    words = without(options(config(), tmp_path), "mup-base")
+    written, record = tmp_path / "tune.yaml", tmp_path / "tuned.json"
+    base = tmp_path / "sizes.yaml"
+    base.write_text((tmp_path / "base.yaml").read_text())
+    command = ["python", "-m", "mup_megatron", "run", str(native.SCRIPT)]
+    wrote = run(*command, *words, "--mup-base", base, "--mup-write-config", written)
+    assert wrote.returncode == 0, wrote.stderr[-3000:]
+    settings = [f"run.dir={tmp_path / 'run'}", f"tuning.record={record}", "tuning.trials=2", "tuning.repeat_best=0"]
+    settings += ["tuning.max_compute_share=10", "tuning.global_batch_size=8", "tuning.micro_batch_size=4"]
+    tuned = run("python", "-m", "mup_megatron", "tune", written, *settings)
+    assert tuned.returncode == 0, tuned.stderr[-3000:]
+    values = json.loads(record.read_text())["values"]
+    told = without(words, "lr", "min-lr", "init-method-std", "weight-decay")
+    trained = run(*command, *told, "--mup-base", base, "--mup-hparams", record, "--mup-explain")
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert f"base: lr {values['lr']:.6g}, init std {values['init_method_std']:.6g}" in trained.stdout
+    deeper = run(
+        *command, *without(told, "num-layers"), "--num-layers", "3", "--mup-base", base, "--mup-hparams", record
+    )
+    assert deeper.returncode == 2
+    assert "model.num_layers: 2 there, 3 here" in deeper.stderr

@@ -6,33 +6,9 @@ survives is a hole in the tests: mend the tests, never this list.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """One fault.
-
-    Args:
-        name: kind of code, then what is lost: `rule: ...`, `shim: ...`, `guard: ...`.
-        what: the fault, in words.
-        file: where, from the repository's root.
-        old: text that stands there once.
-        new: what stands there instead.
-        tests: pytest's words; one of these tests must fail.
-    """
-
-    name: str
-    what: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-
-def _mutant(name: str, what: str, file: str, old: str, new: str, *tests: str) -> Mutant:
-    return Mutant(name=name, what=what, file=file, old=old, new=new, tests=tuple(f"tests/{test}" for test in tests))
-
+from tests.mutant import Mutant
+from tests.mutant import mutant as _mutant
+from tests.native_mutants import NATIVE
 
 _RULES = "mup_megatron/rules.py"
 _SHAPES = "mup_megatron/shapes.py"
@@ -932,4 +908,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *BASE,
     *TORCH,
     *SCRIPTS,
+    *NATIVE,
 )

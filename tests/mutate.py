@@ -1,8 +1,9 @@
 """`./dev mutants`: breaks the code in one small way after the other, and looks whether the tests notice.
 
-Each mutant of tests/mutants.py is put into a copy of the tree, and the tests that must catch it run there. It is caught
-where a test that passes on the unbroken tree fails, and fails because it compared something: a test that dies of
-AttributeError or the like has compared nothing, and does not count. Exit status 0 where all are caught, else 1.
+Each mutant of tests/mutants.py, and of tests/native_mutants.py where there is megatron.training, is put into a copy of
+the tree, and the tests that must catch it run there. It is caught where a test that passes on the unbroken tree fails,
+and fails because it compared something: a test that dies of AttributeError or the like has compared nothing, and does
+not count. Exit status 0 where all are caught, else 1.
 
     python -m tests.mutate [NAME-PART ...] [--json FILE] [--write docs/mutants.md]
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -30,6 +32,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECONDS = 240
+_LISTS = ("tests.mutant", "tests.mutants", "tests.native_mutants")
 # What a test raises that has compared nothing: it crashed on the way.
 CRASHES = (
     *("AttributeError", "ImportError", "IndexError", "KeyError", "ModuleNotFoundError", "NameError", "SyntaxError"),
@@ -178,13 +181,18 @@ def verdict(result: dict[str, Any], wrong_before: set[str]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """The command."""
     from tests.mutants import MUTANTS
+    from tests.native_mutants import NATIVE
 
     parser = argparse.ArgumentParser(prog="./dev mutants", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="Mutants whose names contain one of these; all if none is given.")
     parser.add_argument("--json", metavar="FILE", help="Write the outcome of each.")
-    parser.add_argument("--write", metavar="FILE", help="Write the table (docs/mutants.md), where all have run.")
+    parser.add_argument("--write", metavar="FILE", help="Write the tables (docs/mutants.md) of what has run whole.")
     parsed = parser.parse_args(arguments)
     chosen = [m for m in MUTANTS if not parsed.names or any(part in m.name for part in parsed.names)]
+    if importlib.util.find_spec("megatron.training") is None:
+        here = [mutant for mutant in chosen if mutant not in NATIVE]
+        print(f"left out: {len(chosen) - len(here)} that need megatron.training (Python 3.12, megatron-core 0.19)")
+        chosen = here
     if not chosen:
         print("mutants: no mutant has such a name", file=sys.stderr)
         return 2
@@ -216,13 +224,46 @@ def main(arguments: Sequence[str]) -> int:
         print(f"survives: {name}")
     if parsed.json:
         Path(parsed.json).write_text(json.dumps(outcomes, indent=1))
-    if parsed.write and len(chosen) == len(MUTANTS):
-        Path(parsed.write).write_text(table(outcomes))
+    if parsed.write:
+        Path(parsed.write).write_text(page(outcomes, Path(parsed.write).read_text()))
     return 1 if survivors else 0
 
 
+_NATIVE_HEADING = "\n## `mup-megatron run`\n\n"
+
+
+def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
+    """docs/mutants.md.
+
+    Args:
+        outcomes: of what has run.
+        before: the page so far; a list that has not run whole keeps its table.
+    """
+    from tests.mutants import MUTANTS
+    from tests.native_mutants import NATIVE
+
+    lists = ([mutant.name for mutant in MUTANTS if mutant not in NATIVE], [mutant.name for mutant in NATIVE])
+    known, _, native = before.partition(_NATIVE_HEADING)
+    tables = [known[known.find("Made by ") :], native]
+    for number, names in enumerate(lists):
+        rows = [outcome for outcome in outcomes if outcome["name"] in names]
+        if len(rows) == len(names):
+            tables[number] = table(rows)
+    return (
+        "# Mutants\n\n"
+        "Each row is one small fault that somebody could make in the code, put into a copy of the tree; then the "
+        "tests that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails "
+        "because it compared something; a test that\ncrashes before it compares does not count. The lists are "
+        "[tests/mutants.py](../tests/mutants.py) and [tests/native_mutants.py](../tests/native_mutants.py), whose "
+        "faults need\nmegatron.training (megatron-core 0.19, Python 3.12).\n\n"
+        + tables[0]
+        + _NATIVE_HEADING
+        + tables[1]
+    )
+
+
 def table(outcomes: Sequence[dict[str, Any]]) -> str:
-    """docs/mutants.md."""
+    """What became of the mutants of a list."""
     import importlib.metadata as metadata
     import platform
 
@@ -238,11 +279,6 @@ def table(outcomes: Sequence[dict[str, Any]]) -> str:
         for o in outcomes
     ]
     return (
-        "# Mutants\n\n"
-        "Each row is one small fault that somebody could make in the code, put into a copy of the tree; then the "
-        "tests that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails "
-        "because it compared something; a test that\ncrashes before it compares does not count. The list is "
-        "[tests/mutants.py](../tests/mutants.py).\n\n"
         f"Made by `./dev mutants` on {time.strftime('%Y-%m-%d')} (Python {platform.python_version()}, {versions}): "
         f"{caught} of {len(outcomes)} caught.\n\n"
         "| mutant | what is lost | file | caught by, and what the test said |\n| --- | --- | --- | --- |\n"
@@ -268,7 +304,7 @@ def _warm() -> None:
         import pytest  # noqa: F401
     wrong = [name for name in sys.modules if name.split(".")[0] == "mup_megatron"]
     assert not wrong, wrong
-    for name in [name for name in sys.modules if name.split(".")[0] == "tests" and name != "tests.mutants"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests" and name not in _LISTS]:
         del sys.modules[name]
 
 

@@ -34,7 +34,8 @@ SETTINGS = Settings(base={}, parametrization={}, hparams={}, record=None, explai
 
 
 def run_of(**args: Any) -> MegatronRun:
-    return MegatronRun(Namespace(**{"transformer_impl": "local", "optimizer": "adam", **args}), SETTINGS)
+    data = dict.fromkeys(("data_path", "split", "seq_length", "mock_data"))
+    return MegatronRun(Namespace(**{"transformer_impl": "local", "optimizer": "adam", **data, **args}), SETTINGS)
 
 
 def test_no_model_was_built() -> None:

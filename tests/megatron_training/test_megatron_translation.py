@@ -231,19 +231,21 @@ def test_the_model_that_is_built_is_the_one_that_was_read(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("words", "rows", "multiple"),
+    ("words", "ranks", "rows", "multiple"),
     [
-        ("", 384, 128),
-        ("--make-vocab-size-divisible-by 64", 384, 64),
-        ("", 512, 512),
-        ("--padded-vocab-size 380", 380, 380),
+        ("", 1, 384, 128),
+        ("--make-vocab-size-divisible-by 64", 1, 384, 64),
+        ("", 1, 512, 512),
+        ("", 2, 512, 256),
+        ("--padded-vocab-size 380", 1, 380, 380),
     ],
 )
-def test_rows_of_the_vocabulary(words: str, rows: int, multiple: int, tmp_path: Path) -> None:
+def test_rows_of_the_vocabulary(words: str, ranks: int, rows: int, multiple: int, tmp_path: Path) -> None:
     """375 entries: what they are padded to a multiple of gives the rows that upstream built, whatever the layout."""
     _, args, built, settings = translated(
         f"--hidden-size 128 --num-attention-heads 4 {words}", {"hidden_size": 64, "num_attention_heads": 2}, tmp_path
     )
+    args.tensor_model_parallel_size = ranks
     config = config_of(args, {**arguments_of(built), "vocab_size": rows}, settings, 375)
     assert config.model.make_vocab_size_divisible_by == multiple
     assert config.model.padded_vocab_size(375) == rows
@@ -309,6 +311,15 @@ def test_the_batch_that_a_schedule_ends_with(tmp_path: Path) -> None:
     for schedule in ("0:8 1K:16 2K:24", "0:8,1K:16,2K:24"):
         args.step_batch_size_schedule = schedule
         assert config_of(args, arguments_of(built), settings, 375).training.global_batch_size == 24
+
+
+def test_the_weight_decay_that_a_schedule_ends_with(tmp_path: Path) -> None:
+    """Megatron multiplies what its schedule says with each group's multiplier; a row shows the last."""
+    words = "--hidden-size 128 --num-attention-heads 4 --weight-decay 0.3"
+    for schedule, decay in (("", 0.3), ("--weight-decay-incr-style linear --start-weight-decay 0.1", 0.4)):
+        end = " --end-weight-decay 0.4" if schedule else ""
+        config, *_ = translated(f"{words} {schedule}{end}", {"hidden_size": 64}, tmp_path)
+        assert config.hparams.weight_decay == decay
 
 
 def test_an_activation_is_recognised_without_compiling_it(tmp_path: Path) -> None:

@@ -93,12 +93,10 @@ MOMENTS: dict[str, tuple[Callable[[Trial], bool], Callable[[Trial], Any]]] = {
     "the last report": (lambda trial: 6 in trial.reported(), lambda trial: STEPS in trial.lines("eval_loss")),
     "after the last report": (lambda trial: STEPS in trial.reported(), lambda trial: True),
 }
-QUICK = ("reporting",)
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MOMENTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_sigterm(undisturbed: list[tuple[Any, ...]], data: Path, tmp_path: Path, moment: str) -> None:
     config, study = study_of(tmp_path, data)
     trial, (before, there) = Trial(study), MOMENTS[moment]

@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mup_megatron import runtime
-from mup_megatron.checkpoint import SUMS, Checkpoints
-from mup_megatron.config import Config, Model, parse_config
-from mup_megatron.data.prepare import prepared_tokenizer
+from mup_megatron.config import Config
 from mup_megatron.data.tokenizer import prompt_tokens
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
-from mup_megatron.manifest import MANIFEST, CheckpointManifest
 from mup_megatron.ranks import Rank
+from mup_megatron.saved_run import open_run
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -271,10 +269,8 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
     Raises:
         UserError: no checkpoint is there, it is damaged, or its tokenizer is gone.
     """
-    path = _find(path)
-    manifest = CheckpointManifest.read(path)
-    config = _config_here(manifest, path)
-    tokenizer = prepared_tokenizer(config, manifest.data_digest)
+    run = open_run(path)
+    config, tokenizer = run.config, run.tokenizer
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
     from mup_megatron.engines.state import load_weights
@@ -282,7 +278,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]
 
     parametrization = parametrize(config, int(tokenizer.vocab_size))
     (model,) = chunks = build_model(parametrization, layout, 0, device)
-    load_weights(chunks, parametrization, layout, 0, path)
+    load_weights(chunks, parametrization, layout, 0, run.path)
     # Heads that predict further ahead are for training. Of megatron-core 0.16 they run while decoding too, and fail.
     model.mtp_process, model.config.mtp_num_layers = False, None
     if config.training.precision == "bf16":
@@ -298,35 +294,3 @@ def _cast(model: GPTModel) -> None:
     model.bfloat16()
     for buffer, value in kept:
         buffer.data = value
-
-
-def _find(path: Path) -> Path:
-    """The checkpoint that a folder is, or the latest that it holds; its files match their checksums."""
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder; expected a checkpoint (step_00000100), or a run's folder")
-    if (path / SUMS).is_file():
-        checkpoints, found = Checkpoints(path.parent, kept=1), [path]
-    else:
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        checkpoints = Checkpoints(folder, kept=1)
-        found = checkpoints.newest_first()[:1]
-    if not found:
-        raise UserError(
-            f"{path}: no checkpoint is here; expected a folder with {SUMS} in it, a run's folder, or its checkpoints"
-        )
-    problem = checkpoints.problem(found[0])
-    if problem:
-        raise UserError(f"{found[0]}: damaged ({problem}); an older checkpoint can be named instead")
-    return found[0]
-
-
-def _config_here(manifest: CheckpointManifest, path: Path) -> Config:
-    """The manifest's config for this process: one rank, what is installed here, the run's folder where it is now."""
-    # How it was tuned is another run's business, and may hold what is refused today.
-    config = parse_config({**manifest.config, "tuning": {}}, str(path / MANIFEST))
-    keys: dict[str, Any] = {"parallel": {"engine": config.parallel.engine, "tensor_model_parallel_size": 1}}
-    if {"apex", "transformer_engine"} & {getattr(config.model, key) for key in Model.PLAIN_KERNELS}:
-        keys["model"] = config.model.with_plain_kernels.model_dump()  # compute the same, everywhere
-    if path.resolve().parent.name == "checkpoints":
-        keys["run.dir"] = str(path.parent.parent)
-    return config.derive(keys)

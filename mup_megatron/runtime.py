@@ -1,7 +1,7 @@
 """Process groups, where the ranks meet before them, and the random states of the forward pass.
 
 Public names: `Meeting`, `start_distributed`, `stop_distributed`, `point_to_point`, `save_random_state`,
-`load_random_state`.
+`load_random_state`, `computed_on_cuda`.
 """
 
 from __future__ import annotations
@@ -247,6 +247,22 @@ def load_random_state(directory: Path, layout: Layout, rank: int, seed: int, ste
         torch.cuda.set_rng_state(states.pop("cuda"))
     megatron_random.get_cuda_rng_tracker().set_states(states)
     return True
+
+
+def computed_on_cuda(directory: Path) -> bool:
+    """Whether the run that wrote a checkpoint computed on GPUs, whose generators' states are then among those saved.
+
+    Raises:
+        UserError: the first rank's file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = directory / _random_file(0)
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return "cuda" in file.keys()  # noqa: SIM118  (it is no mapping)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: damaged ({error})") from None
 
 
 def _random_file(rank: int) -> str:

@@ -1,6 +1,6 @@
 """megatron-core's TransformerConfig of a model, from the run's config, the forward multipliers and the layout.
 
-Public names: `core_config`, `ACTIVATIONS`, `INIT_METHODS`, `YARN`.
+Public names: `core_config`, `fuses_activation`, `ACTIVATIONS`, `INIT_METHODS`, `YARN`.
 """
 
 from __future__ import annotations
@@ -105,10 +105,7 @@ def core_config(
         **point_to_point(split=split, interleaved=interleaved, cuda=fused),
         bias_dropout_fusion=fused,
         masked_softmax_fusion=fused,
-        bias_activation_fusion=fused
-        and (model.gated_linear_unit or model.add_bias_linear)
-        and model.activation_func in ("gelu", "silu")
-        and (model.activation_func == "silu") == model.gated_linear_unit,
+        bias_activation_fusion=fuses_activation(model, cuda=fused),
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
@@ -116,6 +113,16 @@ def core_config(
     for name, value in _yarn(model).items():  # which GPTModel reads from the config, although it is no field of it
         setattr(made, name, value)
     return made
+
+
+def fuses_activation(model: Model, *, cuda: bool) -> bool:
+    """Whether bias and activation are one kernel. megatron-core's for GELU computes the tanh approximation of it."""
+    return (
+        cuda
+        and (model.gated_linear_unit or model.add_bias_linear)
+        and model.activation_func in ("gelu", "silu")
+        and (model.activation_func == "silu") == model.gated_linear_unit
+    )
 
 
 def _yarn(model: Model) -> dict[str, Any]:

@@ -19,6 +19,7 @@ UPSTREAM_WARNINGS = (
     "Could not determine rank from torch.distributed",
     "If you are using transformer_engine as the transformer implementation",
     "`load_state_dict` is deprecated and will be removed",  # dist_checkpointing's own call
+    "assuming the intent is to load in a single process",  # torch's loader, which was told to (no_dist)
 )
 
 CUDA_ONLY = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")

@@ -17,7 +17,8 @@ import yaml
 from mup_megatron import cli
 from mup_megatron.config import parse_config
 from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.generate import Sampling, _find, _Reader, generate
+from mup_megatron.generate import Sampling, _Reader, generate
+from mup_megatron.saved_run import find_checkpoint
 from mup_megatron.setup import resolve
 from tests import bodies
 from tests.commands import mup
@@ -298,7 +299,9 @@ def test_the_command(trained: Path, say: Callable[..., dict[str, Any]]) -> None:
 
 def test_which_checkpoint(trained: Path) -> None:
     first, latest = (trained / "checkpoints" / f"step_0000000{step}" for step in (3, 6))
-    assert [_find(path) for path in (trained, trained / "checkpoints", latest, first)] == [latest] * 3 + [first]
+    assert [find_checkpoint(path) for path in (trained, trained / "checkpoints", latest, first)] == [latest] * 3 + [
+        first
+    ]
 
 
 def test_a_run_that_was_moved(trained: Path, tmp_path: Path, say: Callable[..., dict[str, Any]]) -> None:

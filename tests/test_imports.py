@@ -20,9 +20,9 @@ LEVELS = [
     {"report", "megatron_training"},
     {"proof"},
     {"tuning"},
-    {"train", "launch", "generate"},
+    {"train", "launch", "generate", "export"},
     {"samples"},
-    {"explain", "metrics"},
+    {"explain", "metrics", "saved_run"},
     {"checkpoint", "progress", "run_directory"},
     {"manifest"},
     {"engines"},
@@ -57,6 +57,7 @@ BESIDE = {
     "proof",
     "cli",
     "setup",
+    "export",
 }  # packages: their own modules
 ALSO = {("optim", "parametrization")}
 

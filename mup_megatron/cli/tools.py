@@ -1,4 +1,4 @@
-"""Commands about what is there: report, generate, run, patch, slurm, doctor."""
+"""Commands about what is there: report, generate, export, run, patch, slurm, doctor."""
 
 from __future__ import annotations
 
@@ -88,6 +88,47 @@ def generate(
         "sampling": asdict(sampling),
     }
     print(json.dumps(result, indent=1))
+
+
+@app.command(epilog="Example: mup-megatron export runs/demo exported --to hf --dtype bf16")
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
+    ],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write; not there yet.")],
+    to: Annotated[Literal["hf"], typer.Option(help="hf: a folder for Hugging Face transformers.")] = "hf",
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Of the weights; bf16 rounds each of them once.")
+    ] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of the weights in a file, e.g. 200MB.")] = "5GB",
+    keep_multipliers: Annotated[
+        bool, typer.Option("--keep-multipliers", help="Leave the weights alone: Granite has multipliers (from llama).")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's model as other tools read it, every multiplier folded into the weights. In one process."""
+    from mup_megatron.ranks import read_rank
+
+    if read_rank().world_size > 1:
+        raise UserError("export runs in one process; expected no launcher before it")
+    from mup_megatron import upstream
+
+    upstream.prepare_process()
+    from mup_megatron import export as exports
+    from mup_megatron.export.folder import size_of
+
+    said = exports.export(
+        Path(checkpoint),
+        Path(directory),
+        dtype=dtype,
+        max_shard_size=size_of(max_shard_size, "--max-shard-size"),
+        keep_multipliers=keep_multipliers,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if as_json:
+        print(json.dumps(said, indent=1))
+    else:
+        print(f"{directory}: {said['architecture']}, {len(said['folded'])} tensors with a factor folded in, {dtype}")
 
 
 @app.command(

@@ -1,6 +1,6 @@
 """Weights and optimizer state in files that know no layout: megatron-core's dist_checkpointing, keyed by global names.
 
-Public names: `save_state`, `state_bytes`, `load_state`, `load_weights`, `saved_shapes`.
+Public names: `save_state`, `state_bytes`, `load_state`, `load_weights`, `saved_shapes`, `SavedWeights`.
 
 Both engines hand out, parameter by parameter, the whole of what they hold of this rank's slice (`Engine.gather`), and
 take it back (`Engine.scatter`). What is written is the global tensor's slice under a key such as
@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -182,11 +183,56 @@ def _shards(
 
 
 def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Keys and global shapes of a checkpoint, from its index, which is a pickle and is read as data alone.
+    """Keys and global shapes of a checkpoint.
 
     Raises:
-        UserError: the file cannot be read, is no such index, or names anything but tensors.
+        UserError: its index cannot be read, is none, or names anything but tensors.
     """
+    return _shapes(_index(directory), directory)
+
+
+class SavedWeights:
+    """The weights of a checkpoint, read one by one in this process: without a model, whatever layout wrote them.
+
+    Args:
+        directory: what `save_state` wrote.
+
+    Raises:
+        UserError: as for `saved_shapes`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        prefix = f"{WEIGHT}."
+        self._directory, self._index = directory, _index(directory)
+        keys = _shapes(self._index, directory)
+        self.shapes = {key.removeprefix(prefix): shape for key, shape in keys.items() if key.startswith(prefix)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole of one tensor by its global name, float32. Raises UserError where a file is damaged."""
+        tensor = torch.empty(self.shapes[name])
+        try:
+            load({f"{WEIGHT}.{name}": tensor}, storage_reader=_Reader(self._directory, self._index), no_dist=True)
+        except CheckpointException as error:
+            raise _damaged(self._directory, next((failure for failure, _ in error.failures.values()), error)) from None
+        except Exception as error:  # the files decide what
+            raise _damaged(self._directory, error) from None
+        return tensor
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, which takes the index that was read already; its own would unpickle whatever stands there."""
+
+    def __init__(self, directory: Path, index: Metadata) -> None:
+        super().__init__(directory)
+        self._known = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index."""
+        return self._known
+
+
+def _index(directory: Path) -> Metadata:
+    """The index of a checkpoint, which is a pickle and is read as data alone. Raises UserError, see `saved_shapes`."""
     path = directory / _INDEX
     try:
         content = path.read_bytes()
@@ -204,10 +250,15 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     for key, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise UserError(f"{path}: {key} is not a tensor; it will not be loaded")
+    index.state_dict_metadata = entries
+    return index
+
+
+def _shapes(index: Metadata, directory: Path) -> dict[str, tuple[int, ...]]:
     try:
-        return {key: tuple(entry.size) for key, entry in entries.items()}
+        return {key: tuple(entry.size) for key, entry in index.state_dict_metadata.items()}
     except (AttributeError, TypeError) as error:
-        raise UserError(f"{path}: cannot read the index of the checkpoint ({error})") from None
+        raise UserError(f"{directory / _INDEX}: cannot read the index of the checkpoint ({error})") from None
 
 
 def _check_sizes(content: bytes) -> None:

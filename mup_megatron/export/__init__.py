@@ -1,0 +1,172 @@
+"""`mup-megatron export CHECKPOINT DIR`: a checkpoint that knows nothing of µP, for tools that know nothing of it.
+
+Public names: `export`, `Source`, `open_source`, `export_hugging_face`, `PROVENANCE`. Weights are read and written one
+by one, so that memory holds a tensor or two and never the model. fold.py says which factor goes where, hugging_face.py
+what the target's tensors are, folder.py writes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mup_megatron.engines.state import SavedWeights
+from mup_megatron.errors import UserError
+from mup_megatron.export.fold import Factors, FoldedWeights, fold
+from mup_megatron.export.folder import new_folder, refuse_existing
+from mup_megatron.export.hugging_face import activation_name, architecture_of
+from mup_megatron.export.tokenizer import tokenizer_files
+from mup_megatron.manifest import CheckpointManifest
+from mup_megatron.model import parametrize
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.runtime import computed_on_cuda
+from mup_megatron.saved_run import SavedRun, open_run
+from mup_megatron.transformer_config import fuses_activation
+
+PROVENANCE = "mup_export.json"
+"""File that says what an export was made of and what was folded."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint to export.
+
+    Args:
+        run: where it is, its config and tokenizer.
+        parametrization: its forward multipliers.
+        weights: of the checkpoint.
+    """
+
+    run: SavedRun
+    parametrization: Parametrization
+    weights: SavedWeights
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the tokenizer, without what pads them."""
+        return int(self.run.tokenizer.vocab_size)
+
+
+def open_source(path: Path) -> Source:
+    """Opens a checkpoint and works out its multipliers. Starts no process group.
+
+    Call `upstream.prepare_process` before.
+
+    Args:
+        path: a checkpoint's folder, the `checkpoints` folder of a run, or the run's folder (then the latest counts).
+
+    Raises:
+        UserError: no checkpoint is there, it is damaged, its tokenizer is gone, or its base is another than its config
+            gives here.
+    """
+    run = open_run(path)
+    parametrization = parametrize(run.config, int(run.tokenizer.vocab_size))
+    _check_base(run.manifest, parametrization, run.path)
+    return Source(run=run, parametrization=parametrization, weights=SavedWeights(run.path))
+
+
+def _check_base(manifest: CheckpointManifest, parametrization: Parametrization, path: Path) -> None:
+    """Whether the multipliers are those that the run had: the base may stand in a file that has changed since."""
+    for name, shape in parametrization.shapes.items():
+        base = [dim.base_dim for dim in shape.infshape]
+        if manifest.base_shapes.get(name) != base:
+            raise UserError(
+                f"{path}: {name} has the base {manifest.base_shapes.get(name)} in the checkpoint, and {base} by its "
+                "config; expected the base file of the run"
+            )
+    if manifest.base_head_size not in (None, parametrization.base_head_size):
+        raise UserError(
+            f"{path}: the base's head size is {manifest.base_head_size} in the checkpoint, and "
+            f"{parametrization.base_head_size} by its config; expected the base file of the run"
+        )
+
+
+def export(checkpoint: Path, directory: Path, **options: Any) -> dict[str, Any]:
+    """Opens a checkpoint and exports it, as `open_source` and `export_hugging_face`, whose options it takes.
+
+    Raises:
+        UserError: as theirs.
+    """
+    refuse_existing(directory)
+    return export_hugging_face(open_source(checkpoint), directory, **options)
+
+
+def export_hugging_face(
+    source: Source,
+    directory: Path,
+    *,
+    dtype: str = "fp32",
+    max_shard_size: int = 5 * 10**9,
+    keep_multipliers: bool = False,
+    say: Callable[[str], None] = lambda _line: None,
+) -> dict[str, Any]:
+    """Writes a folder that transformers loads: config.json, weights, generation_config.json, the tokenizer.
+
+    Args:
+        source: the checkpoint.
+        directory: which is not there yet.
+        dtype: fp32, or bf16, which rounds each number once, factor and all.
+        max_shard_size: bytes of tensors in a file.
+        keep_multipliers: leaves the weights as they are, for an architecture that has the multipliers.
+        say: takes lines of progress.
+
+    Returns:
+        What PROVENANCE says.
+
+    Raises:
+        UserError: no architecture computes this model, a factor cannot be folded, a file is damaged, or the folder is
+            there or cannot be written.
+    """
+    config, parametrization = source.run.config, source.parametrization
+    architecture = architecture_of(config, keep_multipliers=keep_multipliers)
+    factors = {} if keep_multipliers else fold(parametrization)
+    weights = FoldedWeights(source.weights, parametrization, factors, source.vocabulary)
+    fused = fuses_activation(config.model, cuda=computed_on_cuda(source.run.path))
+    parts = architecture.parts(weights, config)
+    files, remark = tokenizer_files(source.run)
+    eod = int(source.run.tokenizer.eod)
+    # A document begins after the end of another, as in training.
+    special = {"bos_token_id": eod, "eos_token_id": eod}
+    made = architecture.config(parametrization, activation_name(config.model, fused=fused))
+    name = str(DTYPES[dtype]).removeprefix("torch.")
+    made |= {"vocab_size": source.vocabulary, **special, "torch_dtype": name, "dtype": name}
+    said = {"to": "hf", "architecture": architecture.name, "dtype": dtype, **provenance(source, factors)}
+    if remark:
+        say(remark)
+    with new_folder(directory, sum(part.numbers for part in parts) * DTYPES[dtype].itemsize, say) as folder:
+        folder.write("config.json", made)
+        folder.write("generation_config.json", {**special, "pad_token_id": eod})
+        for file, content in files.items():
+            folder.write(file, content)
+        folder.write_tensors(parts, DTYPES[dtype], max_shard_size)
+        folder.write(PROVENANCE, said)
+    return said
+
+
+def provenance(source: Source, factors: dict[str, Factors]) -> dict[str, Any]:
+    """What an export was made of: checkpoint, multipliers, and the factor of every tensor that was changed."""
+    run, forward = source.run, source.parametrization.forward
+    folded = {
+        name: {block or "all": factor for block, factor in by_block.items()}
+        for name, by_block in factors.items()
+        if name in source.parametrization.shapes and any(factor != 1.0 for factor in by_block.values())
+    }
+    return {
+        "checkpoint": str(run.path),
+        "step": run.manifest.step,
+        "mup_megatron": importlib.metadata.version("mup-megatron"),
+        "vocabulary": source.vocabulary,
+        "multipliers": {
+            "softmax_scale": forward.softmax_scale,
+            "readout": forward.readout,
+            "embedding": forward.embedding,
+            "residual": forward.residual,
+        },
+        "folded": folded,
+    }

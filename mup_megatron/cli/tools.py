@@ -96,7 +96,10 @@ def export(
         str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
     ],
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write; not there yet.")],
-    to: Annotated[Literal["hf"], typer.Option(help="hf: a folder for Hugging Face transformers.")] = "hf",
+    to: Annotated[
+        Literal["hf", "safetensors", "megatron"],
+        typer.Option(help="Hugging Face transformers; megatron-core's own names; or what plain Megatron loads."),
+    ] = "hf",
     dtype: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="Of the weights; bf16 rounds each of them once.")
     ] = "fp32",
@@ -120,6 +123,7 @@ def export(
     said = exports.export(
         Path(checkpoint),
         Path(directory),
+        to,
         dtype=dtype,
         max_shard_size=size_of(max_shard_size, "--max-shard-size"),
         keep_multipliers=keep_multipliers,

@@ -1,8 +1,9 @@
 """`mup-megatron export CHECKPOINT DIR`: a checkpoint that knows nothing of µP, for tools that know nothing of it.
 
-Public names: `export`, `Source`, `open_source`, `export_hugging_face`, `PROVENANCE`. Weights are read and written one
-by one, so that memory holds a tensor or two and never the model. fold.py says which factor goes where, hugging_face.py
-what the target's tensors are, folder.py writes.
+Public names: `export`, `Source`, `open_source`, `export_hugging_face`, `export_safetensors`, `export_megatron`,
+`PROVENANCE`. Weights are read and written one by one, so that memory holds a tensor or two and never the model, except
+for Megatron. fold.py says which factor goes where, hugging_face.py and megatron_core.py what the target's tensors are,
+folder.py writes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from mup_megatron.engines.state import SavedWeights
 from mup_megatron.errors import UserError
+from mup_megatron.export import megatron_core
 from mup_megatron.export.fold import Factors, FoldedWeights, fold
 from mup_megatron.export.folder import new_folder, refuse_existing
 from mup_megatron.export.hugging_face import activation_name, architecture_of
@@ -87,14 +89,30 @@ def _check_base(manifest: CheckpointManifest, parametrization: Parametrization, 
         )
 
 
-def export(checkpoint: Path, directory: Path, **options: Any) -> dict[str, Any]:
-    """Opens a checkpoint and exports it, as `open_source` and `export_hugging_face`, whose options it takes.
+def export(
+    checkpoint: Path, directory: Path, to: str = "hf", *, keep_multipliers: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Opens a checkpoint and exports it.
+
+    Args:
+        checkpoint: as for `open_source`.
+        directory: which is not there yet.
+        to: hf, safetensors or megatron.
+        keep_multipliers: see `export_hugging_face`; of no other target.
+        options: see `export_hugging_face`.
+
+    Returns:
+        What PROVENANCE says.
 
     Raises:
-        UserError: as theirs.
+        UserError: as `open_source` and the target's own function.
     """
     refuse_existing(directory)
-    return export_hugging_face(open_source(checkpoint), directory, **options)
+    if to == "hf":
+        return export_hugging_face(open_source(checkpoint), directory, keep_multipliers=keep_multipliers, **options)
+    if keep_multipliers:
+        raise UserError(f"--keep-multipliers: Granite has multipliers, --to {to} has none; expected --to hf")
+    return TARGETS[to](open_source(checkpoint), directory, **options)
 
 
 def export_hugging_face(
@@ -147,6 +165,72 @@ def export_hugging_face(
         folder.write_tensors(parts, DTYPES[dtype], max_shard_size)
         folder.write(PROVENANCE, said)
     return said
+
+
+def export_safetensors(
+    source: Source,
+    directory: Path,
+    *,
+    dtype: str = "fp32",
+    max_shard_size: int = 5 * 10**9,
+    say: Callable[[str], None] = lambda _line: None,
+) -> dict[str, Any]:
+    """Writes the folded weights under megatron-core's global names, and model.json, which says what model they are.
+
+    Arguments, result and errors as `export_hugging_face`.
+    """
+    config = source.run.config
+    megatron_core.refuse_unwritten(config)
+    factors = fold(source.parametrization)
+    weights = FoldedWeights(source.weights, source.parametrization, factors, source.vocabulary)
+    parts = megatron_core.parts(weights)
+    said = {"to": "safetensors", "architecture": "megatron-core", "dtype": dtype, **provenance(source, factors)}
+    with new_folder(directory, sum(part.numbers for part in parts) * DTYPES[dtype].itemsize, say) as folder:
+        folder.write("model.json", megatron_core.plain_model(config, source.vocabulary))
+        folder.write_tensors(parts, DTYPES[dtype], max_shard_size)
+        folder.write(PROVENANCE, said)
+    return said
+
+
+def export_megatron(
+    source: Source,
+    directory: Path,
+    *,
+    dtype: str = "fp32",
+    max_shard_size: int = 5 * 10**9,
+    say: Callable[[str], None] = lambda _line: None,
+) -> dict[str, Any]:
+    """Writes a folder that plain megatron.training loads with --load, and megatron_options.txt, which it is told too.
+
+    All weights are in memory at once, float32. Arguments, result and errors as `export_hugging_face`; float32 alone,
+    and `max_shard_size` says nothing.
+
+    Raises:
+        UserError: also where Megatron has no option for the model.
+    """
+    config, parametrization = source.run.config, source.parametrization
+    if dtype != "fp32":
+        raise UserError(
+            "--dtype bf16: a Megatron checkpoint is loaded into whatever precision its run has; expected fp32"
+        )
+    fused = fuses_activation(config.model, cuda=computed_on_cuda(source.run.path))
+    options = megatron_core.megatron_options(config, fused=fused)
+    factors = fold(parametrization)
+    rows = config.model.padded_vocab_size(source.vocabulary)
+    weights = FoldedWeights(source.weights, parametrization, factors, rows)
+    said = {"to": "megatron", "architecture": "megatron-core", "dtype": dtype, **provenance(source, factors)}
+    with new_folder(directory, sum(part.numbers for part in megatron_core.parts(weights)) * 4, say) as folder:
+        release = folder.path / megatron_core.RELEASE
+        release.mkdir()
+        megatron_core.save_release(config, source.vocabulary, weights, release)
+        folder.add(megatron_core.RELEASE)
+        folder.write("latest_checkpointed_iteration.txt", megatron_core.RELEASE)
+        folder.write("megatron_options.txt", "".join(f"{option}\n" for option in options))
+        folder.write(PROVENANCE, said)
+    return said
+
+
+TARGETS = {"safetensors": export_safetensors, "megatron": export_megatron}
 
 
 def provenance(source: Source, factors: dict[str, Factors]) -> dict[str, Any]:

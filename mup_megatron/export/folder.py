@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron.checkpoint import SUMS
+from mup_megatron.checkpoint import SUMS, hash_files
 from mup_megatron.disk import full_disk, short
 from mup_megatron.errors import UserError, shown
 from mup_megatron.files import open_new
@@ -195,6 +195,10 @@ class ExportFolder:
             self._write(name, _safetensors(shard, dtype))
             places |= {part.name: name for part in shard}
         self.write("model.safetensors.index.json", {"metadata": {"total_size": sum(sizes)}, "weight_map": places})
+
+    def add(self, name: str) -> None:
+        """A folder in it that somebody else has written."""
+        self.files |= {f"{name}/{file}": digest for file, digest in hash_files(self.path / name).items()}
 
     def finish(self) -> None:
         """Checksums of all files, which `sha256sum -c` reads."""

@@ -76,7 +76,7 @@ def activation_name(model: Model, *, fused: bool) -> str:
 
 
 def _lacks(config: Config, key: str, name: str, what: str) -> ConfigError:
-    return config.error(key, f"{what}, which {name} does not have; no other architecture is written")
+    return config.error(key, f"{what}, which {name} does not have; expected a model without it, or --to safetensors")
 
 
 def _refuse_what_none_has(config: Config, name: str) -> None:

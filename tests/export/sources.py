@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO 3": (2, {"parallel__zero_stage": 3}),
 }
 POSITIONS = 128
+# Name: architecture, whether its head is tied, layout. Among the quick ones every kind of source once.
+QUICK = {
+    "llama, tied": ("llama", True, "ZeRO 1"),
+    "llama, untied": ("llama", False, "TP 2"),
+    "gpt3, tied": ("gpt3", True, "PP 2"),
+    "gpt3, untied": ("gpt3", False, "ZeRO 3"),
+}
+SLOW = {
+    f"{architecture}, {'tied' if tied else 'untied'}, {layout}": (architecture, tied, layout)
+    for architecture in ("llama", "gpt3")
+    for tied in (True, False)
+    for layout in LAYOUTS
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A checkpoint that was opened, and the logits of its own model."""
+
+    source: Source
+    logits: torch.Tensor
 
 
 def config_of(architecture: str, tied: bool, **overrides: Any) -> Config:
@@ -88,14 +110,19 @@ PROMPT = "def main("
 
 
 @contextlib.contextmanager
-def own_model(source: Source, parametrization: Parametrization | None = None) -> Iterator[Any]:
-    """The checkpoint's model, whole, through this project's own layers; under other multipliers where given."""
+def own_model(source: Source, parametrization: Parametrization | None = None, *, load: bool = True) -> Iterator[Any]:
+    """The checkpoint's model, whole, through this project's own layers; under other multipliers where given.
+
+    Without `load` its weights are initial ones.
+    """
     parametrization = parametrization or source.parametrization
     layout = resolve_layout(source.run.config, 1)
     runtime.start_distributed(layout, Rank(), 0)
     try:
         (model,) = build_model(parametrization, layout, 0, torch.device("cpu"))
-        load_weights([model], parametrization, layout, 0, source.run.path)
+        if load:
+            load_weights([model], parametrization, layout, 0, source.run.path)
+        model.mtp_process, model.config.mtp_num_layers = False, None  # as `generate` has it
         yield model.eval()
     finally:
         runtime.stop_distributed()

@@ -24,9 +24,11 @@ from mup_megatron.export.hugging_face import architecture_of
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, VOCABULARY, make
 from tests.distributed import Ranks
 from tests.export.sources import (
-    LAYOUTS,
     PROMPT,
+    QUICK,
+    SLOW,
     TOKENS,
+    Trained,
     config_of,
     deviation,
     own_logits,
@@ -36,44 +38,7 @@ from tests.export.sources import (
 from tests.test_checkpoint import seal
 
 NAMES = {"llama": "LlamaForCausalLM", "gpt3": "GPT2LMHeadModel"}
-# Among the quick ones every kind of source once.
-QUICK = {
-    "llama, tied": ("llama", True, "ZeRO 1"),
-    "llama, untied": ("llama", False, "TP 2"),
-    "gpt3, tied": ("gpt3", True, "PP 2"),
-    "gpt3, untied": ("gpt3", False, "ZeRO 3"),
-}
-SLOW = {
-    f"{architecture}, {'tied' if tied else 'untied'}, {layout}": (architecture, tied, layout)
-    for architecture in NAMES
-    for tied in (True, False)
-    for layout in LAYOUTS
-}
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    source: Source
-    logits: torch.Tensor
-
-
-@pytest.fixture(scope="module")
-def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """A run of a name above, its checkpoint opened, and the logits of its own model."""
-    upstream.prepare_process()
-    made: dict[str, Trained] = {}
-
-    def make_one(name: str) -> Trained:
-        if name not in made:
-            architecture, tied, layout = (QUICK | SLOW)[name]
-            run = train(ranks, tmp_path_factory.mktemp("source"), config_of(architecture, tied), layout)
-            source = open_source(run)
-            made[name] = Trained(source, own_logits(source))
-        return made[name]
-
-    return make_one
 
 
 def load(folder: Path) -> Any:

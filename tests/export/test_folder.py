@@ -23,9 +23,11 @@ def quiet(_line: str) -> None: ...
 
 def parts(count: int, numbers: int = 10) -> list[Part]:
     """Tensors that hold their own number."""
-    return [
-        Part(name=f"t{n}", shape=(numbers,), make=lambda n=n: torch.full((numbers,), float(n))) for n in range(count)
-    ]
+
+    def part(number: int) -> Part:
+        return Part(name=f"t{number}", shape=(numbers,), make=lambda: torch.full((numbers,), float(number)))
+
+    return [part(number) for number in range(count)]
 
 
 @pytest.mark.parametrize(

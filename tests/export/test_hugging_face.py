@@ -43,9 +43,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def load(folder: Path) -> Any:
     """transformers' model of a folder, every tensor of which it knows, and none of which it misses."""
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
+    loader: Any = transformers.AutoModelForCausalLM
+    model, said = loader.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(said.values()), said
     return model.eval()
 
@@ -164,7 +163,7 @@ def test_a_multiplier_left_out_is_seen(
 ) -> None:
     """The logits are others, by far; and they are exactly those of the checkpoint without this multiplier."""
     one = trained(name)
-    without = one.source.parametrization.replaced(**{multiplier: NEUTRAL[multiplier]})
+    without = one.source.parametrization.replaced(None, **{multiplier: NEUTRAL[multiplier]})
     export_hugging_face(dataclasses.replace(one.source, parametrization=without), tmp_path / "hf")
     found = logits(tmp_path / "hf")
     assert deviation(found, one.logits) > 1e-2

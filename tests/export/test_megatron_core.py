@@ -144,8 +144,10 @@ def plain_words(folder: Path, config: Any, cache: Path) -> list[str]:
         "num-workers": 0,
         "log-interval": 1,
     }
-    no = ("bias-dropout-fusion", "masked-softmax-fusion", "gradient-accumulation-fusion", "persist-layer-norm")
-    no = (*no, "bias-swiglu-fusion", "rope-fusion")
+    no = (
+        *("bias-dropout-fusion", "masked-softmax-fusion", "gradient-accumulation-fusion", "persist-layer-norm"),
+        *("bias-swiglu-fusion", "rope-fusion"),
+    )
     told = (folder / "megatron_options.txt").read_text().split()
     return [*told, *(f"--no-{name}" for name in no), *(str(w) for n, v in valued.items() for w in (f"--{n}", v))]
 

@@ -57,10 +57,18 @@ def architecture_of(config: Config, *, keep_multipliers: bool) -> Architecture:
             "model.architecture",
             "GPT-2 has no multipliers of its own; expected no --keep-multipliers, which folds them",
         )
-    found = GPT2 if gpt2 else GRANITE if keep_multipliers else LLAMA
-    for check in (_refuse_what_none_has, _refuse_of_gpt2 if gpt2 else _refuse_of_llama):
-        check(config, found.name)
+    found = GPT2 if gpt2 else GRANITE if keep_multipliers else _like_llama(model)
+    _refuse_what_none_has(config, found)
+    (_refuse_of_gpt2 if gpt2 else _refuse_of_llama)(config, found.name)
+    if found is MIXTRAL:
+        _refuse_of_mixtral(config)
     return found
+
+
+def _like_llama(model: Model) -> Architecture:
+    if model.num_moe_experts is not None:
+        return MIXTRAL
+    return QWEN3 if model.qk_layernorm else LLAMA
 
 
 def activation_name(model: Model, *, fused: bool) -> str:
@@ -79,12 +87,13 @@ def _lacks(config: Config, key: str, name: str, what: str) -> ConfigError:
     return config.error(key, f"{what}, which {name} does not have; expected a model without it, or --to safetensors")
 
 
-def _refuse_what_none_has(config: Config, name: str) -> None:
-    model = config.model
+def _refuse_what_none_has(config: Config, architecture: Architecture) -> None:
+    model, name = config.model, architecture.name
+    experts, normed = model.num_moe_experts is not None, model.qk_layernorm
     strange = {
-        "num_moe_experts": (model.num_moe_experts is not None, "a mixture of experts"),
         "multi_latent_attention": (model.multi_latent_attention, "multi-latent attention"),
-        "qk_layernorm": (model.qk_layernorm, "a norm of queries and keys"),
+        "num_moe_experts": (experts and architecture is not MIXTRAL, "a mixture of experts"),
+        "qk_layernorm": (normed and architecture is not QWEN3, "a norm of queries and keys"),
         "qk_l2_norm": (model.qk_l2_norm, "a norm of queries and keys"),
         "attention_output_gate": (model.attention_output_gate, "gates on the heads' outputs"),
         "softmax_type": (model.softmax_type != "vanilla", f"the softmax {model.softmax_type}"),
@@ -125,6 +134,32 @@ def _refuse_of_llama(config: Config, name: str) -> None:
         raise _lacks(config, "model.position_embedding_type", name, f"positions {model.position_embedding_type}")
     if model.rotary_percent != 1.0:
         raise _lacks(config, "model.rotary_percent", name, "RoPE on a part of each head")
+    if model.add_bias_linear and name in (QWEN3.name, MIXTRAL.name):
+        raise _lacks(config, "model.add_bias_linear", name, "biases in the MLP")
+
+
+def _refuse_of_mixtral(config: Config) -> None:
+    """Mixtral's router takes the softmax of the chosen experts' logits; every layer has experts, and nothing else."""
+    model = config.model
+    strange = {
+        "add_qkv_bias": (model.add_qkv_bias, "biases of queries, keys and values"),
+        "moe_layer_freq": (not all(model.expert_layers), "layers without experts"),
+        "moe_shared_expert_intermediate_size": (
+            model.moe_shared_expert_intermediate_size is not None,
+            "shared experts",
+        ),
+        "moe_router_score_function": (model.moe_router_score_function != "softmax", "scores by sigmoid"),
+        "moe_router_pre_softmax": (model.moe_router_pre_softmax, "scores that do not add up to 1"),
+        "moe_router_topk_scaling_factor": (model.moe_router_topk_scaling_factor is not None, "scaled scores"),
+        "moe_router_num_groups": (model.moe_router_num_groups is not None, "groups of experts"),
+        "moe_router_load_balancing_type": (
+            "sinkhorn" in (model.moe_router_load_balancing_type, *model.moe_router_load_balancing_type),
+            "experts chosen by sinkhorn",
+        ),
+    }
+    for key, (found, what) in strange.items():
+        if found:
+            raise _lacks(config, f"model.{key}", MIXTRAL.name, what)
 
 
 def _common(parametrization: Parametrization) -> dict[str, Any]:
@@ -136,7 +171,7 @@ def _common(parametrization: Parametrization) -> dict[str, Any]:
     }
 
 
-# --- Llama, and Granite, which is Llama with multipliers ---
+# --- Llama, and what is Llama with multipliers (Granite), QK-norm (Qwen3), experts (Mixtral) ---
 
 
 def _llama_config(parametrization: Parametrization, activation: str) -> dict[str, Any]:
@@ -164,6 +199,29 @@ def _llama_config(parametrization: Parametrization, activation: str) -> dict[str
         "rope_theta": float(model.rotary_base),  # as transformers 4 has it
         "rope_scaling": rope if model.rope_scaling else None,
         "rope_parameters": {"rope_theta": float(model.rotary_base), **rope},  # as 5 has it
+    }
+
+
+def _qwen3_config(parametrization: Parametrization, activation: str) -> dict[str, Any]:
+    found = _llama_config(parametrization, activation)
+    del found["mlp_bias"]
+    return {**found, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+
+
+def _mixtral_config(parametrization: Parametrization, activation: str) -> dict[str, Any]:
+    model = parametrization.config.model
+    found = _llama_config(parametrization, activation)
+    del found["mlp_bias"], found["attention_bias"]
+    loss = model.moe_aux_loss_coeff
+    return {
+        **found,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": model.moe_ffn_size,
+        "num_local_experts": model.num_moe_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "router_aux_loss_coef": loss if isinstance(loss, float) else sum(loss),
+        "sliding_window": None,
     }
 
 
@@ -197,11 +255,18 @@ def _llama_parts(weights: FoldedWeights, config: Config) -> list[Part]:
         if biased:
             projection = f"{ours}.self_attention.linear_proj.bias"
             parts.add_or_zeros(f"{theirs}.self_attn.o_proj.bias", projection, model.hidden_size)
+        if model.qk_layernorm:
+            for name in ("q", "k"):
+                parts.add(f"{theirs}.self_attn.{name}_norm.weight", f"{ours}.self_attention.{name}_layernorm.weight")
         parts.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight")
-        for kind in ("weight", "bias") if model.add_bias_linear else ("weight",):
-            for name, block in (("gate_proj", "gate"), ("up_proj", "up")):
-                parts.add(f"{theirs}.mlp.{name}.{kind}", f"{ours}.mlp.linear_fc1.{kind}", block)
-            parts.add(f"{theirs}.mlp.down_proj.{kind}", f"{ours}.mlp.linear_fc2.{kind}")
+        if model.num_moe_experts is None:
+            kinds_of_mlp = ("weight", "bias") if model.add_bias_linear else ("weight",)
+            parts.add_gated(f"{theirs}.mlp", f"{ours}.mlp", ("gate_proj", "up_proj", "down_proj"), kinds_of_mlp)
+            continue
+        parts.add(f"{theirs}.block_sparse_moe.gate.weight", f"{ours}.mlp.router.weight")
+        for expert in range(model.num_moe_experts):
+            mine = f"{ours}.mlp.experts.local_experts.{expert}"
+            parts.add_gated(f"{theirs}.block_sparse_moe.experts.{expert}", mine, ("w1", "w3", "w2"), ("weight",))
     parts.add("model.norm.weight", "decoder.final_layernorm.weight")
     if not model.share_embeddings_and_output_weights:
         parts.add("lm_head.weight", "output_layer.weight")
@@ -290,6 +355,20 @@ class _Parts:
 
         self.made.append(Part(name=name, shape=shape[::-1] if transposed else shape, make=make))
 
+    def add_gated(self, theirs: str, ours: str, names: tuple[str, str, str], kinds: tuple[str, ...]) -> None:
+        """A gated MLP.
+
+        Args:
+            theirs: what its tensors' names begin with in the state dict.
+            ours: and in megatron-core.
+            names: of gate, up and down.
+            kinds: weight, or weight and bias.
+        """
+        for kind in kinds:
+            for name, block in zip(names[:2], ("gate", "up"), strict=True):
+                self.add(f"{theirs}.{name}.{kind}", f"{ours}.linear_fc1.{kind}", block)
+            self.add(f"{theirs}.{names[2]}.{kind}", f"{ours}.linear_fc2.{kind}")
+
     def add_or_zeros(self, name: str, source: str, size: int, *blocks: str) -> None:
         """A bias that the class always has: zeros where the model has none."""
         if source in self._weights.specs:
@@ -300,4 +379,6 @@ class _Parts:
 
 LLAMA = Architecture(name="LlamaForCausalLM", config=_llama_config, parts=_llama_parts)
 GRANITE = Architecture(name="GraniteForCausalLM", config=_granite_config, parts=_llama_parts)
+QWEN3 = Architecture(name="Qwen3ForCausalLM", config=_qwen3_config, parts=_llama_parts)
+MIXTRAL = Architecture(name="MixtralForCausalLM", config=_mixtral_config, parts=_llama_parts)
 GPT2 = Architecture(name="GPT2LMHeadModel", config=_gpt2_config, parts=_gpt2_parts)

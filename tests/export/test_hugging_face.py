@@ -198,6 +198,12 @@ def test_a_tensor_left_out_is_seen(
 
 # --- models that are not quite the preset's ---
 
+EXPERT_KEYS = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 80, "base__moe_ffn_hidden_size": 32}
+EXPERTS = {
+    "model": {**HEAD_SIZE["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 80},
+    "base": {**HEAD_SIZE["base"], "moe_ffn_hidden_size": 32},
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with all biases": ("llama", {"model__add_bias_linear": True}),
     "llama with QKV biases": ("llama", {"model__add_qkv_bias": True}),
@@ -219,6 +225,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt3, another epsilon": ("gpt3", {"model__layernorm_epsilon": 0.1}),
     "llama, another epsilon": ("llama", {"model__layernorm_epsilon": 0.1}),
 }
+
+
+# Architecture of the config, keys, layout, class of transformers.
+FAMILIES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "Qwen3": ({"model__qk_layernorm": True}, "one rank", "Qwen3ForCausalLM"),
+    "Qwen3 with QKV biases": ({"model__qk_layernorm": True, "model__add_qkv_bias": True}, "TP 2", "Qwen3ForCausalLM"),
+    "Qwen3 without gains": ({"model__qk_layernorm": True, "model__norm_gains": "none"}, "one rank", "Qwen3ForCausalLM"),
+    "Mixtral": (EXPERT_KEYS, "one rank", "MixtralForCausalLM"),
+    "Mixtral, EP 2": (EXPERT_KEYS, "EP 2", "MixtralForCausalLM"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_like_llama(ranks: Ranks, name: str, tied: bool, tmp_path: Path) -> None:
+    """With QK-norm the query norm takes attention's factor: without it there the logits are others."""
+    keys, layout, architecture = FAMILIES[name]
+    upstream.prepare_process()
+    source = open_source(train(ranks, tmp_path, config_of("llama", tied, **keys), layout))
+    export_hugging_face(source, tmp_path / "hf", max_shard_size=100_000)
+    one = Trained(source, own_logits(source))
+    check(one, tmp_path / "hf", architecture)
+    bare = dataclasses.replace(source, parametrization=source.parametrization.replaced(None, softmax_scale=24**-0.5))
+    export_hugging_face(bare, tmp_path / "bare")
+    assert deviation(logits(tmp_path / "bare"), one.logits) > 1e-2
 
 
 @pytest.mark.slow
@@ -322,14 +354,39 @@ def test_multipliers_are_kept_by_granite(trained: Callable[[str], Trained], tmp_
 # --- what has no counterpart ---
 
 REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
-    "experts": (
-        MOE,
-        "llama",
-        {},
-        r"model\.num_moe_experts: a mixture of experts, which LlamaForCausalLM does not have",
-    ),
     "MLA": (MLA, "llama", {}, r"model\.multi_latent_attention: multi-latent attention, which"),
-    "QK-norm": (HEAD_SIZE, "llama", {"model__qk_layernorm": True}, r"model\.qk_layernorm: a norm of queries and keys"),
+    "QK-norm with experts": (
+        EXPERTS,
+        "llama",
+        {"model__qk_layernorm": True},
+        r"model\.qk_layernorm: a norm of queries and keys, which MixtralForCausalLM does not have",
+    ),
+    "biases with QK-norm": (
+        HEAD_SIZE,
+        "llama",
+        {"model__qk_layernorm": True, "model__add_bias_linear": True},
+        r"model\.add_bias_linear: biases in the MLP, which Qwen3ForCausalLM does not have",
+    ),
+    "dense layers": (MOE, "llama", {}, r"model\.moe_layer_freq: layers without experts, which MixtralForCausalLM does"),
+    "shared experts": (
+        EXPERTS,
+        "llama",
+        {"model__moe_shared_expert_intermediate_size": 48},
+        r"model\.moe_shared_expert_intermediate_size: shared experts",
+    ),
+    "sigmoid": (
+        EXPERTS,
+        "llama",
+        {"model__moe_router_score_function": "sigmoid"},
+        r"score_function: scores by sigmoid",
+    ),
+    "pre-softmax": (EXPERTS, "llama", {"model__moe_router_pre_softmax": True}, r"moe_router_pre_softmax: scores that"),
+    "sinkhorn": (
+        EXPERTS,
+        "llama",
+        {"model__moe_router_load_balancing_type": "sinkhorn"},
+        r"moe_router_load_balancing_type: experts chosen by sinkhorn",
+    ),
     "sinks": (HEAD_SIZE, "llama", {"model__softmax_type": "learnable"}, r"model\.softmax_type: the softmax learnable"),
     "gates": (
         HEAD_SIZE,
@@ -359,6 +416,11 @@ def test_an_architecture_without_counterpart(what: str) -> None:
     growth, architecture, overrides, sentence = REFUSED[what]
     with pytest.raises(ConfigError, match=sentence):
         architecture_of(make(growth, architecture, **overrides), keep_multipliers=False)
+
+
+def test_granite_has_no_experts() -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_moe_experts: a mixture of experts, which GraniteForCausalLM"):
+        architecture_of(make(EXPERTS, "llama"), keep_multipliers=True)
 
 
 def test_gpt2_keeps_no_multipliers() -> None:

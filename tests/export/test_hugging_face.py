@@ -157,7 +157,7 @@ NEUTRAL = {"softmax_scale": 24**-0.5, "readout": 1.0, "embedding": 1.0, "residua
 
 
 @pytest.mark.parametrize("multiplier", NEUTRAL)
-@pytest.mark.parametrize("name", ["llama, untied", "gpt3, tied"])
+@pytest.mark.parametrize("name", ["llama, untied", pytest.param("gpt3, tied", marks=pytest.mark.slow)])
 def test_a_multiplier_left_out_is_seen(
     trained: Callable[[str], Trained], name: str, multiplier: str, tmp_path: Path
 ) -> None:
@@ -182,7 +182,14 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("name", "place"), [(name, place) for name, places in PLACES.items() for place in places])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place, marks=[pytest.mark.slow] * name.startswith("llama"))  # whose factors are above
+        for name, places in PLACES.items()
+        for place in places
+    ],
+)
 def test_a_tensor_left_out_is_seen(
     trained: Callable[[str], Trained], name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

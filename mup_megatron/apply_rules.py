@@ -170,8 +170,8 @@ class Rules:
         )
 
     def _rule_of(self, spec: TensorSpec) -> rules.UpdateRule:
-        """Megatron-core's Muon takes what has two dimensions and is no embedding and no readout; AdamW the rest."""
-        if self._rule == "muon" and (len(spec.shape) != 2 or spec.init is Init.EMBEDDING or spec.readout):
+        """Megatron-core's Muon and Lion take what has two dimensions and is neither embedding nor readout."""
+        if self._rule in ("muon", "lion") and (len(spec.shape) != 2 or spec.init is Init.EMBEDDING or spec.readout):
             return "adam"
         return self._rule
 

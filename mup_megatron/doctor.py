@@ -22,7 +22,7 @@ _OPTIONAL = (
         "transformer_engine",
         "no model.transformer_impl: transformer_engine; megatron-core's local layers and sdpa attention are used",
     ),
-    ("emerging_optimizers", "emerging_optimizers", "no optimizer.name: muon"),
+    ("emerging_optimizers", "emerging_optimizers", "no optimizer.name: muon or lion"),
     ("C++ compiler", "c++", "no optimizer.implementation deepspeed_cpu_adam (parallel.offload_optimizer needs it)"),
 )
 

@@ -26,6 +26,7 @@ MOMENTS: dict[rules.UpdateRule, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "muon": ("momentum_buffer",),
+    "lion": ("exp_avg",),
 }
 """What optimizers keep of a parameter, by rule."""
 
@@ -86,8 +87,8 @@ def megatron_overrides(
     for name, parameter in named_parameters:
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
-        if parametrization.update_rule == "muon" and tensor.group.update_rule == "adam":
-            # megatron-core's Muon skips parameters with this flag but does not set it on position embeddings, so we do.
+        if parametrization.update_rule in ("muon", "lion") and tensor.group.update_rule == "adam":
+            # megatron-core's Muon and Lion skip parameters with this flag; we set it on position embeddings too.
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         rules[str(tensor.group)] = tensor
     min_lr_ratio = parametrization.config.training.min_lr_ratio
@@ -172,9 +173,10 @@ def allocate(optimizer: Any, parameters: Iterable[torch.Tensor], kinds: Iterable
         kinds: names of the moments; others than those of an optimizer state (the weight) are left out.
         step: updates done.
     """
-    own = MOMENTS["adam" if "betas" in optimizer.param_groups[0] else "sgd"]
+    group = optimizer.param_groups[0]
+    own = MOMENTS["adam" if "eps" in group else "lion" if "betas" in group else "sgd"]
     moments = [kind for kind in kinds if kind in own]
-    adam = "exp_avg" in moments
+    adam = "exp_avg_sq" in moments
     ours = type(optimizer).__module__.startswith("torch.")
     for parameter in parameters:
         state = optimizer.state[parameter]

@@ -18,7 +18,13 @@ from mup_megatron import rules
 from mup_megatron.config import Config
 from mup_megatron.shapes import Init, TensorShape, TensorSpec
 
-UPDATE_RULES: dict[str, rules.UpdateRule] = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "muon": "muon"}
+UPDATE_RULES: dict[str, rules.UpdateRule] = {
+    "adamw": "adam",
+    "adam": "adam",
+    "sgd": "sgd",
+    "muon": "muon",
+    "lion": "lion",
+}
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -78,9 +84,9 @@ class GroupKey:
 
     def __str__(self) -> str:
         """What identifies the group in an optimizer and in checkpoints, whatever its rates are."""
-        muon = "muon, " if self.update_rule == "muon" else ""
+        of_matrices = f"{self.update_rule}, " if self.update_rule in ("muon", "lion") else ""
         decoupled = "decoupled " if self.decoupled else ""
-        return f"{muon}{decoupled}lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
+        return f"{of_matrices}{decoupled}lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
 
 
 @dataclass(frozen=True, kw_only=True)

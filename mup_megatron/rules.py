@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-UpdateRule = Literal["adam", "sgd", "muon"]
-"""Optimizers by how their update scales with the gradient: Adam, AdamW and Lion are one rule."""
+UpdateRule = Literal["adam", "sgd", "muon", "lion"]
+"""How an optimizer's update scales with the gradient. Lion's, a sign, scales as Adam's and has no epsilon."""
 
 ONE = Fraction(1)
 
@@ -88,7 +88,7 @@ def learning_rate(rule: UpdateRule, *, m_in: Fraction, m_out: Fraction, forward:
     For Muon, the update is taken to have unit spectral norm; what an implementation's scale mode applies already is
     the caller's to divide out.
     """
-    if rule == "adam":
+    if rule in ("adam", "lion"):
         return 1 / (forward * m_in)
     if rule == "sgd":
         return m_out / (forward**2 * m_in)

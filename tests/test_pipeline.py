@@ -167,7 +167,8 @@ def test_a_signal_while_tuning(
     tmp_path: Path, start: Callable[..., Background], number: signal.Signals, status: int
 ) -> None:
     """Ctrl-C reaches the trial's process too, which leaves it to its worker."""
-    path = pipeline_file(tmp_path, tuning__train_steps=400, tuning__trials=1, tuning__repeat_best=0)
+    long = {"tuning__train_steps": 4000, "tuning__max_compute_share": 1e4}
+    path = pipeline_file(tmp_path, **long, tuning__trials=1, tuning__repeat_best=0)
     command = start("tune", path)
     steps = tmp_path / "run" / "tuning" / "trial-000" / "metrics.jsonl"
     until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 5)

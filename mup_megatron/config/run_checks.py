@@ -78,8 +78,10 @@ def _check_optimizer(config: Config, hparams: Hparams | None = None) -> None:
         raise config.error(
             "optimizer.implementation", f"{optimizer.implementation} implements Adam and AdamW, not sgd; expected torch"
         )
-    if optimizer.name == "muon" and config.parallel.engine != "megatron":
-        raise config.error("optimizer.name", "muon is megatron-core's; expected it with parallel.engine: megatron")
+    if optimizer.name in ("muon", "lion") and config.parallel.engine != "megatron":
+        raise config.error(
+            "optimizer.name", f"{optimizer.name} is megatron-core's; expected it with parallel.engine: megatron"
+        )
 
 
 def _check_data(config: Config) -> None:

@@ -133,11 +133,12 @@ class Training(Section):
 class Optimizer(Section):
     """The optimizer and whose implementation of it steps."""
 
-    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
-    """The update rule; the µP rates follow it. `muon` is megatron-core's, on matrices inside the blocks; AdamW steps
-    everything else."""
+    name: Literal["adamw", "adam", "sgd", "muon", "lion"] = "adamw"
+    """The update rule; the µP rates follow it. `muon` and `lion` are megatron-core's, on matrices inside the blocks;
+    AdamW steps everything else."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    """Decay of Adam's averages of gradients and of their squares, per step. Unit: a factor."""
+    """Decay of Adam's averages of gradients and of their squares, per step; of Lion, the share of its average in an
+    update, and the decay of that average. Unit: a factor."""
     eps: PositiveFloat = 1e-8
     """Added to the root of Adam's second moment at the base; scaled per tensor. Unit: gradient."""
     momentum: Fraction = 0.9

@@ -34,8 +34,8 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
     optimizer = config.optimizer
     bf16 = config.training.precision == "bf16"
     return OptimizerConfig(
-        optimizer={"adam": "adam", "adamw": "adam", "sgd": "sgd", "muon": "muon"}[optimizer.name],
-        decoupled_weight_decay=optimizer.name in ("adamw", "muon"),
+        optimizer={"adam": "adam", "adamw": "adam", "sgd": "sgd", "muon": "muon", "lion": "lion"}[optimizer.name],
+        decoupled_weight_decay=optimizer.name in ("adamw", "muon", "lion"),
         **(_muon(config) if optimizer.name == "muon" else {}),
         lr=config.hparams.lr,
         min_lr=config.training.min_lr_ratio * config.hparams.lr,

@@ -70,7 +70,7 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
 
 def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:
     """What `save_state` writes at least, by all ranks together: float32 weights and moments."""
-    moments = {rule: len(kinds) for rule, kinds in MOMENTS.items() if rule == "adam" or optimizer.momentum}
+    moments = {rule: len(kinds) for rule, kinds in MOMENTS.items() if rule in ("adam", "lion") or optimizer.momentum}
     tensors = parametrization.tensors.values()
     return sum(
         4 * math.prod(tensor.shape.spec.shape) * (1 + moments.get(tensor.group.update_rule, 0)) for tensor in tensors
@@ -256,7 +256,7 @@ def _index(directory: Path) -> Metadata:
 
 def _shapes(index: Metadata, directory: Path) -> dict[str, tuple[int, ...]]:
     try:
-        return {key: tuple(entry.size) for key, entry in index.state_dict_metadata.items()}
+        return {key: tuple(entry.size) for key, entry in index.state_dict_metadata.items()}  # type: ignore[union-attr]
     except (AttributeError, TypeError) as error:
         raise UserError(f"{directory / _INDEX}: cannot read the index of the checkpoint ({error})") from None
 

@@ -17,7 +17,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.accepted_options import UNSAID
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
-from mup_megatron.setup.megatron import muon_missing
+from mup_megatron.setup.megatron import emerging_missing
 
 _TE = "transformer_engine"
 _CAUSAL_ALONE = (
@@ -104,6 +104,8 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
         _check_local(args, cuda=cuda)
     if args.optimizer in ("muon", "dist_muon"):
         _check_muon(args, here=here, cuda=cuda)
+    if args.optimizer == "lion":
+        _check_lion(args, here=here)
     if cuda:
         return
     if args.moe_token_dispatcher_type == "flex":  # noqa: S105
@@ -182,7 +184,7 @@ def _check_local(args: Namespace, *, cuda: bool) -> None:
 
 def _check_muon(args: Namespace, *, here: bool, cuda: bool) -> None:
     """What Muon needs: its package, whole matrices under tensor parallelism, and CUDA where ranks share the steps."""
-    if here and (missing := muon_missing()):
+    if here and (missing := emerging_missing("muon")):
         raise UserError(f"--optimizer {args.optimizer}: {missing}")
     if not cuda and (args.optimizer == "dist_muon" or args.use_distributed_optimizer):
         named = "--optimizer dist_muon" if args.optimizer == "dist_muon" else "--use-distributed-optimizer"
@@ -194,6 +196,17 @@ def _check_muon(args: Namespace, *, here: bool, cuda: bool) -> None:
         raise UserError(
             "--muon-tp-mode blockwise: each tensor-parallel rank would orthogonalise its slice by itself, and updates "
             "would depend on the layout; expected duplicated"
+        )
+
+
+def _check_lion(args: Namespace, *, here: bool) -> None:
+    """What Lion needs: its package, and ranks that hold whole optimizer states."""
+    if here and (missing := emerging_missing("lion")):
+        raise UserError(f"--optimizer lion: {missing}")
+    if args.use_distributed_optimizer:
+        raise UserError(
+            "--use-distributed-optimizer: megatron-core's layer-wise optimizer is tested with Muon alone; expected "
+            "--optimizer lion without it"
         )
 
 

@@ -69,7 +69,7 @@ REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data-parallel-random-init", "initial values are the same on every replica", ()),
     ("moe-use-upcycling", "it copies weights of another parametrization", ()),
     ("freeze-all-layers", "nothing would be trained", ()),
-    ("optimizer", "no rule is known for it", ("sgd", "muon", "dist_muon")),
+    ("optimizer", "no rule is known for it", ("sgd", "muon", "dist_muon", "lion")),
     ("muon-scale-mode muon-no-split-qkv muon-scalar-optimizer", "Muon's rates are worked out for the default", ()),
     ("apply-wd-to-qk-layernorm no-weight-decay-cond-type", "weight decay falls on matrices alone", ()),
     (

@@ -227,7 +227,8 @@ class Theory:
             return Expected(initial + decayed, bound, bound)
         if not _is_muon(self._config, shape):
             # One epsilon serves all blocks, the smallest: one that grows less than others leaves it with width.
-            slowest = self._config.optimizer.eps > _SMALL_EPS and any(
+            has_epsilon = self._config.optimizer.name != "lion" and self._config.optimizer.eps > _SMALL_EPS
+            slowest = has_epsilon and any(
                 self._fan_out(name, block) < self._fan_out(name, other) for other in shape.fan_outs
             )
             return Expected(rate, bound, None if slowest else bound)
@@ -240,7 +241,7 @@ class Theory:
     def _decay(self, shape: TensorShape, growth: float) -> tuple[float, float]:
         """How many times what a gradient moves decay does (lr λ w over lr), on the smallest and the largest model."""
         config = self._config
-        if config.optimizer.name not in ("adamw", "muon") or not shape.spec.is_decayed:
+        if config.optimizer.name not in ("adamw", "muon", "lion") or not shape.spec.is_decayed:
             return 0.0, 0.0
         std = config.hparams.init_method_std
         if shape.spec.init is Init.EMBEDDING:

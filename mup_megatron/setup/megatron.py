@@ -1,4 +1,7 @@
-"""What megatron-core's own training stack gets wrong or lacks. Public names: `refuse`, `muon_missing`."""
+"""What megatron-core's own training stack gets wrong or lacks.
+
+Public names: `refuse`, `emerging_missing`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ from mup_megatron.config import Config
 from mup_megatron.layout import Layout
 
 
-def muon_missing() -> str | None:
-    """Why this installation has no Muon; None if it has."""
+def emerging_missing(name: str) -> str | None:
+    """Why this installation cannot step matrices with an optimizer of NVIDIA's emerging_optimizers; None if it can.
+
+    Args:
+        name: muon or lion.
+    """
     from megatron.core.optimizer import OptimizerConfig
 
     if "muon_scalar_optimizer" not in OptimizerConfig.__dataclass_fields__:
-        return "this megatron-core has no muon that takes rates per tensor; expected 0.19 or later"
+        return f"this megatron-core has no {name} that takes rates per tensor; expected 0.19 or later"
     if importlib.util.find_spec("emerging_optimizers") is None:
-        return "muon needs NVIDIA's emerging_optimizers; expected pip install emerging-optimizers"
+        return f"{name} needs NVIDIA's emerging_optimizers; expected pip install emerging-optimizers"
     return None
 
 
@@ -30,7 +37,8 @@ def refuse(config: Config, layout: Layout) -> None:
             "parallel.use_distributed_optimizer",
             f"megatron-core's distributed optimizer is AdamW's, not {config.optimizer.name}'s; expected false",
         )
-    if missing := muon_missing() if config.optimizer.name == "muon" else None:
+    name = config.optimizer.name
+    if name in ("muon", "lion") and (missing := emerging_missing(name)):
         raise config.error("optimizer.name", missing)
     model = config.model
     if model.mtp_num_layers is not None and layout.context > 1:

@@ -163,10 +163,10 @@ def one_process(config: Config) -> Config:
 
 def _one_process(config: Config) -> dict[str, Any]:
     parallel, optimizer = config.parallel, config.optimizer
-    muon = optimizer.name == "muon"  # the Megatron engine's alone
+    of_megatron = optimizer.name in ("muon", "lion")  # the Megatron engine's alone
     keys: dict[str, Any] = {
-        "engine": "megatron" if muon else "deepspeed",
-        "use_distributed_optimizer": not muon and parallel.use_distributed_optimizer,
+        "engine": "megatron" if of_megatron else "deepspeed",
+        "use_distributed_optimizer": not of_megatron and parallel.use_distributed_optimizer,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.setup import refuse, resolve_auto
-from mup_megatron.setup.megatron import muon_missing
+from mup_megatron.setup.megatron import emerging_missing
 from tests import bodies
+from tests.commands import environment
 from tests.configs import MIXED, MLA, make
 from tests.distributed import Ranks
 
@@ -69,7 +72,13 @@ MUON = {
     "model__num_query_groups": 4,
     "base__num_query_groups": 2,
 }
-muon = pytest.mark.skipif(muon_missing() is not None, reason=str(muon_missing()))
+muon = pytest.mark.skipif(emerging_missing("muon") is not None, reason=str(emerging_missing("muon")))
+LION = {
+    "optimizer__name": "lion",
+    "parallel__engine": "megatron",
+    "parallel__use_distributed_optimizer": False,
+}
+lion = pytest.mark.skipif(emerging_missing("lion") is not None, reason=str(emerging_missing("lion")))
 
 
 @muon
@@ -149,6 +158,7 @@ STOPS = {
     "megatron": {**MEGATRON, "parallel__use_distributed_optimizer": False},
     "megatron-distributed": MEGATRON,
     "megatron-bf16": {**MEGATRON, "training__precision": "bf16", "parallel__use_distributed_optimizer": False},
+    "megatron-lion": LION,
     "megatron-muon": MUON,
     "megatron-muon-bf16": {**MUON, "training__precision": "bf16"},
     "megatron-distributed-bf16": {**MEGATRON, "training__precision": "bf16"},
@@ -157,7 +167,7 @@ QUICK_STOPS = ("zero2",)  # tests/engines/test_resume.py has the Megatron engine
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    return [muon] * ("muon" in name) + [pytest.mark.slow] * (name not in QUICK_STOPS)
+    return [muon] * ("muon" in name) + [lion] * ("lion" in name) + [pytest.mark.slow] * (name not in QUICK_STOPS)
 
 
 @pytest.mark.parametrize(
@@ -259,15 +269,47 @@ def test_an_ended_engine_leaves_no_threads(ranks: Ranks, optimizer: bool) -> Non
     assert after[0] == after[1]
 
 
+@pytest.fixture(scope="module")
+def cpu_adam() -> None:
+    """Compiles DeepSpeed's Adam for CPUs, which takes minutes: longer than ranks are waited for."""
+    build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
+    subprocess.run([sys.executable, "-c", build], env=environment(), capture_output=True, timeout=900, check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_offloaded_optimizer(ranks: Ranks, stage: int) -> None:
-    """DeepSpeedCPUAdam (compiled on first use) gives torch's AdamW's losses."""
+def test_offloaded_optimizer(ranks: Ranks, cpu_adam: None, stage: int) -> None:
+    """DeepSpeedCPUAdam gives torch's AdamW's losses."""
     whole = ranks.run(1, bodies.train, config=prepared(parallel__zero_stage=0), steps=10)[0]
     config = prepared(parallel__zero_stage=stage, parallel__offload_optimizer=True, **TP2)
     assert resolve_auto(config).optimizer.implementation == "deepspeed_cpu_adam"
     for result in ranks.run(4, bodies.train, config=config, steps=10):
         np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)
+
+
+@lion
+def test_the_first_update_under_lion(ranks: Ranks) -> None:
+    """A sign; and AdamW's first step, for what is no matrix: coordinates move by their rates, under TP 2 and DP 2."""
+    config = prepared(hparams__weight_decay=0.0, optimizer__eps=1e-20, **LION, **TP2)
+    rates = set()
+    for result in ranks.run(4, bodies.first_update, config=config):
+        for name, (change, rate) in result.items():
+            assert change == pytest.approx(rate, rel=1e-3), name
+            rates.add(rate)
+    # Fan-in ratios: 3/2 of the hidden size, 5/2 of the FFN's, 2 of the heads', and what reads no growing size.
+    assert sorted(rates) == pytest.approx([config.hparams.lr / ratio for ratio in (2.5, 2, 1.5, 1)])
+
+
+@lion
+def test_lion_sees_no_layout(ranks: Ranks) -> None:
+    """With decay, which is decoupled; negative control: a rate that is 1 % larger shows."""
+    settings = {**LION, "hparams__lr": 1e-3, "hparams__weight_decay": 0.3}
+    whole = ranks.run(1, bodies.train, config=prepared(**settings), steps=8)[0]
+    assert whole["losses"][0] - whole["losses"][-1] > 0.1
+    for result in ranks.run(4, bodies.train, config=prepared(**settings, **TP2), steps=8):
+        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)
+    faster = ranks.run(1, bodies.train, config=prepared(**{**settings, "hparams__lr": 1.01e-3}), steps=8)[0]
+    assert abs(faster["losses"][-1] / whole["losses"][-1] - 1) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.setup.megatron import muon_missing
+from mup_megatron.setup.megatron import emerging_missing
 from tests import native
 from tests.distributed import Ranks
 
@@ -18,7 +18,7 @@ pytestmark = [
         importlib.util.find_spec("megatron.training") is None,
         reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
     ),
-    pytest.mark.skipif(muon_missing() is not None, reason=str(muon_missing())),
+    pytest.mark.skipif(emerging_missing("muon") is not None, reason=str(emerging_missing("muon"))),
 ]
 # Rotary: learned positions are Muon's in plain megatron-core, and Adam's here.
 MUON = ("--optimizer", "muon", "--position-embedding-type", "rope", "--muon-fp32-matmul-prec", "high")

@@ -18,7 +18,7 @@ from tests import native
 from tests.commands import run
 from tests.megatron_training.test_megatron_elsewhere import elsewhere, recipe
 from tests.megatron_training.test_megatron_recipes import PUBLISHED
-from tests.megatron_training.test_megatron_training import config, options, without
+from tests.megatron_training.test_megatron_training import STEPS, config, options, without
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -117,7 +117,7 @@ def test_a_file_of_base_shapes_has_no_proxy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_from_command_line_to_tuned_run(tmp_path: Path) -> None:
     """The config is written, its proxy tuned, and the same command line trains with the record; another is refused."""
-    words = without(options(config(), tmp_path), "mup-base")
+    words = without(options(config(data__split="80,20,0"), tmp_path), "mup-base")
     written, record = tmp_path / "tune.yaml", tmp_path / "tuned.json"
     base = tmp_path / "sizes.yaml"
     base.write_text((tmp_path / "base.yaml").read_text())
@@ -130,11 +130,13 @@ def test_from_command_line_to_tuned_run(tmp_path: Path) -> None:
     assert tuned.returncode == 0, tuned.stderr[-3000:]
     values = json.loads(record.read_text())["values"]
     told = without(words, "lr", "min-lr", "init-method-std", "weight-decay")
-    trained = run(*command, *told, "--mup-base", base, "--mup-hparams", record, "--mup-explain")
+    trained = run(*command, *told, "--log-interval", "1", "--mup-base", base, "--mup-hparams", record)
     assert trained.returncode == 0, trained.stderr[-3000:]
-    assert f"base: lr {values['lr']:.6g}, init std {values['init_method_std']:.6g}" in trained.stdout
+    assert trained.stdout.count("lm loss: ") == STEPS
+    explained = run(*command, *told, "--mup-base", base, "--mup-hparams", record, "--mup-explain")
+    assert f"base: lr {values['lr']:.6g}, init std {values['init_method_std']:.6g}" in explained.stdout
     deeper = run(
         *command, *without(told, "num-layers"), "--num-layers", "3", "--mup-base", base, "--mup-hparams", record
     )
     assert deeper.returncode == 2
-    assert "model.num_layers: 2 there, 3 here" in deeper.stderr
+    assert "model.num_layers: 2 in the record, 3 in the config" in deeper.stderr

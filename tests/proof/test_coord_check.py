@@ -20,7 +20,7 @@ from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.told import lines
 from mup_megatron.proof.verdict import Slope, fit, judge, overall
-from mup_megatron.setup.megatron import muon_missing
+from mup_megatron.setup.megatron import emerging_missing
 from tests import bodies, proof_bodies
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
@@ -88,10 +88,22 @@ def test_attention_that_grows_twice(ranks: Ranks, repository: Path, tmp_path: Pa
     assert sorted(expected) == [pytest.approx(-1.5), 0.0]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(emerging_missing("lion") is not None, reason=str(emerging_missing("lion")))
+def test_lion(ranks: Ranks) -> None:
+    """Its sign takes Adam's rates; with the standard parametrization's it fails."""
+    megatron = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
+    config = config_of("gpt3", optimizer__name="lion", hparams__lr=2e-3, **megatron)
+    result = check(ranks, config, compare=True)
+    assert result["verdict"] == "passed", lines(result)
+    standard = [name for name, each in result["verdicts"]["standard"].items() if each["verdict"] == "out of bounds"]
+    assert {"output_layer", "decoder.layers.1.mlp", "decoder.layers.1.self_attention"} <= set(standard)
+
+
 def broken(ranks: Ranks, rule: str, architecture: str = "gpt3") -> None:
     """The check fails without the rule, and in the same regime passes with it."""
-    if rule == "muon_rate" and muon_missing():
-        pytest.skip(str(muon_missing()))
+    if rule == "muon_rate" and emerging_missing("muon"):
+        pytest.skip(str(emerging_missing("muon")))
     factors = DEPTHS if REGIMES[CONTROLS[rule].regime].axis == "depth" else CONTROLS[rule].factors or FACTORS
     count = max(factors) if CONTROLS[rule].growing_tensor else 1
     keys = {"model__num_attention_heads": 4, "base__num_attention_heads": 4} if count > 1 else {}

@@ -22,7 +22,7 @@ from mup_megatron.proof.question import question as ask_question
 from mup_megatron.proof.reverse import rise, small_model
 from mup_megatron.ranks import Rank
 from mup_megatron.report.stability import title
-from mup_megatron.setup.megatron import muon_missing
+from mup_megatron.setup.megatron import emerging_missing
 from mup_megatron.tuning.space import one_process
 from tests import bodies
 from tests.commands import Background, losses, metrics, mup, until
@@ -88,14 +88,14 @@ def test_a_size_or_value_that_makes_no_config(tmp_path: Path) -> None:
         stability.grid(unsplit, asked(unsplit))
 
 
-@pytest.mark.skipif(muon_missing() is None, reason="muon is there, so that nothing of it is refused")
+@pytest.mark.skipif(emerging_missing("muon") is None, reason="muon is there, so that nothing of it is refused")
 def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path) -> None:
     muon = config_of(
         tmp_path, optimizer={"name": "muon"}, parallel={"engine": "megatron", "use_distributed_optimizer": False}
     )
     with pytest.raises(ConfigError) as error:
         stability.grid(muon, asked(muon))
-    assert (error.value.key, error.value.problem) == ("optimizer.name", muon_missing())
+    assert (error.value.key, error.value.problem) == ("optimizer.name", emerging_missing("muon"))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytes
 def test_two_commands_share_a_grid_and_one_is_ended(tmp_path: Path) -> None:
     """SIGTERM saves the run at hand; the others' command and a later one end with what an undisturbed one finds."""
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config_of(tmp_path, training__train_steps=150).model_dump()))
+    path.write_text(yaml.safe_dump(config_of(tmp_path, training__train_steps=60).model_dump()))
     words = ["--sizes", "1,2", "--values", "4e-3,8e-3,1.6e-2", "--seeds", "1", "--workers", "1"]
 
     def start(folder: str) -> Background:

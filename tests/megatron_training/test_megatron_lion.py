@@ -1,0 +1,96 @@
+"""`mup-megatron run` with `--optimizer lion`: upstream's own at the base, and Adam's rates elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.setup.megatron import emerging_missing
+from tests import native
+from tests.distributed import Ranks
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.training") is None,
+        reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+    ),
+    pytest.mark.skipif(emerging_missing("lion") is not None, reason=str(emerging_missing("lion"))),
+]
+# Rotary: learned positions are Lion's in plain megatron-core, and Adam's here.
+LION = ("--optimizer", "lion", "--position-embedding-type", "rope")
+SAME = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
+HALF = "hidden_size: 32\nnum_attention_heads: 2\nffn_hidden_size: 128\n"
+
+
+def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
+    """The last rank's, which logs the losses."""
+    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
+    said = native.words(folder, *LION, *extra, **{"train_iters": 4, "global_batch_size": 4, "lr": 2e-3, **changed})
+    if asked.get("plainly"):
+        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
+    return ranks.run(count, native.native, words=said, **asked)[-1]
+
+
+def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
+    """From the same weights the same losses and weights after four steps, to the last bit."""
+    ours = run(ranks, tmp_path, base=SAME, clip_grad=0)
+    assert ours["status"] == 0, ours["said"]
+    plain = run(ranks, tmp_path, base=SAME, clip_grad=0, plainly=True, initial=ours["initial"])
+    assert len(ours["steps"]) == 8
+    assert plain["steps"] == ours["steps"]
+    for name, value in plain["final"].items():
+        assert np.array_equal(ours["final"][name], value), name
+
+
+def test_rates_from_half_the_width(ranks: Ranks, tmp_path: Path) -> None:
+    """1/m_in, as under Adam; lr times decay stays, and no group has an epsilon of the rule's."""
+    found = run(ranks, tmp_path, base=HALF)
+    assert found["status"] == 0, found["said"]
+    layer = "decoder.layers.0."
+    expected = {
+        f"{layer}mlp.linear_fc1.weight": 1e-3,
+        f"{layer}mlp.linear_fc2.weight": 2e-3,
+        f"{layer}self_attention.linear_qkv.weight": 1e-3,
+        f"{layer}self_attention.linear_proj.weight": 1e-3,
+        "embedding.word_embeddings.weight": 2e-3,
+        "decoder.final_layernorm.weight": 2e-3,
+    }
+    assert {name: found["groups"][name]["max_lr"] for name in expected} == expected
+    decays = {name: found["groups"][name]["wd_mult"] for name in expected}
+    assert decays == dict(zip(expected, (2, 1, 2, 2, 1, 0), strict=True))
+    assert ["eps" in found["groups"][name] for name in expected] == [False] * 4 + [True] * 2  # AdamW steps the rest
+    # A sign: after one step a coordinate has moved by its rate.
+    one = run(ranks, tmp_path, "--weight-decay", "0", base=HALF, train_iters=1, clip_grad=0)
+    for name in (f"{layer}mlp.linear_fc1.weight", f"{layer}mlp.linear_fc2.weight"):
+        moved = np.abs(one["final"][name] - one["initial"][name])
+        assert np.median(moved) == pytest.approx(expected[name], rel=1e-3), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # As many rows of the vocabulary as one process has.
+        "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64",
+        "--pipeline-model-parallel-size 2",
+    ],
+)
+def test_no_layout_is_in_the_losses(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    whole = run(ranks, tmp_path, base=HALF)
+    assert whole["losses"][0] - whole["losses"][-1] > 0.05
+    ranks.run(2, native.warm)
+    split = run(ranks, tmp_path, *layout.split(), base=HALF, count=2)
+    assert split["status"] == 0, split["said"]
+    assert split["losses"] == pytest.approx(whole["losses"], rel=2e-5)
+
+
+def test_refused(ranks: Ranks, tmp_path: Path) -> None:
+    found = run(ranks, tmp_path, "--use-distributed-optimizer", base=HALF)
+    assert found["status"] == 2
+    assert (
+        "--use-distributed-optimizer: megatron-core's layer-wise optimizer is tested with Muon alone" in found["said"]
+    )

@@ -27,6 +27,7 @@ _STUDY = "mup_megatron/tuning/study.py"
 _STORAGE = "mup_megatron/tuning/storage.py"
 _OUTCOME = "mup_megatron/tuning/outcome.py"
 _RECORD = "mup_megatron/tuning/record.py"
+_FOLD = "mup_megatron/export/fold.py"
 
 RULES = (
     _mutant(
@@ -894,6 +895,65 @@ SCRIPTS = (
     ),
 )
 
+EXPORT = (
+    _mutant(
+        "export: attention's factor on keys and values",
+        "all rows of the fused QKV take the queries' factor",
+        _FOLD,
+        'query if block == "query" else 1.0 for block',
+        "query for block",
+        "export/test_fold.py",
+    ),
+    _mutant(
+        "export: the embedding's factor in a tied head",
+        "the head is the embedding, and its factor is not taken out again",
+        _FOLD,
+        "forward.readout / forward.embedding if",
+        "forward.readout if",
+        "export/test_fold.py",
+    ),
+    _mutant(
+        "export: queries under QK-norm",
+        "a norm undoes the factor of the query rows, and its gain does not take it",
+        _FOLD,
+        "normed = model.qk_layernorm and",
+        "normed = False and",
+        "export/test_fold.py",
+    ),
+    _mutant(
+        "export: the MLP's branch",
+        "only attention's output projection takes the residual multiplier",
+        _FOLD,
+        '(".linear_proj", ".linear_fc2")',
+        '(".linear_proj",)',
+        "export/test_fold.py",
+    ),
+    _mutant(
+        "export: a factor without a place",
+        "a tied head without a final norm loses its factor in silence",
+        _FOLD,
+        'if final_norm != 1.0 and "final_layernorm" in',
+        'if False and "final_layernorm" in',
+        "export/test_fold.py",
+    ),
+    _mutant(
+        "export: a half-written folder",
+        "what an export that failed has written stays, and the next one takes it over",
+        "mup_megatron/export/folder.py",
+        "            shutil.rmtree(partial, ignore_errors=True)  # which",
+        "            pass  # which",
+        "export/test_folder.py",
+    ),
+    _mutant(
+        "export: two at once",
+        "two processes write the same folder",
+        "mup_megatron/export/folder.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_UN",
+        "export/test_folder.py::test_two_at_once",
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *RULES,
     *SHAPES,
@@ -908,5 +968,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *BASE,
     *TORCH,
     *SCRIPTS,
+    *EXPORT,
     *NATIVE,
 )

@@ -109,7 +109,7 @@ def test_two_at_once(tmp_path: Path) -> None:
             pytest.raises(UserError, match=r"out\.partial: another process is writing this export"),
             new_folder(tmp_path / "out", 0, quiet),
         ):
-            raise AssertionError
+            raise AssertionError("both write into it")
     finally:
         os.close(handle)
     assert (partial / "model.safetensors").read_text() == "theirs"

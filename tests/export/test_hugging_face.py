@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -356,6 +357,49 @@ def test_multipliers_are_kept_by_granite(trained: Callable[[str], Trained], tmp_
         assert config["residual_multiplier"] == 2.5
         assert config["logits_scaling"] == pytest.approx(1 / 1.5)
         assert config["attention_multiplier"] == pytest.approx(1.75 * 4 / 24)  # 1.75 / sqrt(24) · sqrt(16/24)
+
+
+def edited(path: Path, **changes: Any) -> None:
+    """Other parts in a checkpoint's mup.json."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+DAMAGE: dict[str, tuple[bool, str]] = {
+    "a shard cut short": (False, "does not match its checksum); an older checkpoint can be named instead"),
+    "a shard cut short, checksums anew": (True, "step_00000003: damaged ("),
+    "a shard that is gone": (False, "is missing); an older checkpoint can be named instead"),
+    "another base": (
+        True,
+        "output_layer.weight has the base [None, 16] in the checkpoint, and [None, 32] by its config",
+    ),
+    "another base's head size": (True, "the base's head size is 8 in the checkpoint, and 16 by its config"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_checkpoint(
+    trained: Callable[[str], Trained], what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, exit status 2, and nothing in the place of the export."""
+    sealed, sentence = DAMAGE[what]
+    path = shutil.copytree(trained("llama, untied").source.run.path, tmp_path / "step_00000003")
+    shard, record = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size), path / "mup.json"
+    if "cut short" in what:
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 3])
+    elif "gone" in what:
+        shard.unlink()
+    elif "head size" in what:
+        edited(record, base_head_size=8)
+    else:
+        edited(record, base_shapes={**json.loads(record.read_text())["base_shapes"], "output_layer.weight": [None, 16]})
+    if sealed:
+        seal(path)
+    capfd.readouterr()  # what the ranks said that have trained it
+    assert cli.run(["export", str(path), str(tmp_path / "out")]) == 2
+    said = capfd.readouterr().err
+    assert sentence in said
+    assert len(said.strip().splitlines()) == 1, said
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000003"]
 
 
 # --- what has no counterpart ---

@@ -21,11 +21,11 @@ from rich.console import Console
 from mup_megatron import upstream
 from mup_megatron.config import Config, load_config, parse_config
 from mup_megatron.errors import UserError
-from mup_megatron.generate import _config_here
 from mup_megatron.layout import resolve_layout, smallest_world
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, listed_files, make_manifest
 from mup_megatron.model import parametrize
 from mup_megatron.report.summary import print_transfer
+from mup_megatron.saved_run import _config_here
 from mup_megatron.setup import refuse
 from mup_megatron.setup.deepspeed import deepspeed_config
 from mup_megatron.shapes import save_base_shapes

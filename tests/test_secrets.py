@@ -16,9 +16,9 @@ import yaml
 from mup_megatron import cli, runtime, upstream
 from mup_megatron.config import load_config, parse_overrides
 from mup_megatron.errors import ConfigError, UserError, masked, shown
-from mup_megatron.generate import _config_here
 from mup_megatron.manifest import CheckpointManifest
 from mup_megatron.report.page import write_page
+from mup_megatron.saved_run import _config_here
 from tests import postgres
 from tests.commands import environment
 from tests.configs import MIXED, make, pipeline_file

@@ -190,7 +190,7 @@ REFUSED = """
 --data-parallel-random-init | same on every replica
 --moe-use-upcycling | copies weights
 --freeze-all-layers | nothing would be trained
---optimizer lion | no rule is known
+--optimizer soap | no rule is known
 --muon-scale-mode unit_rms_norm | worked out for the default
 --muon-no-split-qkv | worked out for the default
 --muon-scalar-optimizer lion | worked out for the default
@@ -333,8 +333,8 @@ def test_optimizer_configs() -> None:
     parser()
     plain = OptimizerConfig(lr=1e-3)
     check_optimizer(plain, [Chunk()], get_standard_config_overrides(plain), known())
-    with pytest.raises(UserError, match=r"^OptimizerConfig.optimizer lion: not under µP here \(no rule"):
-        check_optimizer(OptimizerConfig(optimizer="lion", lr=1e-3), [Chunk()], None, known())
+    with pytest.raises(UserError, match=r"^OptimizerConfig.optimizer soap: not under µP here \(no rule"):
+        check_optimizer(OptimizerConfig(optimizer="soap", lr=1e-3), [Chunk()], None, known())
     with pytest.raises(
         UserError, match=r"^OptimizerConfig.grad_norm_skip_threshold 2.0: not under µP here \(plain norms"
     ):

@@ -183,14 +183,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        pytest.param(name, place, marks=[pytest.mark.slow] * name.startswith("llama"))  # whose factors are above
-        for name, places in PLACES.items()
-        for place in places
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "place"), [(name, place) for name, places in PLACES.items() for place in places])
 def test_a_tensor_left_out_is_seen(
     trained: Callable[[str], Trained], name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,8 +170,12 @@ class Rules:
         )
 
     def _rule_of(self, spec: TensorSpec) -> rules.UpdateRule:
-        """Megatron-core's Muon and Lion take what has two dimensions and is neither embedding nor readout."""
-        if self._rule in ("muon", "lion") and (len(spec.shape) != 2 or spec.init is Init.EMBEDDING or spec.readout):
+        """Megatron-core's Muon and Lion take what has two dimensions and is neither embedding nor readout.
+
+        AdamW steps the rest.
+        """
+        matrix = len(spec.shape) == 2 and spec.init is not Init.EMBEDDING and not spec.readout
+        if self._config.optimizer.of_matrices and not matrix:
             return "adam"
         return self._rule
 

@@ -87,7 +87,7 @@ def megatron_overrides(
     for name, parameter in named_parameters:
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
-        if parametrization.update_rule in ("muon", "lion") and tensor.group.update_rule == "adam":
+        if optimizer.of_matrices and tensor.group.update_rule == "adam":
             # megatron-core's Muon and Lion skip parameters with this flag; we set it on position embeddings too.
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         rules[str(tensor.group)] = tensor

@@ -257,8 +257,8 @@ TABLE = (
         "table: Muon takes embeddings",
         "an embedding's rate is Muon's",
         _APPLY,
-        "or spec.init is Init.EMBEDDING or spec.readout):",
-        "or spec.readout):",
+        "len(spec.shape) == 2 and spec.init is not Init.EMBEDDING and not spec.readout",
+        "len(spec.shape) == 2 and not spec.readout",
         "test_parametrization.py",
     ),
     _mutant(

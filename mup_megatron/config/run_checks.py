@@ -78,7 +78,7 @@ def _check_optimizer(config: Config, hparams: Hparams | None = None) -> None:
         raise config.error(
             "optimizer.implementation", f"{optimizer.implementation} implements Adam and AdamW, not sgd; expected torch"
         )
-    if optimizer.name in ("muon", "lion") and config.parallel.engine != "megatron":
+    if optimizer.of_matrices and config.parallel.engine != "megatron":
         raise config.error(
             "optimizer.name", f"{optimizer.name} is megatron-core's; expected it with parallel.engine: megatron"
         )

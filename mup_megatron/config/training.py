@@ -152,6 +152,11 @@ class Optimizer(Section):
     implementation: Literal["auto", "torch", "torch_fused", "deepspeed_cpu_adam", "apex", "transformer_engine"] = "auto"
     """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded."""
 
+    @property
+    def of_matrices(self) -> bool:
+        """Whether it is one of megatron-core's that step matrices inside the blocks alone; AdamW steps the rest."""
+        return self.name in ("muon", "lion")
+
 
 class Parallel(Section):
     """How the model and its optimizer are split over ranks.

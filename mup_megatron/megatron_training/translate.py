@@ -311,7 +311,7 @@ def _warmup_steps(args: Namespace, batch: int, steps: int) -> int:
 def _optimizer(args: Namespace) -> dict[str, Any]:
     decoupled = {name: getattr(args, name) for name in ("decoupled_lr", "decoupled_min_lr")}
     if args.optimizer == "lion":
-        decoupled |= {"name": "lion"}  # upstream gives it Adam's betas; --lion-beta1 is for Muon's other tensors
+        decoupled |= {"name": "lion"}  # upstream gives it Adam's betas and does not read --lion-beta1 here
     if args.optimizer == "muon":
         decoupled |= {"name": "muon", "momentum": float(args.muon_momentum)}
     if args.optimizer == "sgd":

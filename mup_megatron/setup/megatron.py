@@ -37,8 +37,7 @@ def refuse(config: Config, layout: Layout) -> None:
             "parallel.use_distributed_optimizer",
             f"megatron-core's distributed optimizer is AdamW's, not {config.optimizer.name}'s; expected false",
         )
-    name = config.optimizer.name
-    if name in ("muon", "lion") and (missing := emerging_missing(name)):
+    if config.optimizer.of_matrices and (missing := emerging_missing(config.optimizer.name)):
         raise config.error("optimizer.name", missing)
     model = config.model
     if model.mtp_num_layers is not None and layout.context > 1:

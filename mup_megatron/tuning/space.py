@@ -163,7 +163,7 @@ def one_process(config: Config) -> Config:
 
 def _one_process(config: Config) -> dict[str, Any]:
     parallel, optimizer = config.parallel, config.optimizer
-    of_megatron = optimizer.name in ("muon", "lion")  # the Megatron engine's alone
+    of_megatron = optimizer.of_matrices  # which the Megatron engine alone has
     keys: dict[str, Any] = {
         "engine": "megatron" if of_megatron else "deepspeed",
         "use_distributed_optimizer": not of_megatron and parallel.use_distributed_optimizer,

@@ -20,7 +20,8 @@ dimension that slopes are taken over. There are two exceptions (docs/parametriza
   is computed from it: logits, router logits, k and v of fixed KV heads and their attention, an FFN of fixed size, and
   attention logits where the head size grows. Before the first step the output of such a tensor must have that slope.
   Later, and in the rest of the branch, an output has an upper bound only, a gradient is not judged, and a change may
-  fall. The change of a module whose input includes such a branch may fall too.
+  fall. The change of a module whose input includes such a branch may fall too. The change of a router's probabilities,
+  and of what the experts give, may rise as width^1/2 (`_RISE`).
 - Some quantities are zero by construction: `Theory.vanishes`.
 """
 
@@ -41,6 +42,11 @@ _FALL = 0.5 + BOUNDS["change"]
 """How far below 0 the slope of a change may be where a branch shrinks with width: in that branch, and in modules whose
 residual input includes it. Such an input is the sum of a part that falls as width^-1/2 and a part that does not, so its
 slope lies between the two."""
+
+_RISE = 0.5 + BOUNDS["change"]
+"""How far above 0 the slope of a change may be where a router has chosen experts. A token gets another expert when the
+logits change by more than they differ. At first they differ by what falls as width^-1/2, and their change keeps its
+size, so the number of such tokens rises as width^1/2 until most tokens have changed."""
 
 _DECAYS = 10.0
 """Where weight decay changes a weight by at least this many times what its gradient does, the update has the slope of
@@ -115,7 +121,8 @@ class Theory:
             # Half of all branches come before it in a model of two layers, most in a deep one.
             return Expected(0.0, None, None)
         if quantity == "change":
-            return Expected(0.0, _FALL if self._falls(name) or self._is_fed(name) else bound, bound)
+            low = _FALL if self._falls(name) or self._is_fed(name) else bound
+            return Expected(0.0, low, _RISE if self._is_chosen(name) else bound)
         if quantity == "output":
             first = self._first(name) if step == 0 else None
             if first is not None:
@@ -328,6 +335,12 @@ class Theory:
         """Whether a branch that falls is added to what the module sees or gives."""
         falls = any(each.endswith((".self_attention", ".mlp")) for each in self._falling)
         return falls and name.startswith("decoder.")
+
+    def _is_chosen(self, name: str) -> bool:
+        """Whether the output changes where a token gets another expert: of a router, the experts, an MLP of experts."""
+        layer, mlp, inside = in_whole_model(f"{name}.", self._layers).partition(".mlp.")
+        chooses = f"{layer}{mlp}router.weight" in self._shapes
+        return chooses and inside in ("", "router.", "experts.")
 
     def _is_score(self, name: str) -> bool:
         """Whether it is made of two activations that learn to agree, or of an output-like tensor's alone."""

@@ -20,7 +20,6 @@ from tests.commands import environment
 from tests.configs import MIXED, MLA, make
 from tests.distributed import Ranks
 
-STAGES = [0, 1, 2, 3]
 TP2 = {"parallel__tensor_model_parallel_size": 2, "training__micro_batch_size": 2}
 
 
@@ -30,7 +29,7 @@ def prepared(**overrides: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)), 3])
 def test_the_first_update_has_the_size_of_the_rate(ranks: Ranks, stage: int) -> None:
     """AdamW's first step moves a coordinate by its rate, whatever the gradient; five rates, TP 2 and DP 2."""
     config = prepared(parallel__zero_stage=stage, hparams__weight_decay=0.0, optimizer__eps=1e-20, **TP2)
@@ -312,7 +311,7 @@ def test_lion_sees_no_layout(ranks: Ranks) -> None:
     assert abs(faster["losses"][-1] / whole["losses"][-1] - 1) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", [pytest.param("adam", marks=pytest.mark.slow), "sgd"])
 def test_other_optimizers_see_no_layout_either(ranks: Ranks, name: str) -> None:
     settings = {"optimizer__name": name, "hparams__weight_decay": 0.0, "model__num_query_groups": 4}
     settings |= {"base__num_query_groups": 2, "hparams__lr": 8e-3 if name == "adam" else 0.5}

@@ -67,7 +67,10 @@ def check(one: Trained, folder: Path, architecture: str) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("name", QUICK)
+_AGAIN = ("llama, tied", "gpt3, untied")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in _AGAIN else n for n in QUICK])
 def test_the_exported_model_is_the_checkpoints(trained: Callable[[str], Trained], name: str, tmp_path: Path) -> None:
     one = trained(name)
     export_hugging_face(one.source, tmp_path / "hf")
@@ -271,7 +274,7 @@ def test_gelu_of_a_gpu(trained: Callable[[str], Trained], tmp_path: Path) -> Non
     from megatron.core.fusions.fused_bias_gelu import bias_gelu
     from transformers.activations import ACT2FN
 
-    source = trained("gpt3, untied").source
+    source = trained("gpt3, tied").source
     export_hugging_face(source, tmp_path / "cpu")
     states = source.run.path / "random_0.safetensors"
     kept = states.read_bytes()
@@ -335,22 +338,22 @@ def test_the_command(trained: Callable[[str], Trained], tmp_path: Path, capfd: p
         assert listed == {path.name for path in (tmp_path / folder).iterdir()} - {"SHA256SUMS"}
 
 
-def test_multipliers_are_kept_by_granite(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("llama, tied", marks=pytest.mark.slow), "llama, untied"])
+def test_multipliers_are_kept_by_granite(trained: Callable[[str], Trained], tmp_path: Path, name: str) -> None:
     """The weights are the checkpoint's to the last bit; config.json says the multipliers."""
-    for name in ("llama, tied", "llama, untied"):
-        one = trained(name)
-        folder = tmp_path / name
-        said = export_hugging_face(one.source, folder, keep_multipliers=True)
-        assert said["folded"] == {}
-        check(one, folder, "GraniteForCausalLM")
-        found = load_file(folder / "model.safetensors")
-        words = saved(one.source, "embedding.word_embeddings.weight", 384, 64)[:375]
-        assert torch.equal(found["model.embed_tokens.weight"], words)
-        config = json.loads((folder / "config.json").read_text())
-        assert config["embedding_multiplier"] == 0.3
-        assert config["residual_multiplier"] == 2.5
-        assert config["logits_scaling"] == pytest.approx(1 / 1.5)
-        assert config["attention_multiplier"] == pytest.approx(1.75 * 4 / 24)  # 1.75 / sqrt(24) · sqrt(16/24)
+    folder = tmp_path / name
+    one = trained(name)
+    said = export_hugging_face(one.source, folder, keep_multipliers=True)
+    assert said["folded"] == {}
+    check(one, folder, "GraniteForCausalLM")
+    found = load_file(folder / "model.safetensors")
+    words = saved(one.source, "embedding.word_embeddings.weight", 384, 64)[:375]
+    assert torch.equal(found["model.embed_tokens.weight"], words)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["embedding_multiplier"] == 0.3
+    assert config["residual_multiplier"] == 2.5
+    assert config["logits_scaling"] == pytest.approx(1 / 1.5)
+    assert config["attention_multiplier"] == pytest.approx(1.75 * 4 / 24)  # 1.75 / sqrt(24) · sqrt(16/24)
 
 
 def edited(path: Path, **changes: Any) -> None:

@@ -32,7 +32,7 @@ from tests.distributed import Ranks
 from tests.export.sources import MULTIPLIERS, Trained, deviation, logits_of, own_logits, own_model, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NAMES = ("llama, untied", "gpt3, tied")
+NAMES = ("llama, untied", pytest.param("gpt3, tied", marks=pytest.mark.slow))
 PADDED = 384
 
 

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "mla-sdpa": (MLA, {"model__core_attention": "sdpa"}, False),
     "mla-yarn": (MLA, YARN, False),
     "mla-learned-positions": (MLA, {"model__position_embedding_type": "learned_absolute"}, False),
-    "mtp": (MIXED, {"model__mtp_num_layers": 1}, True),
+    "mtp": (MIXED, {"model__mtp_num_layers": 1}, False),
     "qk-norm": (MIXED, {"model__qk_layernorm": True}, True),
     "sdpa": (MIXED, {"model__core_attention": "sdpa"}, False),
     "frozen-gains": (MIXED, {"model__norm_gains": "frozen"}, False),

@@ -164,10 +164,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("architecture", "layouts"),
-    [("llama", ("tp2",)), pytest.param("gpt3", tuple(LAYOUTS), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "layouts"), [("llama", ("tp2",)), ("gpt3", tuple(LAYOUTS))])
 def test_the_check_does_not_see_the_layout(ranks: Ranks, architecture: str, layouts: tuple[str, ...]) -> None:
     options: dict[str, Any] = {"factors": (1, 2), "steps": 2}
     whole = check(ranks, config_of(architecture), **options)

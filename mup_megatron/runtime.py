@@ -37,7 +37,7 @@ class Meeting:
         rank: this process.
 
     Raises:
-        UserError: a launcher started several processes and did not say where they meet.
+        UserError: a launcher started several processes and did not say where they meet, or another run meets there.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -53,7 +53,15 @@ class Meeting:
         self.store = torch.distributed.HashStore()
         if rank.launched:
             url = f"env://?rank={rank.rank}&world_size={rank.world_size}"
-            self.store, _, _ = next(torch.distributed.rendezvous(url, timeout=_PATIENCE))
+            try:
+                self.store, _, _ = next(torch.distributed.rendezvous(url, timeout=_PATIENCE))
+            except torch.distributed.DistNetworkError as error:
+                if "EADDRINUSE" not in str(error):
+                    raise
+                raise _port_in_use() from None
+            # A port that another run's first rank keeps lets ranks of this run in; each place can be taken once.
+            if self.store.add(f"rank-{rank.rank}", 1) > 1:
+                raise _port_in_use()
 
     def tell(self, name: str, value: str) -> None:
         """Says something to every rank."""
@@ -92,6 +100,14 @@ class Meeting:
 
         self._groups += 1
         return torch.distributed.PrefixStore(f"group-{self._groups}", self.store)
+
+
+def _port_in_use() -> UserError:
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return UserError(
+        f"MASTER_PORT: another run or program uses {place} (29500 is the launchers' default); expected a port of its "
+        "own for each run on a machine, such as deepspeed --master_port 29501"
+    )
 
 
 def start_distributed(layout: Layout, rank: Rank, seed: int, meeting: Meeting | None = None) -> torch.device:

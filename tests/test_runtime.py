@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mup_megatron import upstream
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.ranks import Rank, read_rank, say_error
+from mup_megatron.runtime import Meeting
 from mup_megatron.setup import resolve_auto
 from tests.configs import MIXED, make
 
@@ -91,3 +94,31 @@ def test_a_rank_that_is_wrong_alone_says_so(
     say_error("no such file", Rank(rank=1, world_size=2, launched=True))
     assert waited == [10.0]
     assert capsys.readouterr().err == "mup-megatron: error (rank 1): no such file\n"
+
+
+def test_two_runs_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches of `deepspeed` on one machine meet at one port; a rank of the second must not join the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    ranks = [Rank(rank=number, world_size=2, local_rank=number, launched=True) for number in range(2)]
+    with ThreadPoolExecutor() as pool:
+        meetings = list(pool.map(Meeting, ranks))
+    meetings[0].tell("word", "said")
+    assert meetings[1].told("word") == "said"
+    said = f"MASTER_PORT: another run or program uses 127.0.0.1:{port} .*expected a port of its own for each run"
+    for rank in ranks:
+        with pytest.raises(UserError, match=said):
+            Meeting(rank)
+
+
+def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match="another run or program uses"):
+            Meeting(Rank(rank=0, world_size=2, local_rank=0, launched=True))

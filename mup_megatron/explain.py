@@ -131,25 +131,25 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict
     }
 
 
-def print_table(config: Config, parametrization: Parametrization, layout: Layout, console: Any, rank: int = 0) -> None:
+def print_table(parametrization: Parametrization, layout: Layout, console: Any, rank: int = 0) -> None:
     """The same for people: forward multipliers, then tensors grouped by rule; repeated layers and experts are one row.
 
     Args:
-        config: the run.
-        parametrization: of the same config.
+        parametrization: of the run.
         layout: how ranks split the model.
         console: a rich Console without markup.
         rank: whose tensors are shown.
     """
     from rich.table import Table
 
-    forward, hparams = parametrization.forward, config.hparams
+    config, forward = parametrization.config, parametrization.forward
+    hparams = config.hparams
     console.print(
         f"{config.run.name}: {config.model.architecture}, {_count(parametrization):,} parameters, "
         f"{config.parametrization.name} parametrization, {layout}"
     )
     if layout.world_size > 1:
-        console.print(_where(config, parametrization, layout, rank), highlight=False)
+        console.print(_where(parametrization, layout, rank), highlight=False)
     console.print(
         f"forward: logits = {forward.readout:.6g} · W h, attention logits = {forward.softmax_scale:.6g} · q·k, "
         f"embedding × {forward.embedding:.6g}, residual branches × {forward.residual:.6g}"
@@ -260,8 +260,9 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return "×".join(str(size) for size in shape)
 
 
-def _where(config: Config, parametrization: Parametrization, layout: Layout, rank: int) -> str:
+def _where(parametrization: Parametrization, layout: Layout, rank: int) -> str:
     """What a rank holds, in words: `rank 40 of 1024 holds layers 8-11, experts 40-43: 1,234 parameters`."""
+    config = parametrization.config
     held = [
         " ".join(["layers", *(_span(chunk) for chunk in layout.stages[layout.pipeline_rank(rank)] if chunk)]),
         *([f"experts {_span(_experts(config, layout, rank))}"] if config.model.num_moe_experts else []),

@@ -178,7 +178,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
         ],
     }  # fmt: skip
     spent = {"tokens": 1000, "flops": 1e9, "share": 0.1, "process_seconds": 12.5}
-    record = make_record(config, parametrization, layout, {"lr": 0.01}, study=study, budget={"spent": spent})
+    record = make_record(parametrization, layout, {"lr": 0.01}, study=study, budget={"spent": spent})
     lines = [{"step": n, "loss": 5 - n / 10, "lr": 0.01, "seconds": 0.1, "tokens": n} for n in range(1, 5)]
     lines.append({"step": 4, "eval_loss": 4.6})
     (folder / "standard").mkdir(parents=True)

@@ -81,7 +81,7 @@ def explain(
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 200
-    print_table(settings, parametrization, layout, Console(width=width, markup=False), rank)
+    print_table(parametrization, layout, Console(width=width, markup=False), rank)
 
 
 @app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")

@@ -97,7 +97,7 @@ def show(
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140, markup=False)
-    print_table(config, parametrization, layout, console)
+    print_table(parametrization, layout, console)
     for sentence in refused:
         console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
     if settings.written is not None:

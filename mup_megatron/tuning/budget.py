@@ -157,9 +157,9 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         steps=steps,
         rungs=stops,
         workers=workers,
-        tuning=_cost(proxy, proxy_parametrization, tuning.trials * expected + repetitions * steps, workers, measure),
-        most=_cost(proxy, proxy_parametrization, (tuning.trials + repetitions) * steps, workers, False),
-        target=_cost(config, target_parametrization, config.training.train_steps, workers, measure),
+        tuning=_cost(proxy_parametrization, tuning.trials * expected + repetitions * steps, workers, measure),
+        most=_cost(proxy_parametrization, (tuning.trials + repetitions) * steps, workers, False),
+        target=_cost(target_parametrization, config.training.train_steps, workers, measure),
         state=None if layout is None else state_bytes(target_parametrization, layout),
         activations=None if layout is None else activation_bytes(target_parametrization, layout),
     )
@@ -178,8 +178,8 @@ def check_share(config: Config, budget: Plan) -> None:
         )
 
 
-def _cost(config: Config, parametrization: Parametrization, steps: float, workers: int, measure: bool) -> Cost:
-    training = config.training
+def _cost(parametrization: Parametrization, steps: float, workers: int, measure: bool) -> Cost:
+    config, training = parametrization.config, parametrization.config.training
     tokens = round(steps * training.global_batch_size * training.seq_length)
     flops = tokens * flops_per_token(parametrization)
     hours = flops / (_matmul_speed(config, workers) * _EFFICIENCY * workers) / 3600 if measure else None

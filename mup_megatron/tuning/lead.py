@@ -301,7 +301,6 @@ def _write_record(config: Config, layout: Layout, rank: Rank, study: Any, progre
     vocab_size = known_vocab_size(config)
     plan = budget.plan(config, vocab_size, rank.world_size)
     written = record.make_record(
-        chosen,
         parametrize(chosen, vocab_size),
         layout,
         values,

@@ -151,7 +151,6 @@ class TransferRecord:
 
 
 def make_record(
-    config: Config,
     parametrization: Parametrization,
     layout: Layout,
     values: Mapping[str, Value],
@@ -162,13 +161,13 @@ def make_record(
     """The record of what was tuned.
 
     Args:
-        config: the target's run, `values` in it.
-        parametrization: of that config.
-        layout: of that config.
+        parametrization: of the target's run, `values` in its config.
+        layout: of the same run.
         values: every hyperparameter at the base.
         study: what they were found with (outcome.Choice.as_json).
         budget: the plan, and what was spent.
     """
+    config = parametrization.config
     settings = digested(config)
     made = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

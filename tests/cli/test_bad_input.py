@@ -138,7 +138,7 @@ def test_outputs(config_file: Path, capfd: pytest.CaptureFixture[str], tmp_path:
     budget: dict[str, Any] = {"spent": {}}
     study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
     record = make_record(
-        config, parametrize(config, 375), resolve_layout(config, 1), values_of(config), study=study, budget=budget
+        parametrize(config, 375), resolve_layout(config, 1), values_of(config), study=study, budget=budget
     )
     write_record(Path(config.record_path), record)
     (tmp_path / "folder").mkdir()

@@ -263,6 +263,10 @@ BROKEN_REGIME = {
 }
 
 
+UNBROKEN: dict[str, dict[str, Any]] = {}
+"""One process, in that regime; once for all controls of a case."""
+
+
 @pytest.mark.parametrize(
     ("broken", "case", "tensor", "sequence_parallel", "why"),
     [
@@ -301,10 +305,12 @@ def test_without_it_the_comparison_fails(
     growth, overrides, _ = CASES[case]
     regime = {key: value for key, value in BROKEN_REGIME.items() if "moe" not in key or growth is MOE}
     layout = {"parallel__tensor_model_parallel_size": tensor, "parallel__sequence_parallel": sequence_parallel}
-    plain = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime)
     config = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime, **layout)
-    prepare(plain)
-    whole = ranks.run(1, bodies.train, config=plain, steps=6)[0]
+    if case not in UNBROKEN:
+        plain = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime)
+        prepare(plain)
+        UNBROKEN[case] = ranks.run(1, bodies.train, config=plain, steps=6)[0]
+    whole = UNBROKEN[case]
     if tensor > 1:  # whole, it holds
         compare_curves(ranks.run(tensor, bodies.train, config=config, steps=6), whole)
     with pytest.raises((Difference, RankError), match=why):

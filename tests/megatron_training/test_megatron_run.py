@@ -79,9 +79,7 @@ def test_a_record_of_another_family(tmp_path: Path) -> None:
     upstream.prepare_process()
     config = make(MIXED)
     study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
-    record = make_record(
-        config, parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={}
-    )
+    record = make_record(parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={})
     write_record(tmp_path / "transfer.json", record)
     _check_family(tmp_path / "transfer.json", make(MIXED, data__tokenizer__path="trained.model"))
     with pytest.raises(
@@ -95,9 +93,7 @@ def test_a_record_of_a_vocabulary_padded_otherwise(tmp_path: Path) -> None:
     upstream.prepare_process()
     config = make(MIXED)
     study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
-    record = make_record(
-        config, parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={}
-    )
+    record = make_record(parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={})
     write_record(tmp_path / "transfer.json", record)
     _check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=64))
     with pytest.raises(UserError, match=r"model\.make_vocab_size_divisible_by: 128 in the record, 256 in the config"):

@@ -52,7 +52,6 @@ def options(of: Config, folder: Path) -> list[str]:
     multipliers = {name: getattr(hparams, name) for name in type(hparams).model_fields if name.endswith("_multiplier")}
     (folder / "mup.yaml").write_text(yaml.safe_dump({"hparams": multipliers}))
     record = make_record(
-        of,
         parametrize(of, of.vocab_size or 0),
         resolve_layout(of, 1),
         values_of(of),

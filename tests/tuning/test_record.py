@@ -38,7 +38,7 @@ def config_in(path: Path, **overrides: Any) -> Config:
 def record(tmp_path_factory: pytest.TempPathFactory) -> TransferRecord:
     config = with_values(config_in(tmp_path_factory.mktemp("run")), VALUES)
     parametrization, layout = parametrize(config, 375), resolve_layout(config, 1)
-    return make_record(config, parametrization, layout, VALUES, study=STUDY, budget={"spent": {}})
+    return make_record(parametrization, layout, VALUES, study=STUDY, budget={"spent": {}})
 
 
 def test_written_and_read(record: TransferRecord, tmp_path: Path) -> None:

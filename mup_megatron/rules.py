@@ -47,11 +47,15 @@ class Ratios:
         m_in: ratio of the fan-in.
         m_outs: ratio of the fan-out of each block; {None: ratio} for a tensor that is one block.
         readout: whether the layer multiplies the tensor's output with A < 1.
+        folded: factor that the values hold in the forward pass's stead. By abc-symmetry (docs/parametrization.md,
+            section 7) a tensor that is f times as large, with A/f in the place of A, is the same function and trains
+            the same.
     """
 
     m_in: Fraction = ONE
     m_outs: Mapping[str | None, Fraction] = field(default_factory=lambda: {None: ONE})
     readout: bool = False
+    folded: Fraction = ONE
 
     @property
     def m_out(self) -> Fraction:
@@ -61,7 +65,7 @@ class Ratios:
     @property
     def forward(self) -> Fraction:
         """A. The library works A out here and nowhere else, except for the verdict of the coordinate check."""
-        return readout_multiplier(self.m_in) if self.readout else ONE
+        return (readout_multiplier(self.m_in) if self.readout else ONE) / self.folded
 
 
 def is_output_like(

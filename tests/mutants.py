@@ -800,7 +800,48 @@ BASE = (
 )
 
 _DEEPSPEED = "mup_megatron/deepspeed"
+_PREPARE = "mup_megatron/mup/hugging_face.py"
 TORCH = (
+    _mutant(
+        "torch: a tied head of Hugging Face's without A",
+        "the final norm does not take the readout's 1/m",
+        _PREPARE,
+        "Fraction(output_mult) * rules.readout_multiplier(infshape[0].ratio) if tied else rules.ONE",
+        "Fraction(output_mult)",
+        "mup/test_prepare_hf.py::test_values_and_rates_by_hand",
+    ),
+    _mutant(
+        "torch: Hugging Face's softmax scale",
+        "the head size of the base does not reach the query projection",
+        _PREPARE,
+        "base.scaling * (base.head_dim / attention.head_dim) / attention.scaling",
+        "base.scaling / base.scaling",
+        "mup/test_prepare_hf.py::test_values_and_rates_by_hand",
+    ),
+    _mutant(
+        "torch: a router of Hugging Face's as an MLP",
+        "a matrix to a fixed size is never output-like",
+        _PREPARE,
+        'infshape.output_like = tensor.fixed_fan_out == "output_like"',
+        "infshape.output_like = False",
+        "mup/test_prepare_hf.py::test_values_and_rates_by_hand",
+    ),
+    _mutant(
+        "torch: a folded factor without its rate",
+        "values hold a factor that rates do not know",
+        "mup_megatron/rules.py",
+        " / self.folded",
+        "",
+        "mup/test_prepare_hf.py::test_values_and_rates_by_hand",
+    ),
+    _mutant(
+        "torch: clipping by the plain norm",
+        "gradients of a head that holds A clip wide models more",
+        "mup_megatron/mup/clip.py",
+        " * math.sqrt(weight)",
+        "",
+        "mup/test_prepare_hf.py::test_the_invariant_norm_by_hand",
+    ),
     _mutant(
         "torch: MuReadout without A",
         "logits are not divided by the width ratio",
@@ -821,7 +862,7 @@ TORCH = (
         "torch: MuSGD's vectors",
         "vectors keep the base's rate under SGD",
         "mup_megatron/mup/infshape.py",
-        "return Ratios(m_outs={None: self.main.ratio})",
+        "return Ratios(m_outs={None: self.main.ratio}, folded=self.folded)",
         "return Ratios()",
         "mup/test_mup.py",
     ),

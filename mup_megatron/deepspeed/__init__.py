@@ -19,10 +19,11 @@ import torch
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 from mup_megatron.deepspeed.mpu import adapted, sum_sequence_parallel_gradients
-from mup_megatron.deepspeed.optimizer import groups_of_config, is_parametrized, split_in_place, trained
+from mup_megatron.deepspeed.optimizer import groups_of_config, trained
 from mup_megatron.deepspeed.refused import refuse
 from mup_megatron.deepspeed.schedule import guard, per_group
 from mup_megatron.errors import UserError
+from mup_megatron.mup.in_place import is_parametrized, split_in_place
 
 
 def initialize(

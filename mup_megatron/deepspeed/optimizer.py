@@ -1,6 +1,6 @@
-"""Optimizer groups in µP for what users hand to DeepSpeed: an optimizer, or a block of its config.
+"""Optimizer groups in µP for the block of DeepSpeed's config that names an optimizer.
 
-Public names: `split_in_place`, `groups_of_config`, `is_parametrized`.
+Public names: `groups_of_config`, `trained`. An optimizer is split by mup/in_place.py.
 """
 
 from __future__ import annotations
@@ -11,67 +11,13 @@ import torch
 
 from mup_megatron import rules
 from mup_megatron.errors import UserError
-from mup_megatron.mup.optim import MULTIPLIER, MuAdam, MuAdamW, MuSGD, split_groups
-from mup_megatron.mup.parameters import clean_names
+from mup_megatron.mup.in_place import check_infshapes
+from mup_megatron.mup.optim import MuAdam, MuAdamW, MuSGD, split_groups
 
-# By class name, since Apex's and DeepSpeed's need not be importable. What divides each coordinate of the gradient by
-# its own size is Adam's rule; the sign is the extreme of that.
-_RULES: dict[str, rules.UpdateRule] = {
-    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"), "adam"),
-    **dict.fromkeys(("FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "DeepSpeedCPUAdagrad"), "adam"),
-    **dict.fromkeys(("Lion", "FusedLion", "DeepSpeedCPULion"), "adam"),
-    "SGD": "sgd",
-}
 _MU = {"muadam": MuAdam, "muadamw": MuAdamW, "musgd": MuSGD}
 _CONFIG_RULES: dict[str, rules.UpdateRule] = {"adam": "adam", "adamw": "adam", "lion": "adam", "sgd": "sgd"}
 _ADAMS = ("adam", "adamw")
 _EPS = 1e-8  # of Adam, torch's and DeepSpeed's
-
-
-def is_parametrized(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the groups' rates are µP's already: built by MuAdam and its kin, or by `optim.parameter_groups`."""
-    return all(MULTIPLIER in group for group in optimizer.param_groups)
-
-
-def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Splits an optimizer's groups by the rules, whose values are taken as the base's. The optimizer stays the same.
-
-    Args:
-        model: whose parameters it steps.
-        optimizer: that has not stepped yet.
-
-    Raises:
-        UserError: it has no rule, has stepped, adds L2 to the gradient under Adam, or a parameter has no infinite
-            shape. Nothing has been changed then.
-    """
-    name = type(optimizer).__name__
-    rule = next((_RULES[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _RULES), None)
-    if rule is None:
-        raise UserError(f"optimizer: there is no rule for {name}; expected one of {', '.join(sorted(_RULES))}")
-    if optimizer.state:
-        raise UserError(f"optimizer: {name} has state already; expected one that has not stepped yet")
-    for group in optimizer.param_groups:
-        if group.get("weight_decay") and _adds_l2(optimizer, group):
-            raise UserError(
-                f"optimizer: {name} adds its weight decay of {group['weight_decay']} to the gradient, whose scale then "
-                "decides what is left of it; expected AdamW, or weight_decay=0"
-            )
-    check_infshapes(model, [parameter for group in optimizer.param_groups for parameter in group["params"]])
-    eps = optimizer.defaults.get("eps") if rule == "adam" else None
-    groups = split_groups(optimizer.param_groups, rule, optimizer.defaults, eps=eps)
-    optimizer.param_groups.clear()
-    for group in groups:
-        if group["params"]:
-            optimizer.add_param_group(group)
-
-
-def _adds_l2(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    if hasattr(optimizer, "adam_w_mode"):  # Apex's and DeepSpeed's
-        return not optimizer.adam_w_mode
-    coupled = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
-    if isinstance(optimizer, torch.optim.AdamW):
-        return False
-    return isinstance(optimizer, (*coupled, torch.optim.Adagrad)) and not group.get("decoupled_weight_decay", False)
 
 
 def groups_of_config(
@@ -120,19 +66,3 @@ def groups_of_config(
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters that have gradients: what DeepSpeed takes where it is told nothing."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def check_infshapes(model: torch.nn.Module, parameters: list[Any]) -> None:
-    """Every parameter has an infinite shape.
-
-    Raises:
-        UserError: names those that have none.
-    """
-    wanted = set(map(id, parameters))
-    names = [name for name, p in model.named_parameters() if id(p) in wanted and getattr(p, "infshape", None) is None]
-    if names:
-        clean = clean_names(name for name, _ in model.named_parameters())
-        shown = ", ".join([clean[name] for name in names[:5]] + ["..."] * (len(names) > 5))
-        raise UserError(
-            f"no infinite shape on {shown}; call mup_megatron.mup.set_base_shapes on the model before initialize"
-        )

@@ -5,6 +5,9 @@ modules become `mup_megatron.mup.init` and so on. docs/torch.md says what differ
 parameters under DistributedDataParallel, fully_shard, tensor parallelism, DeepSpeed's ZeRO and torch.compile.
 """
 
+from mup_megatron.mup.clip import clip_grad_norm_
+from mup_megatron.mup.hugging_face import prepare_hf
+from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
 from mup_megatron.mup.init import (
     eye_,
@@ -43,6 +46,7 @@ __all__ = [
     "apply_infshapes",
     "assert_hidden_size_inf",
     "clear_dims",
+    "clip_grad_norm_",
     "eye_",
     "get_infshapes",
     "get_shapes",
@@ -52,9 +56,11 @@ __all__ = [
     "make_base_shapes",
     "normal_",
     "ones_",
+    "prepare_hf",
     "rescale_linear_bias",
     "save_base_shapes",
     "set_base_shapes",
+    "split_in_place",
     "trunc_normal_",
     "uniform_",
     "xavier_normal_",

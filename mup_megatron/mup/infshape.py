@@ -7,9 +7,10 @@ global sizes. rules.py says what follows from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
-from mup_megatron import shapes
+from mup_megatron import rules, shapes
 from mup_megatron.errors import UserError
 from mup_megatron.rules import Ratios
 from mup_megatron.shapes import TensorShape
@@ -42,6 +43,8 @@ class InfShape(tuple[InfDim, ...]):
             this package says otherwise.
         output_like: whether the tensor is output-like: a matrix from a dimension that grows to one that does not,
             without a forward multiplier. Its init and rate shrink as 1/m instead.
+        hidden_like: the same, but with the init of a matrix inside, which shrinks as m^-1/2 (rules.py, g = 1).
+        folded: factor that the values hold in the forward pass's stead (rules.py, `Ratios`).
         name: of the parameter, for messages; empty where it is not known.
         tensor: the TensorSpec of a megatron-core layer's parameter, joined with its base; None for other parameters.
     """
@@ -50,6 +53,8 @@ class InfShape(tuple[InfDim, ...]):
     main_idx: int | None
     fan_in_idx: int
     output_like: bool
+    hidden_like: bool
+    folded: Fraction
     name: str
     tensor: TensorShape | None
 
@@ -59,7 +64,7 @@ class InfShape(tuple[InfDim, ...]):
         if not all(isinstance(dim, InfDim) for dim in self):
             raise ValueError("an InfShape consists of InfDims")
         self.name, self.tensor = name, tensor
-        self.fan_in_idx, self.output_like = 1, False
+        self.fan_in_idx, self.output_like, self.hidden_like, self.folded = 1, False, False, rules.ONE
         self.main_idx = next((i for i in reversed(range(len(self))) if self[i].grows), None)
         self.main = None if self.main_idx is None else self[self.main_idx]
         return self
@@ -142,13 +147,13 @@ class InfShape(tuple[InfDim, ...]):
         if self.ninf() > 2:
             raise UserError(f"{self.label}: {self.ninf()} dimensions grow; there is a rule for up to two")
         if self.main is None:
-            return Ratios()
-        if self.output_like:
-            return Ratios(m_in=self.main.ratio)
+            return Ratios(folded=self.folded)
+        if self.output_like or self.hidden_like:
+            return Ratios(m_in=self.main.ratio, folded=self.folded)
         if self.ninf() == 1:
-            return Ratios(m_outs={None: self.main.ratio})
+            return Ratios(m_outs={None: self.main.ratio}, folded=self.folded)
         m_out = next(dim.ratio for i, dim in enumerate(self) if dim.grows and i != self.main_idx)
-        return Ratios(m_in=self.main.ratio, m_outs={None: m_out})
+        return Ratios(m_in=self.main.ratio, m_outs={None: m_out}, folded=self.folded)
 
     @property
     def readout(self) -> Ratios:

@@ -37,9 +37,9 @@ def trunc_normal_(tensor: torch.Tensor, mean: float = 0, std: float = 1, a: floa
 
 
 def ones_(tensor: torch.Tensor) -> torch.Tensor:
-    """Ones, in a tensor of which at most one dimension grows."""
+    """Ones, in a tensor of which at most one dimension grows; a gain that a forward factor is folded into holds it."""
     _scale(tensor, centred=False)
-    return torch.nn.init.ones_(tensor)
+    return torch.nn.init.constant_(tensor, float(infshape_of(tensor).folded))
 
 
 def eye_(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Base shapes by microsoft/mup's names: from models or files to `p.infshape` on every parameter.
 
 Public names: `set_base_shapes`, `make_base_shapes`, `save_base_shapes`, `load_base_shapes`, `get_shapes`,
-`get_infshapes`, `zip_infshapes`, `clear_dims`, `apply_infshapes`, `assert_hidden_size_inf`.
+`get_infshapes`, `zip_infshapes`, `clear_dims`, `apply_infshapes`, `assert_hidden_size_inf`, `check_not_rescaled`.
 
 Shapes are global (unsharded) also where a parameter is a DTensor, is partitioned by ZeRO 3, or belongs to a sharded
 megatron-core layer (then its TensorSpec says the global shape). Base and delta models may be built on the meta device,
@@ -168,7 +168,7 @@ def set_base_shapes(
     if do_assert:
         _check_readouts(model, lambda weight: by_identity[id(weight)])
     if rescale_params:
-        _check_not_rescaled(model)
+        check_not_rescaled(model)
     if savefile is not None:
         save_base_shapes(infshapes, savefile)
     apply_infshapes(model, infshapes)
@@ -208,7 +208,12 @@ def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
                 )
 
 
-def _check_not_rescaled(model: torch.nn.Module) -> None:
+def check_not_rescaled(model: torch.nn.Module) -> None:
+    """Refuses a model whose init was rescaled before.
+
+    Raises:
+        UserError: names the layer.
+    """
     for name, module in model.named_modules():
         if getattr(module, "_has_rescaled_params", False):
             raise UserError(

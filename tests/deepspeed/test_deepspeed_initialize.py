@@ -12,8 +12,8 @@ import torch
 
 from mup_megatron import mup
 from mup_megatron.deepspeed import initialize
-from mup_megatron.deepspeed.optimizer import split_in_place
 from mup_megatron.errors import UserError
+from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.optim import set_learning_rates
 from tests import torch_bodies as bodies
 from tests.configs import MIXED, make

@@ -159,7 +159,8 @@ class Rules:
             lr = rules.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
             lr *= _exact(depth.lr)
         eps = rules.epsilon(m_out=ratios.m_out, forward=ratios.forward) * _exact(depth.eps)
-        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if spec.is_decayed and lr else Fraction(0)
+        decayed = spec.is_decayed or (config.optimizer.apply_wd_to_qk_layernorm and _is_qk_norm(shape.name))
+        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if decayed and lr else Fraction(0)
         return GroupKey(
             update_rule=rule,
             lr=lr,
@@ -203,6 +204,11 @@ class Rules:
             measured: FixedFanOut = "hidden_like" if ".mlp." in shape.name else "output_like"
             rule = measured if named == "auto" else named
         return rules.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
+
+
+def _is_qk_norm(name: str) -> bool:
+    """Whether a parameter is one that megatron-core's `apply_wd_to_qk_layernorm` decays too."""
+    return "q_layernorm." in name or "k_layernorm." in name
 
 
 def _muon_rate(shape: TensorShape) -> Fraction | float:

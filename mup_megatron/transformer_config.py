@@ -103,7 +103,8 @@ def core_config(
         expert_tensor_parallel_size=layout.expert_tensor,
         context_parallel_size=layout.context,
         **point_to_point(split=split, interleaved=interleaved, cuda=fused),
-        bias_dropout_fusion=fused,
+        # megatron-core's grouped experts refuse the fusion where they have biases.
+        bias_dropout_fusion=fused and not (model.moe_grouped_gemm is True and model.add_bias_linear),
         masked_softmax_fusion=fused,
         bias_activation_fusion=fuses_activation(model, cuda=fused),
         recompute_granularity=training.recompute_granularity,
@@ -154,5 +155,5 @@ def _experts(model: Model) -> dict[str, Any]:
         **{name: getattr(model, name) for name in names},
         "num_moe_experts": model.num_moe_experts,
         "moe_ffn_hidden_size": model.moe_ffn_size,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": model.moe_grouped_gemm is True,
     }

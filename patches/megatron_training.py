@@ -168,6 +168,13 @@ def _warms_up_by_group(get_lr: Callable[..., float]) -> Callable[..., float]:
     return of_group
 
 
+def _itself(_original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_local_if_dtensor(tensor: Any) -> Any:
+        return getattr(tensor, "_local_tensor", tensor)
+
+    return to_local_if_dtensor
+
+
 def _on_cpu(name: str, symbol: str, why: str, wrap: Callable[[Any], Any] = for_cpu) -> Patch:
     rung = "no argument, field or spec reaches it"
     return Patch(
@@ -226,6 +233,19 @@ TRAINING_PATCHES: tuple[Patch, ...] = (
         when="always",
         wrap=_warms_up_by_group,
     ),
+    Patch(
+        name="training-fsdp2-checkpoint",
+        distribution="megatron-core",
+        versions=_VERSIONS,
+        symbol="megatron.core.dist_checkpointing.optimizer:to_local_if_dtensor",
+        parameters=("tensor",),
+        why="a checkpoint under torch FSDP2 finds the optimizer's parameters by the identity of their local tensors, "
+        "and torch 2.13 gives a new view of a parameter's at each call (ValueError: Param id 0 does not match)",
+        lower_rung="the function is called by name, in the map that is made of all parameters",
+        until="megatron-core maps FSDP2's parameters by something that lasts",
+        when="always",
+        wrap=_itself,
+    ),
     _on_cpu("tensor-cuda", "torch:Tensor.cuda", "scripts and megatron.training move tensors with .cuda()", _stays),
     _on_cpu(
         "get-rng-state", "torch:cuda.get_rng_state", "every step and every checkpoint keeps CUDA's state", _cpu_state
@@ -270,6 +290,11 @@ TRAINING_PATCHES: tuple[Patch, ...] = (
     ),
     _on_cpu("read-metadata", "megatron.training.checkpointing:read_metadata", _LITERALS),
     _on_cpu("ddp", "megatron.training.models.dist_utils:_ddp_wrap", _LITERALS),
+    _on_cpu(
+        "torch-fsdp2",
+        "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.__init__",
+        "makes a mesh of CUDA devices",
+    ),
     _on_cpu("loss-scale", "megatron.core.optimizer.grad_scaler:MegatronGradScaler.__init__", _LITERALS),
     _on_cpu("dynamic-loss-scale", "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__", _LITERALS),
     _on_cpu("loaded-loss-scale", "megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict", _LITERALS),

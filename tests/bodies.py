@@ -105,11 +105,15 @@ def _train(rank: Rank, config: Config, steps: int) -> dict[str, Any]:
     }
 
 
-def built(rank: Rank, *, config: Config, kernels: str = "local") -> dict[str, Any]:
-    """Builds the model, of Transformer Engine's modules or not: values, what upstream reads of them, whose modules."""
+def built(rank: Rank, *, config: Config, kernels: str = "local", grouped: bool = False) -> dict[str, Any]:
+    """Builds the model, of Transformer Engine's modules or not: values, what upstream reads of them, whose modules.
+
+    Experts are `grouped` into one module, or not.
+    """
     config, layout, parametrization, model = start(rank, config)
     if kernels != "local":
-        config = config.derive({f"model.{key}": kernels for key in Model.PLAIN_KERNELS})
+        keys = {f"model.{key}": kernels for key in Model.PLAIN_KERNELS}
+        config = config.derive({**keys, "model.moe_grouped_gemm": grouped})
         with replaced(torch.cuda, "is_available", lambda: True):  # which they ask for, and building needs no more
             model = build_model(parametrization, layout, rank.rank, torch.device("cpu"))
     marks = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "allreduce")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mup_megatron.ranks import Rank
 
@@ -160,7 +161,10 @@ def _observed(
         if initial is not None:
             assert {name for name, _ in named} == set(initial)
             for name, parameter in named:
-                parameter.data.copy_(torch.from_numpy(initial[name]))
+                value = torch.from_numpy(initial[name])
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                parameter.data.copy_(value)
             optimizer.reload_model_params()
         names = {id(parameter): name for name, parameter in named}
         found["groups"] = _groups(optimizer, names)
@@ -188,4 +192,10 @@ def _groups(optimizer: Any, names: dict[int, str]) -> dict[str, dict[str, Any]]:
 
 def _values(chunks: list[Any]) -> dict[str, np.ndarray]:
     pairs = [pair for chunk in chunks for pair in chunk.named_parameters()]
-    return {name: parameter.detach().float().numpy().copy() for name, parameter in pairs}
+    return {name: _whole(parameter).float().numpy().copy() for name, parameter in pairs}
+
+
+def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What ranks hold of a parameter under FSDP, put together; elsewhere what this rank holds."""
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -196,14 +196,18 @@ class Model(Section):
     norm_implementation: Literal["auto", "torch", "apex", "transformer_engine"] = "auto"
     """Whose norms compute. `auto`: Transformer Engine's with its linear layers, Apex's for LayerNorm on CUDA where it
     is installed, else torch's."""
+    moe_grouped_gemm: Literal["auto"] | bool = "auto"
+    """Whether one kernel computes all experts of a layer that a rank holds (Transformer Engine's grouped matrix
+    product); same tensors. `auto`: with transformer_impl: transformer_engine."""
     core_attention: Literal["auto", "megatron", "sdpa", "transformer_engine"] = "auto"
     """Whose attention kernel computes: megatron-core's unfused one, torch's scaled_dot_product_attention or Transformer
     Engine's. `auto` chooses by what is installed, is resolved once, printed and recorded."""
 
     # Keys that say which kernels compute, not what: torch's and megatron-core's, which are everywhere.
-    PLAIN_KERNELS: ClassVar[dict[str, str]] = {
+    PLAIN_KERNELS: ClassVar[dict[str, str | bool]] = {
         "transformer_impl": "local",
         "norm_implementation": "torch",
+        "moe_grouped_gemm": False,
         "core_attention": "sdpa",
     }
 

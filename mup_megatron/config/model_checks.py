@@ -129,7 +129,8 @@ def _check_experts(config: Config) -> None:
     model, given = config.model, _given(config.model)
     experts, topk = model.num_moe_experts, model.moe_router_topk
     if experts is None:
-        named = [f"model.{name}" for name in given if name.startswith("moe_")]
+        named = [f"model.{name}" for name in given if name.startswith("moe_") and name not in model.PLAIN_KERNELS]
+        named += ["model.moe_grouped_gemm"] if model.moe_grouped_gemm is True else []
         named += [f"{section}.{name}" for section, name in _grown(config) if name.startswith("moe_")]
         if named:
             raise config.error(named[0], "belongs to a mixture of experts; expected model.num_moe_experts set")
@@ -139,6 +140,12 @@ def _check_experts(config: Config) -> None:
             "model.num_moe_experts",
             f"{experts} experts in {model.num_layers} layers are more than {_MOST_EXPERTS:,}, which nobody has listed "
             "tensor by tensor; expected fewer",
+        )
+    if model.moe_grouped_gemm is True and model.transformer_impl != "transformer_engine":
+        raise config.error(
+            "model.moe_grouped_gemm",
+            "the grouped matrix product is Transformer Engine's; expected auto, or transformer_impl: "
+            "transformer_engine",
         )
     if topk > experts:
         raise config.error(

@@ -149,6 +149,8 @@ class Optimizer(Section):
     decoupled_min_lr: NonNegativeFloat | None = None
     """Smallest rate of these, as Megatron's `--decoupled-min-lr`. If unset: that of the others. Unit: that of
     hparams.lr."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Whether weight decay also falls on the norms of queries and keys, as Megatron's option of that name."""
     implementation: Literal["auto", "torch", "torch_fused", "deepspeed_cpu_adam", "apex", "transformer_engine"] = "auto"
     """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded."""
 

@@ -3,8 +3,8 @@
 Upstream's layers take global sizes and divide them by the tensor-parallel size inside; here the global sizes go into a
 TensorSpec before that. Weights are [fan-out, fan-in]. Public names: `ColumnParallelLinear`, `QKVColumnParallelLinear`,
 `QueryUpColumnParallelLinear`, `KeyValueUpColumnParallelLinear`, `FC1ColumnParallelLinear`, `RowParallelLinear`; the
-mixins `ColumnSpecs`, `RowSpecs` over any of upstream's layers, and `QKV`, `QueryUp`, `KeyValueUp`, `FC1`, which
-say what the rows are.
+mixins `ColumnSpecs`, `RowSpecs` over any of upstream's layers, `Grouped` over those of several experts, and `QKV`,
+`QueryUp`, `KeyValueUp`, `FC1`, which say what the rows are.
 """
 
 from __future__ import annotations
@@ -36,36 +36,24 @@ class ColumnSpecs:
     ) -> None:
         upstream: Any = super()
         upstream.__init__(input_size, output_size, config=config, init_method=init_method, stride=stride, **kwargs)
-        fused, expert = self.fused(config, output_size), kwargs.get("is_expert", False)
+        weight, bias = self.specs(
+            input_size, output_size, config, init_method.init, stride=stride, expert=kwargs.get("is_expert", False)
+        )
         if self.weight is not None:
-            set_spec(
-                self.weight,
-                TensorSpec(
-                    shape=(output_size, input_size),
-                    fan_in=1,
-                    fan_out=0,
-                    init=init_method.init,
-                    partition_dim=0,
-                    partition_stride=stride,
-                    fused=fused,
-                    expert=expert,
-                    **self.rules(config),
-                ),
-            )
+            set_spec(self.weight, weight)
         if kwargs.get("bias", True):
-            set_spec(
-                self.bias,
-                TensorSpec(
-                    shape=(output_size,),
-                    fan_in=None,
-                    fan_out=0,
-                    init=Init.ZEROS,
-                    partition_dim=0,
-                    partition_stride=stride,
-                    fused=fused,
-                    expert=expert,
-                ),
-            )
+            set_spec(self.bias, bias)
+
+    def specs(
+        self, columns: int, rows: int, config: TransformerConfig, init: Init, *, stride: int = 1, expert: bool
+    ) -> tuple[TensorSpec, TensorSpec]:
+        """Of weight and bias, by global sizes."""
+        split: dict[str, Any] = {"partition_dim": 0, "partition_stride": stride, "expert": expert}
+        split["fused"] = self.fused(config, rows)
+        return (
+            TensorSpec(shape=(rows, columns), fan_in=1, fan_out=0, init=init, **split, **self.rules(config)),
+            TensorSpec(shape=(rows,), fan_in=None, fan_out=0, init=Init.ZEROS, **split),
+        )
 
     def fused(self, config: TransformerConfig, rows: int) -> Fused | None:
         """Blocks of the fan-out, `rows` in all; None for a layer that is one block."""
@@ -88,21 +76,53 @@ class RowSpecs:
         upstream: Any = super()
         upstream.__init__(input_size, output_size, config=config, init_method=init_method, **kwargs)
         expert = kwargs.get("is_expert", False)
-        set_spec(
-            self.weight,
-            TensorSpec(
-                shape=(output_size, input_size),
-                fan_in=1,
-                fan_out=0,
-                init=init_method.init,
-                partition_dim=1,
-                expert=expert,
-            ),
-        )
+        weight, bias = self.specs(input_size, output_size, config, init_method.init, expert=expert)
+        set_spec(self.weight, weight)
         if kwargs["bias"]:
-            set_spec(
-                self.bias, TensorSpec(shape=(output_size,), fan_in=None, fan_out=0, init=Init.ZEROS, expert=expert)
-            )
+            set_spec(self.bias, bias)
+
+    def specs(
+        self, columns: int, rows: int, config: TransformerConfig, init: Init, *, expert: bool
+    ) -> tuple[TensorSpec, TensorSpec]:
+        """Of weight and bias, by global sizes."""
+        return (
+            TensorSpec(shape=(rows, columns), fan_in=1, fan_out=0, init=init, partition_dim=1, expert=expert),
+            TensorSpec(shape=(rows,), fan_in=None, fan_out=0, init=Init.ZEROS, expert=expert),
+        )
+
+
+class Grouped:
+    """Over `ColumnSpecs` or `RowSpecs` and a grouped layer of upstream's: `weight0`, `weight1`, ... of its experts.
+
+    Each of them is the weight that the same expert has as a layer of its own; moe.py names them so.
+    """
+
+    specs: Any
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: InitMethod,
+        bias: bool,
+        **kwargs: Any,
+    ) -> None:
+        # Past the constructors of ColumnSpecs and RowSpecs, which are of one layer.
+        after: Any = RowSpecs if isinstance(self, RowSpecs) else ColumnSpecs
+        upstream: Any = super(after, self)
+        upstream.__init__(
+            num_gemms, input_size, output_size, config=config, init_method=init_method, bias=bias, **kwargs
+        )
+        # Each rank halves its own rows into gate and up, as it does where the MLP says that stride.
+        halves = {"stride": 2} if config.gated_linear_unit and not isinstance(self, RowSpecs) else {}
+        weight, of_bias = self.specs(input_size, output_size, config, init_method.init, expert=True, **halves)
+        for number in range(num_gemms):
+            set_spec(getattr(self, f"weight{number}"), weight)
+            if bias:
+                set_spec(getattr(self, f"bias{number}"), of_bias)
 
 
 class QKV:

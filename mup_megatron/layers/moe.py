@@ -1,22 +1,24 @@
 """Shims of megatron-core's mixture of experts: the router and the shared experts' gate.
 
-The experts themselves are the linear shims (linear.py) inside megatron-core's SequentialMLP. Router and gate are
-output-like without a forward multiplier: their fan-out, experts or one, never grows.
+The experts themselves are the linear shims (linear.py) inside megatron-core's SequentialMLP or TEGroupedMLP. Router and
+gate are output-like without a forward multiplier: their fan-out, experts or one, never grows.
 Public names: `TopKRouter`, `SharedExpertMLP`, `OneExpertMLP`, `global_expert_names`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe import router, shared_experts
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from mup_megatron.layers.tensor_spec import set_spec
 from mup_megatron.shapes import Init, TensorSpec
 
+_OF_GROUPED = re.compile(r"(?P<experts>.+)\.(?P<layer>linear_fc[12])\.(?P<kind>weight|bias)(?P<number>\d+)")
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -74,14 +76,23 @@ class OneExpertMLP(SequentialMLP):
 
 
 def global_expert_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """From a parameter's name in `model` to the one whose expert is counted over all expert-parallel ranks."""
-    first = {
-        f"{name}.local_experts.": module.ep_group.rank() * module.num_local_experts
-        for name, module in model.named_modules()
-        if isinstance(module, SequentialMLP)
-    }
+    """From a parameter's name in `model` to the one whose expert is counted over all expert-parallel ranks.
+
+    A weight of grouped experts (`experts.linear_fc1.weight3`) has the name that it has where experts are layers of
+    their own (`experts.local_experts.3.linear_fc1.weight`).
+    """
+    first, grouped = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, SequentialMLP):
+            first[f"{name}.local_experts."] = module.ep_group.rank() * module.num_local_experts
+        elif isinstance(module, TEGroupedMLP):
+            grouped[name] = module.ep_group.rank() * module.num_local_experts
 
     def rename(name: str) -> str:
+        found = _OF_GROUPED.fullmatch(name)
+        if found is not None and found["experts"] in grouped:
+            number = int(found["number"]) + grouped[found["experts"]]
+            return f"{found['experts']}.local_experts.{number}.{found['layer']}.{found['kind']}"
         before, marker, after = name.partition(".local_experts.")
         offset = first.get(before + marker, 0)
         if not offset:

@@ -139,6 +139,10 @@ def _layer(
         _replace_module(moe, "shared_experts", SharedExpertMLP)
         if one_expert:
             _replace_module(moe, "experts", OneExpertMLP)
+        elif model.moe_grouped_gemm is True:
+            from mup_megatron.layers.transformer_engine import grouped_experts
+
+            moe.experts = grouped_experts()
     else:
         _replace_linears(_submodules(parts.mlp), shims)
     return layer

@@ -43,5 +43,8 @@ def set_spec(parameter: torch.nn.Parameter, spec: TensorSpec) -> None:
 
 
 def spec_of(parameter: torch.nn.Parameter) -> TensorSpec | None:
-    """The spec that a shim set on the parameter, or None."""
-    return getattr(parameter, _ATTRIBUTE, None)
+    """The spec that a shim set on the parameter, or on the one whose place it took in Megatron-FSDP; or None."""
+    spec: TensorSpec | None = getattr(parameter, _ATTRIBUTE, None)
+    if spec is None:
+        spec = getattr(getattr(parameter, "orig_param", None), _ATTRIBUTE, None)
+    return spec

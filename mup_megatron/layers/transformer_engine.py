@@ -2,20 +2,25 @@
 
 Norms and linear layers are Transformer Engine's, unfused, in the places of megatron-core's local spec. Every tensor has
 the name, shape and spec that it has there, so that rules, initial values and checkpoints are the same, and `explain`
-needs no Transformer Engine. Public names: those of linear.py and `TENorm`, `TEDotProductAttention`.
+needs no Transformer Engine. Public names: those of linear.py and `TENorm`, `TEDotProductAttention`,
+`grouped_experts`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 
 from mup_megatron.errors import UserError
 from mup_megatron.layers.attention import set_sink_spec
-from mup_megatron.layers.linear import FC1, QKV, ColumnSpecs, KeyValueUp, QueryUp, RowSpecs
+from mup_megatron.layers.linear import FC1, QKV, ColumnSpecs, Grouped, KeyValueUp, QueryUp, RowSpecs
 from mup_megatron.layers.norm import Gains, set_gain_specs
 
 _OLDEST = "1.10.0"
@@ -43,6 +48,33 @@ class FC1ColumnParallelLinear(FC1, ColumnParallelLinear):
 
 class RowParallelLinear(RowSpecs, te.TERowParallelLinear):
     """megatron-core's TERowParallelLinear, with TensorSpecs."""
+
+
+if te.TEColumnParallelGroupedLinear is not None:  # Transformer Engine 1.9 and newer
+
+    class FC1GroupedLinear(Grouped, FC1, ColumnSpecs, te.TEColumnParallelGroupedLinear):
+        """The first layers of all experts that a rank holds, as one; with a TensorSpec for each."""
+
+    class FC2GroupedLinear(Grouped, RowSpecs, te.TERowParallelGroupedLinear):
+        """Their second layers."""
+
+
+def grouped_experts() -> Any:
+    """megatron-core's TEGroupedMLP over the grouped layers, as a layer spec holds it.
+
+    Raises:
+        UserError: a Transformer Engine without them.
+    """
+    if te.TEColumnParallelGroupedLinear is None:
+        raise UserError(
+            f"Transformer Engine {te.get_te_version()} has no grouped linear layers; expected 1.9.0 or newer, or "
+            "experts one by one (model.moe_grouped_gemm: false; without --moe-grouped-gemm)"
+        )
+    layers = {"linear_fc1": FC1GroupedLinear, "linear_fc2": FC2GroupedLinear}
+    submodules = getattr(experts, "GroupedMLPSubmodules", None)
+    if submodules is None:  # before 0.17
+        return ModuleSpec(module=experts.TEGroupedMLP, submodules=MLPSubmodules(**layers))
+    return functools.partial(experts.TEGroupedMLP, submodules=submodules(**layers))
 
 
 class TEDotProductAttention(te.TEDotProductAttention):

@@ -35,13 +35,17 @@ TRANSLATED: tuple[tuple[str, str], ...] = (
         "lr-wsd-decay-samples lr-wsd-decay-style min-lr clip-grad bf16 fp16 lr-warmup-init",
         "training",
     ),
-    ("adam-beta1 adam-beta2 adam-eps sgd-momentum muon-momentum decoupled-lr decoupled-min-lr", "optimizer"),
+    (
+        "adam-beta1 adam-beta2 adam-eps sgd-momentum muon-momentum decoupled-lr decoupled-min-lr "
+        "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
+        "optimizer",
+    ),
     (
         "tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage "
         "num-virtual-stages-per-pipeline-rank microbatch-group-size-per-virtual-pipeline-stage "
         "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
         "expert-model-parallel-size expert-tensor-parallel-size context-parallel-size sequence-parallel "
-        "use-distributed-optimizer use-tp-pp-dp-mapping pipeline-model-parallel-layout "
+        "use-distributed-optimizer use-torch-fsdp2 use-tp-pp-dp-mapping pipeline-model-parallel-layout "
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
         "parallel",
     ),
@@ -94,7 +98,7 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params wgrad-deferral-limit "
         "cuda-graph-warmup-steps cuda-graph-scope cuda-graph-modules inference-cuda-graph-scope "
         "moe-paged-stash-page-size moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu "
-        "moe-extended-tp moe-use-legacy-grouped-gemm moe-ncclep-static-shape moe-ncclep-zero-copy "
+        "moe-extended-tp moe-ncclep-static-shape moe-ncclep-zero-copy "
         "moe-pad-experts-for-cuda-graph-inference max-seqlen-per-dp-cp-rank "
         "non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir "
         "non-persistent-local-ckpt-algo replication replication-jump replication-factor ckpt-convert-save "
@@ -144,6 +148,20 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy",
         "how the router is balanced and how many tokens an expert takes, on quantities that do not grow with width",
     ),
+    (
+        "moe-router-force-load-balancing moe-router-force-biased moe-enable-routing-replay",
+        "benchmarks and replays of routing: who chooses the experts; weights and rules are the same",
+    ),
+    (
+        "moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size",
+        "which rows of a gated unit are which half's: both halves have one rule",
+    ),
+    (
+        "apply-residual-connection-post-layernorm mtp-detach-heads",
+        "where the residual stream goes on, and how far back a loss reaches: no tensor, and under no depth rule any "
+        "rule",
+    ),
+    ("data-parallel-random-init", "initial values are the same on every replica before they are sent around"),
     (
         "deterministic-mode batch-invariant-mode disable-bf16-reduced-precision-matmul "
         "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion "
@@ -281,6 +299,7 @@ UNSAID = (
     "eod-mask-loss dataloader-inter-document-masking moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor "
     "moe-pad-expert-input-to-capacity moe-token-drop-policy weight-decay-incr-style start-weight-decay "
     "end-weight-decay rampup-batch-size step-batch-size-schedule fim-data train-data-path valid-data-path "
-    "per-split-data-args-path data-args-path"
+    "per-split-data-args-path data-args-path moe-router-force-load-balancing moe-router-force-biased "
+    "apply-residual-connection-post-layernorm mtp-detach-heads fp8-format fp4-format qk-clip"
 )
 """Names of accepted options that change what is trained, and for which a config of this project has no key."""

@@ -49,6 +49,8 @@ _HARMLESS: tuple[tuple[str, str], ...] = (
     ("use_layer_wise_distributed_optimizer", "which data-parallel rank steps a matrix under Muon"),
     ("inference_sampling_seed use_inference_optimized_layers hetereogenous_dist_checkpoint", "of generation"),
     ("moe_token_dropping moe_router_topk_limited_devices", "how many tokens an expert takes"),
+    ("megatron_fsdp_use_decoupled_grad", "where the precision-aware optimizer finds gradients"),
+    ("megatron_fsdp_cuda_graph_mode", "what Megatron-FSDP keeps for captured graphs"),
 )
 _VERSIONS = {
     "grad_norm_skip_threshold": ">=0.18",
@@ -57,4 +59,4 @@ _VERSIONS = {
     "fp4_param": ">=0.17",
 }
 
-FIELDS = rules_of(_REFUSED, _TRANSLATED, _HARMLESS, _VERSIONS)
+FIELDS = rules_of({"unsupported": _REFUSED, "translated": _TRANSLATED, "harmless": _HARMLESS}, _VERSIONS)

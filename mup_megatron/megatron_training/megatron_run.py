@@ -27,7 +27,7 @@ from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
 from mup_megatron.megatron_training.elsewhere import show
-from mup_megatron.megatron_training.option_check import check_config
+from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.model import attach, check_specs, initialise, parametrize
@@ -237,6 +237,7 @@ class MegatronRun:
             directory = getattr(self._args, name)
             if directory is None or not Path(get_checkpoint_tracker_filename(directory)).is_file():
                 continue
+            check_load(self._args)
             path = Path(get_load_checkpoint_path_by_args(self._args, name))
             if not (path / MANIFEST).is_file():
                 raise UserError(

@@ -1,7 +1,7 @@
 """What differs from its default is harmless, translated or refused; what is not known is refused by name.
 
 Public names: `Known` (the parser's options of the installed version), `check_table`, `check_options`,
-`refused_in_a_run`, `check_config`, `check_optimizer`.
+`refused_in_a_run`, `check_config`, `check_optimizer`, `check_load`.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
     Raises:
         UserError: names the option and what works.
     """
-    for name, value, rule in _values(args, defaults, known):
-        if here or rule is None or not rule.explained:
-            _check(known.typed(name), value, [known.actions[name].default], rule)
     import torch
 
     cuda = torch.cuda.is_available() or not here
+    for name, value, rule in _values(args, defaults, known):
+        if here or rule is None or not rule.explained:
+            _check(known.typed(name), value, [known.actions[name].default], rule, cuda=cuda)
     if args.transformer_impl == "local":
         _check_local(args, cuda=cuda)
     if args.optimizer in ("muon", "dist_muon"):
@@ -133,7 +133,7 @@ def refused_in_a_run(args: Namespace, defaults: Mapping[str, Any], known: Known)
     sentences = []
     for name, value, rule in _values(args, defaults, known):
         try:
-            _check(known.typed(name), value, [known.actions[name].default], rule)
+            _check(known.typed(name), value, [known.actions[name].default], rule, cuda=True)
         except UserError as error:
             sentences.append(str(error))
     return sentences
@@ -166,6 +166,11 @@ def _values(args: Namespace, defaults: Mapping[str, Any], known: Known) -> Itera
 
 def _check_local(args: Namespace, *, cuda: bool) -> None:
     """What local attention cannot do: under context parallelism its mask is the causal one."""
+    if args.moe_grouped_gemm and hasattr(args, "moe_use_legacy_grouped_gemm"):
+        raise UserError(
+            "--moe-grouped-gemm: local layers take megatron-core's legacy GroupedMLP up to 0.16, which later releases "
+            "do not have; expected --transformer-impl transformer_engine, or none"
+        )
     window = getattr(args, "window_size", None)
     masks = {
         f"--window-size {_said(window)}": window is not None,
@@ -210,6 +215,25 @@ def _check_lion(args: Namespace, *, here: bool) -> None:
         )
 
 
+def check_load(args: Namespace) -> None:
+    """Refuses what upstream cannot load again, before its first step ends in a traceback (KeyError: 'step').
+
+    Args:
+        args: Megatron's, of a run that goes on from a checkpoint.
+
+    Raises:
+        UserError: names the options.
+    """
+    from megatron.core.optimizer import Adam
+
+    torchs = Adam.__module__.startswith("torch.")
+    if args.use_torch_fsdp2 and torchs and not (args.no_load_optim or args.finetune):
+        raise UserError(
+            "--load with --use-torch-fsdp2: megatron-core cannot go on with the state of torch's AdamW that it saved; "
+            "expected Transformer Engine or Apex, whose Adam counts its steps elsewhere, or --no-load-optim"
+        )
+
+
 def check_config(config: Any, known: Known, *, here: bool = True) -> None:
     """Refuses what a config that upstream built says, wherever the script has it from.
 
@@ -221,6 +245,9 @@ def check_config(config: Any, known: Known, *, here: bool = True) -> None:
     Raises:
         UserError: names the field and what works.
     """
+    import torch
+
+    cuda = torch.cuda.is_available() or not here
     for field in dataclasses.fields(config):
         if field.name in _FILLED:
             continue
@@ -231,12 +258,10 @@ def check_config(config: Any, known: Known, *, here: bool = True) -> None:
             defaults.append(known.actions[field.name].default)
         rule = known.rule(field.name)
         if here or rule is None or not rule.explained:
-            _check(f"{type(config).__name__}.{field.name}", getattr(config, field.name), defaults, rule)
+            _check(f"{type(config).__name__}.{field.name}", getattr(config, field.name), defaults, rule, cuda=cuda)
     window, parts = getattr(config, "window_size", None), getattr(config, "context_parallel_size", 1)
     if window is not None and parts > 1 and getattr(config, "transformer_impl", None) == "local":
         raise UserError(f"{type(config).__name__}.window_size {_said(window)}: {_CAUSAL_ALONE}")
-    import torch
-
     for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
         method = getattr(config, name, None)
         if method is not None and getattr(method, "func", None) is not torch.nn.init.normal_:
@@ -273,8 +298,10 @@ def check_optimizer(
             )
 
 
-def _check(name: str, value: Any, defaults: Sequence[Any], rule: Rule | None) -> None:
-    if any(_equal(value, default) for default in defaults) or (rule is not None and rule.kind != "refused"):
+def _check(name: str, value: Any, defaults: Sequence[Any], rule: Rule | None, *, cuda: bool) -> None:
+    if any(_equal(value, default) for default in defaults):
+        return
+    if rule is not None and not rule.is_refused and (cuda or rule.kind != "cuda"):
         return
     said = _said(value)
     if rule is not None and said in rule.taken:
@@ -282,6 +309,8 @@ def _check(name: str, value: Any, defaults: Sequence[Any], rule: Rule | None) ->
     default = next((one for one in defaults if one is not dataclasses.MISSING), None)
     expected = " or ".join((_said(default), *(rule.taken if rule else ())))
     shown = name if isinstance(value, bool) and name.startswith("--") else f"{name} {said}"
+    if rule is not None and rule.kind == "cuda":
+        raise UserError(f"{shown}: computes on CUDA alone, and none is here; expected {expected}")
     why = rule.why if rule else "mup-megatron does not know what it does to the rules"
     raise UserError(f"{shown}: not under µP here ({why}); expected {expected}")
 

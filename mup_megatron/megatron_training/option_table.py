@@ -1,4 +1,4 @@
-"""Every option of megatron.training's parser, 0.16.1 to 0.19: harmless, translated or refused under µP.
+"""Every option of megatron.training's parser, 0.16.1 to 0.19, and what becomes of it under µP.
 
 Public names: `Rule`, `OPTIONS` (rules by an option's first name, without its dashes), `rules_of`, `exists`,
 `as_markdown`. Fields of configs that are no option's: field_table.py.
@@ -10,6 +10,7 @@ destination has other names in other versions. What is in no table is refused wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mup_megatron.megatron_training.accepted_options import HARMLESS, TRANSLATED
-from mup_megatron.megatron_training.refused_options import EXPLAINED, REFUSED
+from mup_megatron.megatron_training.refused_options import CUDA_ONLY, EXPLAINED, IMPOSSIBLE, UNSUPPORTED
+
+Kind = Literal["impossible", "unsupported", "cuda", "translated", "harmless"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +28,29 @@ class Rule:
     """What a value other than the default means.
 
     Args:
-        kind: `refused`; `translated` into a section of the config; `harmless` to the rules.
+        kind: `impossible` under µP, or not yet `unsupported`: both are refused; `cuda`, taken where there is CUDA;
+            `translated` into a section of the config; `harmless` to the rules.
         why: the reason, the section, or what such options are about.
         taken: values beside the default that are not refused.
         explained: whether `--mup-explain` takes it, for it changes no row of the table, although a run refuses it.
         versions: PEP 440 specifiers of the megatron-core that has it; empty is all.
     """
 
-    kind: Literal["refused", "translated", "harmless"]
+    kind: Kind
     why: str
     taken: tuple[str, ...] = ()
     explained: bool = False
     versions: str = ""
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether no machine takes it."""
+        return self.kind in ("impossible", "unsupported")
+
 
 # Versions of refused and translated options that not all of 0.16.1 to 0.19 have.
 _VERSIONS: tuple[tuple[str, str], ...] = (
-    ("hybrid-attention-ratio hybrid-mlp-ratio", "<0.17"),
+    ("hybrid-attention-ratio hybrid-mlp-ratio moe-use-legacy-grouped-gemm", "<0.17"),
     ("use-legacy-models", "<0.18"),
     (
         "hybrid-layer-pattern mtp-hybrid-override-pattern mla-down-proj-fusion fused-residual-rmsnorm "
@@ -65,23 +74,16 @@ _VERSIONS: tuple[tuple[str, str], ...] = (
 
 
 def rules_of(
-    refused: tuple[tuple[str, str] | tuple[str, str, tuple[str, ...]], ...],
-    translated: tuple[tuple[str, str], ...],
-    harmless: tuple[tuple[str, str], ...],
-    versions: dict[str, str],
+    tables: Mapping[Kind, Sequence[tuple[str, str] | tuple[str, str, tuple[str, ...]]]], versions: Mapping[str, str]
 ) -> dict[str, Rule]:
     """Rules by name.
 
     Args:
-        refused: names, why, values that are taken beside the default.
-        translated: names, section of the config.
-        harmless: names, what they are about.
+        tables: by kind: names, why (the section of the config, what they are about), values taken beside the default.
         versions: PEP 440 specifiers, by name, where not every version has it.
     """
     rules: dict[str, Rule] = {}
-    kinds: tuple[tuple[Literal["refused", "translated", "harmless"], tuple[tuple[str, ...], ...]], ...]
-    kinds = (("refused", refused), ("translated", translated), ("harmless", harmless))  # type: ignore[assignment]
-    for kind, entries in kinds:
+    for kind, entries in tables.items():
         for names, why, *taken in entries:
             for name in names.split():
                 if name in rules:
@@ -91,14 +93,21 @@ def rules_of(
                     kind=kind,
                     why=why,
                     taken=values,
-                    explained=kind == "refused" and name in EXPLAINED.split(),
+                    explained=kind == "cuda" or name in EXPLAINED.split(),
                     versions=versions.get(name, ""),
                 )
     return rules
 
 
 OPTIONS = rules_of(
-    REFUSED, TRANSLATED, HARMLESS, {name: versions for names, versions in _VERSIONS for name in names.split()}
+    {
+        "impossible": IMPOSSIBLE,
+        "unsupported": UNSUPPORTED,
+        "cuda": CUDA_ONLY,
+        "translated": TRANSLATED,
+        "harmless": HARMLESS,
+    },
+    {name: versions for names, versions in _VERSIONS for name in names.split()},
 )
 
 
@@ -114,8 +123,10 @@ def exists(rule: Rule, version: str) -> bool:
 
 def as_markdown() -> str:
     """The options as tables, refused ones first: what docs/megatron.md holds."""
-    lines = ["| refused | why |", "| --- | --- |"]
-    for names, why, taken in REFUSED:
+    lines = ["| impossible | why, and what to do instead |", "| --- | --- |"]
+    lines += [f"| {_spelled(names)} | {why} |" for names, why in IMPOSSIBLE]
+    lines += ["", "| not supported | why |", "| --- | --- |"]
+    for names, why, taken in UNSUPPORTED:
         values = f"; taken: the default, {', '.join(f'`{value}`' for value in taken)}" if taken else ""
         words, explained_too = names.split(), EXPLAINED.split()
         taken_too = [name for name in words if name in explained_too]
@@ -123,6 +134,8 @@ def as_markdown() -> str:
             if part:
                 explained = "; `--mup-explain` takes it, for no row changes" if part is taken_too else ""
                 lines.append(f"| {_spelled(' '.join(part))} | {why}{values}{explained} |")
+    lines += ["", "| CUDA only | why the rules hold there |", "| --- | --- |"]
+    lines += [f"| {_spelled(names)} | {why} |" for names, why in CUDA_ONLY]
     lines += ["", "| translated | into |", "| --- | --- |"]
     lines += [f"| {_spelled(names)} | `{section}:` |" for names, section in TRANSLATED]
     lines += ["", "<details><summary>Harmless: what they are about, and which they are</summary>", ""]

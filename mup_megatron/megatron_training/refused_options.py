@@ -1,12 +1,37 @@
-"""Options of megatron.training's parser that are refused under µP, with the reason.
+"""Options of megatron.training's parser that are refused under µP, and those that compute on CUDA alone.
 
-Public names: `REFUSED`, `EXPLAINED`. option_table.py makes rules of them.
+Public names: `IMPOSSIBLE`, `UNSUPPORTED`, `CUDA_ONLY`, `EXPLAINED`. option_table.py makes rules of them.
 """
 
 from __future__ import annotations
 
+# Names, why it cannot be and what to do instead.
+IMPOSSIBLE: tuple[tuple[str, str], ...] = (
+    ("use-mup", "megatron-core's native MuP cannot be combined with this project's: choose one"),
+    ("freeze-all-layers", "nothing would be trained: start the script without mup-megatron run"),
+    (
+        "moe-use-upcycling",
+        "it copies experts from a dense checkpoint, whose values follow another model's rules: train the mixture from "
+        "its own initial values",
+    ),
+    (
+        "init-method-xavier-uniform",
+        "initial values are normal, with the rules' standard deviation, and megatron.training 0.19 itself ends in an "
+        "error: give --init-method-std",
+    ),
+    (
+        "use-checkpoint-args",
+        "the checkpoint's sizes would count as typed, and then do not grow: type the model's options",
+    ),
+    ("yaml-cfg", "its model is not read here: use command-line options"),
+    (
+        "muon-no-split-qkv",
+        "query, key and value have rates of their own under Muon: leave it out",
+    ),
+)
+
 # Names, why, values that are taken beside the default.
-REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("transformer-impl", "no shims are known for its layers", ("local",)),
     ("spec", "the shims bring layer specs of their own", ()),
     (
@@ -17,67 +42,38 @@ REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (),
     ),
     (
-        "mla-down-proj-fusion use-kitchen-attention use-te-activation-func use-transformer-engine-op-fuser "
-        "fused-residual-rmsnorm use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert "
-        "moe-single-grouped-weight moe-single-grouped-bias",
-        "it asks for other modules than the shims are of",
+        "mla-down-proj-fusion use-kitchen-attention moe-single-grouped-weight moe-single-grouped-bias "
+        "moe-use-legacy-grouped-gemm",
+        "it asks for other modules than the shims are of; leave it out",
         (),
     ),
-    ("moe-grouped-gemm", "experts are recorded one by one", ()),
+    (
+        "use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm use-grouped-gemm-for-dense-mlp "
+        "use-grouped-gemm-for-shared-expert moe-paged-stash",
+        "it asks for fused modules, and the shims compute the same unfused; leave it out",
+        (),
+    ),
     ("attention-backend", "megatron-core takes it with --spec local alone", ("flash", "fused", "unfused")),
-    ("qk-clip", "it rescales query and key weights after each step, beside every rule", ()),
     (
-        "apply-residual-connection-post-layernorm",
-        "scaled residual branches are tested in their usual form alone",
-        (),
-    ),
-    (
-        "mtp-use-repeated-layer mtp-detach-heads mtp-standalone",
+        "mtp-use-repeated-layer mtp-standalone",
         "multi-token prediction is tested in its usual form alone",
         (),
     ),
+    ("moe-router-quantile-balancing-ema", "this way of balancing is not translated", ()),
     (
-        "moe-router-quantile-balancing-ema moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size",
-        "experts are tested in their usual form alone",
+        "fp8-param-gather fp4-param-gather",
+        "initial values are drawn into weights, and such a weight is quantized where it is made; leave it out, and "
+        "weights are gathered in bf16",
         (),
     ),
+    ("te-precision-config-file", "recipes by module are not read here; give --fp8-format or --fp4-format", ()),
     (
-        "moe-router-force-load-balancing moe-router-force-biased moe-enable-routing-replay",
-        "the router would not choose the experts",
+        "init-model-with-meta-device",
+        "initial values are drawn where the model is built; leave it out, and ranks hold the whole model for a moment",
         (),
     ),
-    (
-        "moe-shared-expert-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute "
-        "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
-        "defer-embedding-wgrad-compute moe-paged-stash moe-expert-rank-capacity-factor",
-        "layers are called in another way, and whether every multiplier holds there is not tested",
-        (),
-    ),
-    (
-        "cuda-graph-impl enable-cuda-graph external-cuda-graph optimizer-cuda-graph",
-        "whether captured graphs keep multipliers, and rates that move, is not tested",
-        (),
-    ),
-    ("log-max-attention-logit", "it reads what only Transformer Engine's own attention keeps", ()),
-    (
-        "fp8-format fp8-param-gather fp4-format fp4-param-gather te-precision-config-file",
-        "the rules for it are not tested",
-        (),
-    ),
-    ("init-method-xavier-uniform", "initial values are normal, with the rules' standard deviation", ()),
-    ("init-model-with-meta-device", "initial values are drawn where the model is built", ()),
-    ("data-parallel-random-init", "initial values are the same on every replica", ()),
-    ("moe-use-upcycling", "it copies weights of another parametrization", ()),
-    ("freeze-all-layers", "nothing would be trained", ()),
     ("optimizer", "no rule is known for it", ("sgd", "muon", "dist_muon", "lion")),
-    ("muon-scale-mode muon-no-split-qkv muon-scalar-optimizer", "Muon's rates are worked out for the default", ()),
-    ("apply-wd-to-qk-layernorm no-weight-decay-cond-type", "weight decay falls on matrices alone", ()),
-    (
-        "use-precision-aware-optimizer optimizer-cpu-offload overlap-param-gather-with-optimizer-step",
-        "whether its groups keep their rates is not tested",
-        (),
-    ),
-    ("use-torch-fsdp2 use-megatron-fsdp", "groups are those of megatron-core's own optimizers", ()),
+    ("muon-scale-mode muon-scalar-optimizer", "Muon's rates are worked out for the default", ()),
     (
         "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards",
         "weights are split over tensor-parallel ranks alone",
@@ -90,20 +86,75 @@ REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (),
     ),
     ("non-persistent-save-interval ckpt-convert-format", "such checkpoints get no record", ()),
-    ("use-checkpoint-args", "the checkpoint's sizes would count as typed, and then do not grow", ()),
-    ("use-mup", "megatron-core's native MuP cannot be combined with this project's", ()),
-    ("yaml-cfg", "its model is not read here; use command-line options", ()),
 )
 
-# Of the refused: what changes no tensor and no rule, only how it is computed.
+# Names, and why the rules hold there. Where quoted, the call is megatron-core 0.19.2's.
+CUDA_ONLY: tuple[tuple[str, str], ...] = (
+    (
+        "moe-grouped-gemm",
+        "the grouped layer holds each expert's weight by itself (`linear_fc1.weight3`), recorded as that expert's",
+    ),
+    (
+        "fp8-format fp4-format",
+        "the recipe goes to Transformer Engine as it is: it quantizes operands of matrix products, and rates, "
+        "epsilon and decay are those of the optimizer's high-precision weights",
+    ),
+    (
+        "cuda-graph-impl enable-cuda-graph external-cuda-graph",
+        "what is captured are layers or the whole pass, with multipliers that never move; the optimizer steps outside",
+    ),
+    (
+        "optimizer-cuda-graph",
+        "a captured step reads each group's rate from a tensor, which the schedule fills "
+        "(`param_group['lr'].fill_(self.get_lr(param_group))`)",
+    ),
+    (
+        "moe-shared-expert-overlap",
+        "the same layers are called on a stream of their own; router and gate have no forward multiplier",
+    ),
+    (
+        "overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release",
+        "parts of a layer are called one by one, and those with a multiplier among them: `layer.mlp_bda(...)`, "
+        "`self.embedding(...)`, `self.output_layer(...)`",
+    ),
+    (
+        "delay-wgrad-compute overlap-dispatch-backward-with-experts-wgrad defer-embedding-wgrad-compute",
+        "a weight's gradient is computed later, from the input that its layer was called with, multiplied already",
+    ),
+    (
+        "moe-expert-rank-capacity-factor",
+        "how many tokens a rank's experts take",
+    ),
+    (
+        "log-max-attention-logit",
+        "it reads what Transformer Engine's attention keeps (2.9 and newer)",
+    ),
+    (
+        "qk-clip",
+        "its threshold is one of attention logits, which do not grow with width; Transformer Engine keeps them (2.9 "
+        "and newer)",
+    ),
+    (
+        "use-precision-aware-optimizer",
+        "Transformer Engine's FusedAdam reads rate, epsilon and decay from each group",
+    ),
+    (
+        "optimizer-cpu-offload",
+        "the optimizers on both devices take every key of a group (`new_group.update(update_group_attrs)`)",
+    ),
+    (
+        "overlap-param-gather-with-optimizer-step",
+        "it makes an optimizer of the first chunk and one of the others, with the same overrides for both",
+    ),
+    (
+        "use-megatron-fsdp",
+        "its parameters know the ones that they took the place of (`orig_param`), and groups are theirs",
+    ),
+)
+
+# Of the unsupported: what changes no tensor and no rule, only how it is computed. The last two are fields of configs.
 EXPLAINED = (
-    "moe-grouped-gemm fp8-format fp8-param-gather fp4-format fp4-param-gather te-precision-config-file "
-    "moe-shared-expert-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute "
-    "overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release defer-embedding-wgrad-compute "
-    "moe-paged-stash moe-expert-rank-capacity-factor cuda-graph-impl enable-cuda-graph external-cuda-graph "
-    "optimizer-cuda-graph use-precision-aware-optimizer optimizer-cpu-offload use-torch-fsdp2 use-megatron-fsdp "
-    "overlap-param-gather-with-optimizer-step log-max-attention-logit init-model-with-meta-device "
-    "use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm "
-    "use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert "
-    "fp8_param fp4_param"
+    "fp8-param-gather fp4-param-gather te-precision-config-file moe-paged-stash init-model-with-meta-device "
+    "use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm use-grouped-gemm-for-dense-mlp "
+    "use-grouped-gemm-for-shared-expert fp8_param fp4_param"
 )

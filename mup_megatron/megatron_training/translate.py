@@ -78,7 +78,13 @@ def config_of(
             },
         },
     }
-    return parse_config(data, SOURCE)
+    config = parse_config(data, SOURCE)
+    if given["config"].apply_residual_connection_post_layernorm and config.parametrization.depth != "none":
+        raise UserError(
+            "--apply-residual-connection-post-layernorm: no depth rule is known where the residual stream goes on "
+            "behind a norm; expected none, or parametrization.depth: none"
+        )
+    return config
 
 
 def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_size: int) -> dict[str, Any]:
@@ -144,6 +150,8 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         value = getattr(config, name, None)
         if (name, value) == ("moe_token_dispatcher_type", "flex"):
             value = "alltoall"  # which sends the same tokens, and does not need the kernels of some GPUs
+        if name == "moe_grouped_gemm" and args.transformer_impl == "local":
+            value = False  # local layers have no such product, and upstream takes experts one by one
         if value != Model.model_fields[name].default:
             fields[name] = value
     architecture = max(PRESETS, key=lambda name: sum(fields[key] == value for key, value in PRESETS[name].items()))
@@ -310,6 +318,8 @@ def _warmup_steps(args: Namespace, batch: int, steps: int) -> int:
 
 def _optimizer(args: Namespace) -> dict[str, Any]:
     decoupled = {name: getattr(args, name) for name in ("decoupled_lr", "decoupled_min_lr")}
+    # --no-weight-decay-cond-type has become this one by now, or is refused by upstream.
+    decoupled["apply_wd_to_qk_layernorm"] = bool(args.apply_wd_to_qk_layernorm)
     if args.optimizer == "lion":
         decoupled |= {"name": "lion"}  # upstream gives it Adam's betas and does not read --lion-beta1 here
     if args.optimizer == "muon":

@@ -48,7 +48,7 @@ def resolve_auto(config: Config) -> Config:
     )
 
 
-def _kernels(config: Config, cuda: bool) -> dict[str, str]:
+def _kernels(config: Config, cuda: bool) -> dict[str, str | bool]:
     """Which kernels compute the model, by key, every `auto` replaced."""
     model = config.model
     norm: str = model.norm_implementation
@@ -68,7 +68,16 @@ def _kernels(config: Config, cuda: bool) -> dict[str, str]:
         "model.transformer_impl": model.transformer_impl,
         "model.norm_implementation": norm,
         "model.core_attention": attention,
+        "model.moe_grouped_gemm": _grouped(config),
     }
+
+
+def _grouped(config: Config) -> bool:
+    """Whether experts are computed by Transformer Engine's grouped matrix product."""
+    asked, model = config.model.moe_grouped_gemm, config.model
+    if asked != "auto":
+        return asked
+    return model.num_moe_experts is not None and model.transformer_impl == _TE
 
 
 def _megatron_optimizer(config: Config) -> str:

@@ -15,6 +15,7 @@ import pytest
 from mup_megatron import upstream
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError
+from mup_megatron.model import parametrize
 from mup_megatron.setup import resolve_auto
 from tests import bodies
 from tests.configs import MIXED, MLA, MOE, make
@@ -70,6 +71,46 @@ def test_the_same_tensors(te_ranks: Ranks, model: str, tensor: int) -> None:
         assert built["marks"] == theirs["marks"]
         assert any(module.startswith(TE) for module in built["modules"])  # negative control: it is Transformer Engine's
         assert not any(module.startswith(TE) for module in theirs["modules"])
+
+
+@installed
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_grouped_experts(te_ranks: Ranks, tensor: int) -> None:
+    """Each weight inside the grouped layers has the name, the record and the values of that expert's own layer."""
+    config = config_of("moe", parallel__tensor_model_parallel_size=tensor)
+    plain = te_ranks.run(tensor, bodies.built, config=config)
+    ours = te_ranks.run(tensor, bodies.built, config=config, kernels=TE, grouped=True)
+    for theirs, built in zip(plain, ours, strict=True):
+        assert sorted(theirs["values"]) == sorted(built["values"])
+        for name, value in theirs["values"].items():
+            np.testing.assert_array_equal(built["values"][name], value, err_msg=name)
+        assert built["marks"] == theirs["marks"]
+        assert "transformer_engine.pytorch.module.grouped_linear" in built["modules"]  # negative control
+
+
+def test_where_experts_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Transformer Engine's layers alone; asked for elsewhere it is refused, and `explain` has the same rows."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("mup_megatron.setup.auto.importable", lambda package: True)
+
+    def grouped(growth: dict[str, Any], **model: Any) -> Any:
+        return resolve_auto(make(growth, "llama", **model)).model.moe_grouped_gemm
+
+    assert grouped(MOE, model__transformer_impl=TE) is True
+    assert grouped(MOE, model__transformer_impl=TE, model__moe_grouped_gemm=False) is False
+    assert grouped(MOE) is False
+    assert grouped(MIXED, model__transformer_impl=TE) is False
+    with pytest.raises(ConfigError, match=r"model\.moe_grouped_gemm: the grouped matrix product is"):
+        make(MOE, "llama", model__moe_grouped_gemm=True)
+    with pytest.raises(ConfigError, match=r"model\.moe_grouped_gemm: belongs to a mixture of experts"):
+        make(MIXED, "llama", model__moe_grouped_gemm=True, model__transformer_impl=TE)
+    rows = [
+        parametrize(make(MOE, "llama", model__transformer_impl=TE, model__moe_grouped_gemm=asked), 1000).tensors
+        for asked in (True, False)
+    ]
+    assert {name: (row.group, row.shape.spec) for name, row in rows[0].items()} == {
+        name: (row.group, row.shape.spec) for name, row in rows[1].items()
+    }
 
 
 @pytest.mark.parametrize("key", ["transformer_impl", "norm_implementation", "core_attention"])

@@ -136,14 +136,16 @@ def test_what_a_run_refuses_is_said(tmp_path: Path) -> None:
     """Options that change no row are explained, and named; those that change one stay refused."""
     words = "--hidden-size 128 --num-attention-heads 4 --num-experts 4 --disable-bias-linear"
     plain = elsewhere(words, tmp_path)
-    fused = elsewhere(f"{words} --moe-grouped-gemm --moe-token-dispatcher-type alltoall", tmp_path)
+    fused = elsewhere(
+        f"{words} --moe-grouped-gemm --moe-token-dispatcher-type alltoall --use-te-activation-func", tmp_path
+    )
     assert plain[3] == []
-    assert [sentence.split(":")[0] for sentence in fused[3]] == ["--moe-grouped-gemm"]
+    assert [sentence.split(":")[0] for sentence in fused[3]] == ["--use-te-activation-func"]
     rows = [{name: (row.group, row.init_std) for name, row in found[1].tensors.items()} for found in (plain, fused)]
     assert rows[0] == rows[1]
     with pytest.raises(UserError, match=r"^--moe-latent-size 8: not under µP here"):
         elsewhere(f"{words} --moe-latent-size 8", tmp_path)
-    assert refusal("--moe-grouped-gemm").startswith("--moe-grouped-gemm: not under µP here")  # in a run it is refused
+    assert refusal("--moe-grouped-gemm").startswith("--moe-grouped-gemm: computes on CUDA alone")  # in a run here
 
 
 def test_upstreams_own_refusal_is_a_sentence(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mup_megatron import upstream
+from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 from mup_megatron.model import parametrize
 from tests import native
@@ -42,6 +43,13 @@ FEATURES = {
     "rising-decay": "--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 2.0",
     "fp32-residual": "--fp32-residual-connection",
     "probs-on-input": f"{EXPERTS} --moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax",
+    "decayed-qk-norms": "--qk-layernorm --apply-wd-to-qk-layernorm",
+    "residual-behind-norm": "--apply-residual-connection-post-layernorm",
+    "detached-heads": "--mtp-num-layers 1 --mtp-detach-heads --position-embedding-type rope",
+    "forced-balance": f"{EXPERTS} --moe-router-force-load-balancing",
+    "routing-replay": f"{EXPERTS} --moe-enable-routing-replay",
+    "interleaved-halves": f"{EXPERTS} --swiglu --moe-mlp-glu-interleave-size 16",
+    "random-replicas": "--data-parallel-random-init",
     "decoupled": "--decoupled-lr 3e-3 --decoupled-min-lr 1e-3 --lr-decay-style linear --lr-decay-iters 3",
 }
 
@@ -63,10 +71,10 @@ QUICK = ("learnable", "two-losses", "rising-decay")
 def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """From the same weights the same losses and the same weights after three steps, to the last bit."""
     words = FEATURES[name].split()
-    ours = run(ranks, tmp_path, *words)
+    ours = run(ranks, tmp_path, *words, dropout_seed=1)
     assert ours["status"] == 0, ours["said"]
     assert len(ours["steps"]) == 3
-    plain = run(ranks, tmp_path, *words, plainly=True, initial=ours["initial"])
+    plain = run(ranks, tmp_path, *words, plainly=True, initial=ours["initial"], dropout_seed=1)
     assert plain["status"] == 0, plain["said"]
     assert plain["steps"] == ours["steps"]
     for tensor, value in plain["final"].items():
@@ -87,6 +95,34 @@ def test_a_decay_that_rises_keeps_its_multipliers(ranks: Ranks, tmp_path: Path) 
     assert decays["decoder.layers.0.self_attention.linear_qkv.weight"] == pytest.approx(2 * 0.4)
     assert decays["decoder.layers.0.mlp.linear_fc2.weight"] == pytest.approx(0.4)
     assert decays["decoder.layers.0.mlp.linear_fc1.bias"] == 0
+
+
+@pytest.mark.parametrize(
+    "option", ["--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type apply_wd_to_qk_layernorm", ""]
+)
+def test_decay_of_qk_norms(option: str, tmp_path: Path) -> None:
+    """Gains and biases of the norms of queries and keys decay at the base's rate, and no other vector does."""
+    config, parametrization, *_ = elsewhere(
+        f"--qk-layernorm --weight-decay 0.3 --hidden-size 128 --num-attention-heads 4 {option}",
+        tmp_path,
+        {"hidden_size": 64, "num_attention_heads": 2},
+    )
+    decays = {
+        name: tensor.weight_decay for name, tensor in parametrization.tensors.items() if len(tensor.shape.infshape) == 1
+    }
+    of_norms = {name for name in decays if name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))}
+    assert len(of_norms) == 2 * 2 * config.model.num_layers
+    assert {decays[name] for name in of_norms} == ({0.3} if option else {0.0})
+    assert {decay for name, decay in decays.items() if name not in of_norms} == {0.0}
+
+
+def test_no_depth_rule_behind_a_norm(tmp_path: Path) -> None:
+    words = "--apply-residual-connection-post-layernorm --hidden-size 128 --num-attention-heads 4"
+    elsewhere(words, tmp_path, {"hidden_size": 64})
+    (tmp_path / "mup.yaml").write_text("parametrization: {depth: completep}")
+    base = {"hidden_size": 64, "num_layers": 1}
+    with pytest.raises(UserError, match=r"^--apply-residual-connection-post-layernorm: no depth rule is known"):
+        elsewhere(f"{words} --mup-config {tmp_path}/mup.yaml", tmp_path, base)
 
 
 # Hidden 64 to 128, heads 2 to 4 of size 32, two query groups in both; FFN 64 to 192. The base's init std is 0.05.

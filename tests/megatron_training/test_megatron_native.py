@@ -91,13 +91,8 @@ def test_resume_with_another_padding(two: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--qk-layernorm --apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm: not under µP here"),
-        (
-            "--qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm",
-            "--no-weight-decay-cond-type apply_wd_to_qk_layernorm: not under µP here",
-        ),
-        ("--qk-clip", "--qk-clip: not under µP here"),
-        ("--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm: not under µP here"),
+        ("--qk-clip", "--qk-clip: computes on CUDA alone, and none is here; expected none"),
+        ("--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm: computes on CUDA alone, and none is here"),
         ("--attention-backend local", "--attention-backend local: not under µP here"),
         ("--window-size 4,0", "--window-size 4,0: megatron-core makes the mask of a window on CUDA"),
     ],

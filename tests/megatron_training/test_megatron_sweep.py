@@ -87,6 +87,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "--qk-clip",
         "--fp32-residual-connection",
         "--qk-l2-norm",
+        "--apply-residual-connection-post-layernorm",
+        "--apply-wd-to-qk-layernorm",
     ),
 }
 

@@ -20,6 +20,7 @@ from mup_megatron.megatron_training.option_check import (
     check_optimizer,
     check_options,
     check_table,
+    refused_in_a_run,
 )
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
 from mup_megatron.megatron_training.options import known
@@ -81,9 +82,9 @@ def test_the_table_is_of_the_installed_version() -> None:
 def test_a_rule_for_a_name_that_is_gone(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal of an option that was renamed would never fire, so start-up fails; versions are heeded."""
     rules, said = {"options": (OPTIONS, "option --old-name"), "fields": (FIELDS, "field old-name")}[table]
-    monkeypatch.setitem(rules, "old-name", Rule(kind="refused", why="", versions="<0.16"))
+    monkeypatch.setitem(rules, "old-name", Rule(kind="unsupported", why="", versions="<0.16"))
     check_table(options_of_installed(), INSTALLED)
-    monkeypatch.setitem(rules, "old-name", Rule(kind="refused", why=""))
+    monkeypatch.setitem(rules, "old-name", Rule(kind="unsupported", why=""))
     with pytest.raises(UserError, match=f"has no {said}, for which"):
         check_table(options_of_installed(), INSTALLED)
 
@@ -113,8 +114,6 @@ UNKNOWN = {
     "adaptive_muon_beta2",
     "adaptive_muon_eps",
     "adaptive_muon_moment2_method",
-    "megatron_fsdp_cuda_graph_mode",
-    "megatron_fsdp_use_decoupled_grad",
     "soap_precondition_frequency",
     "soap_shampoo_beta",
     "soap_use_kl_shampoo",
@@ -132,7 +131,7 @@ def refusal(*words: str) -> str:
     return str(problem.value)
 
 
-# Every option that is refused in 0.19, as it is typed, with the words that say why.
+# Every option that no machine takes in 0.19, as it is typed, with the words that say why.
 REFUSED = """
 --transformer-impl inference_optimized | no shims are known
 --spec a b | layer specs of their own
@@ -147,62 +146,31 @@ REFUSED = """
 --moe-latent-size 8 | no shim is known for its layers
 --mla-down-proj-fusion | other modules
 --use-kitchen-attention | other modules
---use-te-activation-func | other modules
---use-transformer-engine-op-fuser | other modules
---fused-residual-rmsnorm | other modules
---use-grouped-gemm-for-dense-mlp | other modules
---use-grouped-gemm-for-shared-expert | other modules
+--use-te-activation-func | the same unfused; leave it out
+--use-transformer-engine-op-fuser | the same unfused; leave it out
+--fused-residual-rmsnorm | the same unfused; leave it out
+--use-grouped-gemm-for-dense-mlp | the same unfused; leave it out
+--use-grouped-gemm-for-shared-expert | the same unfused; leave it out
 --moe-single-grouped-weight | other modules
 --moe-single-grouped-bias | other modules
---moe-grouped-gemm | recorded one by one
 --attention-backend local | --spec local alone
---qk-clip | after each step
---apply-residual-connection-post-layernorm | residual branches
 --mtp-use-repeated-layer | multi-token
---mtp-detach-heads | multi-token
 --mtp-standalone | multi-token
---moe-router-quantile-balancing-ema 0.9 | experts are tested
---moe-mlp-glu-interleave-size 32 | experts are tested
---moe-shared-expert-glu-interleave-size 32 | experts are tested
---moe-router-force-load-balancing | would not choose
---moe-router-force-biased 0.5 | would not choose
---moe-enable-routing-replay | would not choose
---moe-shared-expert-overlap | called in another way
---overlap-moe-expert-parallel-comm | called in another way
---delay-wgrad-compute | called in another way
---overlap-dispatch-backward-with-experts-wgrad | called in another way
---ep-overlap-early-attn-memory-release | called in another way
---defer-embedding-wgrad-compute | called in another way
---moe-paged-stash | called in another way
---moe-expert-rank-capacity-factor 1.5 | called in another way
---cuda-graph-impl local | captured graphs
---enable-cuda-graph | captured graphs
---external-cuda-graph | captured graphs
---optimizer-cuda-graph | captured graphs
---log-max-attention-logit | own attention keeps
---fp8-format hybrid | rules for it are not tested
---fp8-param-gather | rules for it are not tested
---fp4-format e2m1 | rules for it are not tested
---fp4-param-gather | rules for it are not tested
---te-precision-config-file a.yaml | rules for it are not tested
---init-method-xavier-uniform | initial values are normal
+--moe-router-quantile-balancing-ema 0.9 | not translated
+--moe-paged-stash | the same unfused; leave it out
+--fp8-param-gather | quantized where it is made
+--fp4-param-gather | quantized where it is made
+--te-precision-config-file a.yaml | give --fp8-format
+--init-method-xavier-uniform | give --init-method-std
 --init-model-with-meta-device | initial values are drawn
---data-parallel-random-init | same on every replica
---moe-use-upcycling | copies weights
+--moe-use-upcycling | train the mixture from its own
 --freeze-all-layers | nothing would be trained
 --optimizer soap | no rule is known
 --muon-scale-mode unit_rms_norm | worked out for the default
---muon-no-split-qkv | worked out for the default
+--muon-no-split-qkv | rates of their own
 --muon-scalar-optimizer lion | worked out for the default
 --optimizer soap | no rule is known
 --optimizer adaptive_muon | no rule is known
---apply-wd-to-qk-layernorm | matrices alone
---no-weight-decay-cond-type apply_wd_to_qk_layernorm | matrices alone
---use-precision-aware-optimizer | groups keep their rates
---optimizer-cpu-offload | groups keep their rates
---overlap-param-gather-with-optimizer-step | groups keep their rates
---use-torch-fsdp2 | megatron-core's own optimizers
---use-megatron-fsdp | megatron-core's own optimizers
 --tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
 --expert-tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
 --hybrid-context-parallel | split evenly over ranks
@@ -212,8 +180,8 @@ REFUSED = """
 --non-persistent-save-interval 5 | no record
 --ckpt-convert-format torch | no record
 --use-checkpoint-args | count as typed
---use-mup | cannot be combined
---yaml-cfg a.yaml | not read here
+--use-mup | choose one
+--yaml-cfg a.yaml | use command-line options
 """
 CASES = [tuple(part.strip() for part in line.rsplit(" | ", 1)) for line in REFUSED.strip().splitlines()]
 
@@ -230,8 +198,52 @@ def test_refused(words: str, why: str) -> None:
 @needs_training
 def test_every_refused_option_is_tried() -> None:
     parser()
-    there = {known().typed(name) for name in known().actions if known().rule(name).kind == "refused"}
+    there = {known().typed(name) for name in known().actions if known().rule(name).is_refused}
     assert there == {words.split()[0] for words, _ in CASES}
+
+
+# What computes on CUDA alone, as it is typed.
+CUDA = """
+--moe-grouped-gemm
+--fp8-format hybrid
+--fp4-format e2m1
+--cuda-graph-impl local
+--enable-cuda-graph
+--external-cuda-graph
+--optimizer-cuda-graph
+--moe-shared-expert-overlap
+--overlap-moe-expert-parallel-comm
+--ep-overlap-early-attn-memory-release
+--delay-wgrad-compute
+--overlap-dispatch-backward-with-experts-wgrad
+--defer-embedding-wgrad-compute
+--moe-expert-rank-capacity-factor 1.5
+--log-max-attention-logit
+--qk-clip
+--use-precision-aware-optimizer
+--optimizer-cpu-offload
+--overlap-param-gather-with-optimizer-step
+--use-megatron-fsdp
+"""
+
+
+@needs_training
+@pytest.mark.parametrize("words", CUDA.strip().splitlines())
+def test_cuda_alone(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where there is no CUDA; taken where there is, and where the run is only explained."""
+    assert refusal(*words.split()).startswith(f"{words}: computes on CUDA alone, and none is here; expected ")
+    args = parsed(*LOCAL, *words.split())
+    check_options(args, {}, known(), here=False)
+    assert refused_in_a_run(args, {}, known()) == []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_options(args, {}, known())
+
+
+@needs_training
+def test_everything_of_cuda_alone_is_tried() -> None:
+    parser()
+    there = {known().typed(name) for name in known().actions if known().rule(name).kind == "cuda"}
+    assert there == {words.split()[0] for words in CUDA.strip().splitlines()}
 
 
 @needs_training
@@ -342,7 +354,7 @@ def test_optimizer_configs() -> None:
     with pytest.raises(UserError, match=r"^config_overrides: .*'max_lr': 1.0.*the script's own groups"):
         check_optimizer(plain, [Chunk()], {ParamKey(name="*.bias"): {"max_lr": 1.0}}, known())
     Chunk.ddp_config = DistributedDataParallelConfig(use_megatron_fsdp=True)
-    with pytest.raises(UserError, match=r"^DistributedDataParallelConfig.use_megatron_fsdp True: not under µP here"):
+    with pytest.raises(UserError, match=r"^DistributedDataParallelConfig.use_megatron_fsdp True: computes on CUDA"):
         check_optimizer(plain, [Chunk()], None, known())
 
 

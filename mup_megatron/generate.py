@@ -254,36 +254,37 @@ class _Reader:
 # --- a checkpoint's model ---
 
 
-def load_model(path: Path, device: torch.device) -> tuple[Config, GPTModel, Any]:
+def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> tuple[Config, GPTModel, Any]:
     """The model of a checkpoint, whole on this one rank, in evaluation mode; its config and tokenizer beside it.
 
     Starts the process groups of one rank; `runtime.stop_distributed` ends them.
 
     Args:
-        path: a checkpoint's folder, the `checkpoints` folder of a run, or the run's folder (then the latest counts).
+        path: as for `open_run`.
         device: where the weights go.
+        tokenizer: instead of the checkpoint's own, as for `open_run`.
 
     Returns:
         The config (of this one rank, whatever the run's layout was), the model, megatron-core's tokenizer object.
 
     Raises:
-        UserError: no checkpoint is there, it is damaged, or its tokenizer is gone.
+        UserError: as `open_run`.
     """
-    run = open_run(path)
-    config, tokenizer = run.config, run.tokenizer
+    run = open_run(path, tokenizer)
+    config = run.config
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
-    from mup_megatron.engines.state import load_weights
+    from mup_megatron.engines.saved_weights import read_into
     from mup_megatron.model import build_model, parametrize
 
-    parametrization = parametrize(config, int(tokenizer.vocab_size))
-    (model,) = chunks = build_model(parametrization, layout, 0, device)
-    load_weights(chunks, parametrization, layout, 0, run.path)
+    parametrization = parametrize(config, int(run.tokenizer.vocab_size))
+    (model,) = build_model(parametrization, layout, 0, device)
+    read_into(model, run.weights())
     # Heads that predict further ahead are for training. Of megatron-core 0.16 they run while decoding too, and fail.
     model.mtp_process, model.config.mtp_num_layers = False, None
     if config.training.precision == "bf16":
         _cast(model)
-    return config, model.eval(), tokenizer
+    return config, model.eval(), run.tokenizer
 
 
 def _cast(model: GPTModel) -> None:

@@ -87,6 +87,8 @@ class CheckpointManifest(BaseModel):
         changes: of settings on resume; None in a run that was never resumed.
         vocabulary: rows of the embedding; only under `mup-megatron run`.
         key_prefix: what the names of its tensors begin with; only under `mup-megatron run`.
+        fused_activation: whether bias and activation were one kernel; only under `mup-megatron run`.
+        tokenizer_type: what Megatron calls its tokenizer; only under `mup-megatron run`.
         files: every other file of the checkpoint; None where Megatron writes it.
     """
 
@@ -105,6 +107,8 @@ class CheckpointManifest(BaseModel):
     changes: list[Change] | None = None
     vocabulary: StrictInt | None = None
     key_prefix: str | None = None
+    fused_activation: bool | None = None
+    tokenizer_type: str | None = None
     files: list[str] | None = None
 
     @classmethod

@@ -22,6 +22,7 @@ _RUN_CHECKS = "mup_megatron/config/run_checks.py"
 _CHECKPOINT = "mup_megatron/checkpoint.py"
 _MANIFEST = "mup_megatron/manifest.py"
 _STATE = "mup_megatron/engines/state.py"
+_SAVED = "mup_megatron/engines/saved_weights.py"
 _NORM = "mup_megatron/engines/gradient_norm.py"
 _STUDY = "mup_megatron/tuning/study.py"
 _STORAGE = "mup_megatron/tuning/storage.py"
@@ -587,7 +588,7 @@ GUARDS = (
     _mutant(
         "guard: only tensors",
         "a checkpoint's index may name other things than tensors",
-        _STATE,
+        _SAVED,
         "if not isinstance(entry, TensorStorageMetadata):",
         "if False:",
         "test_checkpoint.py",
@@ -596,7 +597,7 @@ GUARDS = (
     _mutant(
         "guard: the index imports what it likes",
         "a pickle in the index is executed",
-        _STATE,
+        _SAVED,
         "if (module, name) in self._ALLOWED or",
         "if True or",
         "test_checkpoint.py",

@@ -80,6 +80,7 @@ def native(
     plainly: bool = False,
     initial: dict[str, np.ndarray] | None = None,
     dropout_seed: int | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Runs a user's script to its end.
 
@@ -89,11 +90,12 @@ def native(
         plainly: without `mup-megatron run`, as upstream alone runs it.
         initial: values by parameter to start from, instead of those that are drawn.
         dropout_seed: of what is drawn once the model is there. Initial values take their numbers from elsewhere in µP.
+        tokens: to compute logits of, once the run has ended.
 
     Returns:
         Exit status, what was said on stderr, the losses of micro-batches to the last bit and as they were logged,
         values at the start and at the end by upstream's names, groups by parameter at the start and at the end, rows of
-        the vocabulary, and what Transformer Engine was told of attention backends.
+        the vocabulary, what Transformer Engine was told of attention backends, and the logits of `tokens`.
     """
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
@@ -143,10 +145,22 @@ def native(
             os.environ.update(environment)
             sys.argv[:], sys.path[:] = argv, path
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", out.getvalue())]
+    if tokens is not None:
+        found["logits"] = _logits(found["chunks"][-1], tokens)
     if "chunks" in found:
         found["final"] = _values(found.pop("chunks"))
         found["ended"] = _groups(*found.pop("optimizer"))
     return {**found, "said": err.getvalue(), "losses": losses}
+
+
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Of a model that is in one stage, [sequences, length, rows of the vocabulary]."""
+    count, length = tokens.shape
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        return model.eval()(
+            tokens, torch.arange(length)[None].expand(count, length), mask, runtime_gather_output=True
+        ).float()
 
 
 def _observed(

@@ -205,4 +205,20 @@ NATIVE: tuple[Mutant, ...] = (
         "if False:",
         f"{_TESTS}_options.py::test_what_cannot_be_read",
     ),
+    mutant(
+        "export: the layer of a tensor",
+        "every layer of Megatron's stacked tensors is read as the first",
+        "mup_megatron/engines/saved_weights.py",
+        "wanted = ChunkStorageMetadata(torch.Size((*self._place, *[0] * rest))",
+        "wanted = ChunkStorageMetadata(torch.Size((*[0] * len(self._place), *[0] * rest))",
+        "export/test_native.py::test_generate_has_the_same_model",
+    ),
+    mutant(
+        "export: another tokenizer",
+        "a tokenizer of another size than the embedding is taken",
+        "mup_megatron/saved_run.py",
+        "if manifest.vocabulary not in (None, rows):",
+        "if False:",
+        "export/test_native.py::test_a_tokenizer_that_is_not_known",
+    ),
 )

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint.metadata
 from pydantic import ValidationError
 
 from mup_megatron.checkpoint import SUMS, Checkpoints, hash_files
-from mup_megatron.engines.state import saved_shapes
+from mup_megatron.engines.saved_weights import saved_shapes
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.manifest import FORMAT, MANIFEST, CheckpointManifest, check_resume, make_manifest

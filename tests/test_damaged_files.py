@@ -26,7 +26,7 @@ from mup_megatron.config.schema import Model
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import prepare
-from mup_megatron.engines.state import saved_shapes
+from mup_megatron.engines.saved_weights import saved_shapes
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout

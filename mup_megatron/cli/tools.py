@@ -34,6 +34,12 @@ def report(
         print(write_page(Path(run)))
 
 
+TokenizerOf = Annotated[
+    str | None,
+    typer.Option(metavar="LIBRARY:PATH", help="The tokenizer, where the checkpoint does not tell it or it was moved."),
+]
+
+
 @app.command(epilog='Example: mup-megatron generate runs/demo "def main(" --temperature 0.8 --top-p 0.95')
 def generate(
     checkpoint: Annotated[
@@ -51,6 +57,7 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Of the draws; another one each time unless given.")
     ] = None,
+    tokenizer: TokenizerOf = None,
     as_json: AsJson = False,
 ) -> None:
     """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
@@ -67,8 +74,8 @@ def generate(
     if seed is not None:
         given["seed"] = seed
     sampling = generation.Sampling(top_k=top_k, top_p=top_p, **given)
-    _, model, tokenizer = generation.load_model(Path(checkpoint), device_of(Rank()))
-    tokens = generation.generate(model, tokenizer, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
+    _, model, own = generation.load_model(Path(checkpoint), device_of(Rank()), tokenizer)
+    tokens = generation.generate(model, own, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
     said = []
     if not as_json:
         print(prompt, end="", flush=True)
@@ -79,7 +86,7 @@ def generate(
     if not as_json:
         print()
         return
-    ended = bool(said) and said[-1].id == tokenizer.eod
+    ended = bool(said) and said[-1].id == own.eod
     result = {
         "prompt": prompt,
         "text": "".join(token.text for token in said),
@@ -107,6 +114,7 @@ def export(
     keep_multipliers: Annotated[
         bool, typer.Option("--keep-multipliers", help="Leave the weights alone: Granite has multipliers (from llama).")
     ] = False,
+    tokenizer: TokenizerOf = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's model as other tools read it, every multiplier folded into the weights. In one process."""
@@ -127,6 +135,7 @@ def export(
         dtype=dtype,
         max_shard_size=size_of(max_shard_size, "--max-shard-size"),
         keep_multipliers=keep_multipliers,
+        tokenizer=tokenizer,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if as_json:

@@ -1,6 +1,7 @@
 """Weights and optimizer state in files that know no layout: megatron-core's dist_checkpointing, keyed by global names.
 
-Public names: `save_state`, `state_bytes`, `load_state`, `load_weights`, `saved_shapes`, `SavedWeights`.
+Public names: `save_state`, `state_bytes`, `load_state`, `load_weights`. saved_weights.py reads the files without a
+model.
 
 Both engines hand out, parameter by parameter, the whole of what they hold of this rank's slice (`Engine.gather`), and
 take it back (`Engine.scatter`). What is written is the global tensor's slice under a key such as
@@ -11,36 +12,27 @@ and not a `Setup` alone, since a control's parametrization is not the one that i
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-import pickletools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mup_megatron import init
 from mup_megatron.config import Optimizer
 from mup_megatron.engines import WEIGHT, Engine
+from mup_megatron.engines.saved_weights import BUFFER, COMMON, damaged, saved_shapes
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_buffers, named_parameters
 from mup_megatron.layout import Layout
 from mup_megatron.optim import MOMENTS
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.shapes import Init, TensorSpec
-
-_INDEX = ".metadata"
-_BUFFER = "buffer"
-_COMMON = "common.pt"
 
 
 def save_state(engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path) -> None:
@@ -59,13 +51,13 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
     for number, (name, buffer) in enumerate(named_buffers(engine.chunks)):
         spec = _buffer_spec(buffer)
         if layout.writes(rank, spec, number):
-            shards.update(_shards(f"{_BUFFER}.{name}", buffer.detach().float().cpu(), spec, layout, rank))
+            shards.update(_shards(f"{BUFFER}.{name}", buffer.detach().float().cpu(), spec, layout, rank))
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     dist_checkpointing.save(shards, str(directory), strategy)
-    if rank == 0 and not (directory / _COMMON).is_file():
+    if rank == 0 and not (directory / COMMON).is_file():
         # megatron-core 0.19 keeps what is common, which is nothing here, as bytes that it unpickles when it loads;
         # where there is a common.pt, as 0.16 writes it, it takes that, and safely.
-        torch.save({}, directory / _COMMON)
+        torch.save({}, directory / COMMON)
 
 
 def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:
@@ -93,7 +85,7 @@ def load_state(
     Raises:
         UserError: the files are damaged, hold anything but tensors, or lack some.
     """
-    kinds = sorted({key.partition(".")[0] for key in saved_shapes(directory)} - {_BUFFER})
+    kinds = sorted({key.partition(".")[0] for key in saved_shapes(directory)} - {BUFFER})
     engine.prepare_state(kinds, step)
     for rule in dict.fromkeys(tensor.group.update_rule for tensor in parametrization.tensors.values()):
         own = [kind for kind in kinds if kind in (WEIGHT, *MOMENTS[rule])]
@@ -122,9 +114,9 @@ def load_weights(
     for name, parameter in named_parameters(chunks):
         parameter.copy_(loaded[f"{WEIGHT}.{name}"])
     buffers = dict(named_buffers(chunks))
-    loaded = _load(directory, {name: _buffer_spec(b) for name, b in buffers.items()}, [_BUFFER], layout, rank)
+    loaded = _load(directory, {name: _buffer_spec(b) for name, b in buffers.items()}, [BUFFER], layout, rank)
     for name, buffer in buffers.items():
-        buffer.copy_(loaded[f"{_BUFFER}.{name}"])
+        buffer.copy_(loaded[f"{BUFFER}.{name}"])
 
 
 def _buffer_spec(buffer: torch.Tensor) -> TensorSpec:
@@ -150,21 +142,15 @@ def _load(
     try:
         loaded = dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
     except CheckpointException as error:  # of torch, and no Exception: what went wrong on which rank
-        raise _damaged(directory, next((failure for failure, _ in error.failures.values()), error)) from None
+        raise damaged(directory, next((failure for failure, _ in error.failures.values()), error)) from None
     except Exception as error:  # the files decide what: upstream checks next to nothing
-        raise _damaged(directory, error) from None
+        raise damaged(directory, error) from None
     result = {}
     for name, spec in specs.items():
         for kind in kinds:
             pieces = [loaded[f"{kind}.{name}#{piece}"] for piece in range(spec.partition_stride)]
             result[f"{kind}.{name}"] = torch.cat(pieces, dim=spec.partition_dim or 0) if len(pieces) > 1 else pieces[0]
     return result
-
-
-def _damaged(directory: Path, error: BaseException) -> UserError:
-    if isinstance(error, pickle.UnpicklingError):  # torch's words go on for a page
-        return UserError(f"{directory}: a file of it holds something else than tensors; it will not be loaded")
-    return UserError(f"{directory}: damaged ({(str(error) or type(error).__name__).splitlines()[0]})")
 
 
 def _shards(
@@ -180,133 +166,3 @@ def _shards(
         if spec.partition_dim is not None:
             offsets = [(spec.partition_dim, own + number * slices, spec.partition_stride * slices)]
         yield f"{key}#{number}", ShardedTensor.from_rank_offsets(key, piece.contiguous(), *offsets)
-
-
-def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Keys and global shapes of a checkpoint.
-
-    Raises:
-        UserError: its index cannot be read, is none, or names anything but tensors.
-    """
-    return _shapes(_index(directory), directory)
-
-
-class SavedWeights:
-    """The weights of a checkpoint, read one by one in this process: without a model, whatever layout wrote them.
-
-    Args:
-        directory: what `save_state` wrote.
-
-    Raises:
-        UserError: as for `saved_shapes`.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        prefix = f"{WEIGHT}."
-        self._directory, self._index = directory, _index(directory)
-        keys = _shapes(self._index, directory)
-        self.shapes = {key.removeprefix(prefix): shape for key, shape in keys.items() if key.startswith(prefix)}
-
-    def read(self, name: str) -> torch.Tensor:
-        """The whole of one tensor by its global name, float32. Raises UserError where a file is damaged."""
-        tensor = torch.empty(self.shapes[name])
-        try:
-            load({f"{WEIGHT}.{name}": tensor}, storage_reader=_Reader(self._directory, self._index), no_dist=True)
-        except CheckpointException as error:
-            raise _damaged(self._directory, next((failure for failure, _ in error.failures.values()), error)) from None
-        except Exception as error:  # the files decide what
-            raise _damaged(self._directory, error) from None
-        return tensor
-
-
-class _Reader(FileSystemReader):
-    """torch's reader, which takes the index that was read already; its own would unpickle whatever stands there."""
-
-    def __init__(self, directory: Path, index: Metadata) -> None:
-        super().__init__(directory)
-        self._known = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index."""
-        return self._known
-
-
-def _index(directory: Path) -> Metadata:
-    """The index of a checkpoint, which is a pickle and is read as data alone. Raises UserError, see `saved_shapes`."""
-    path = directory / _INDEX
-    try:
-        content = path.read_bytes()
-        _check_sizes(content)
-        index = _IndexUnpickler(io.BytesIO(content)).load()
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path}: not an index that can be loaded safely ({error})") from None
-    except Exception as error:  # what a damaged pickle raises is of any kind, torch's RuntimeError among them
-        raise UserError(f"{path}: cannot read the index of the checkpoint ({type(error).__name__}: {error})") from None
-    entries = getattr(index, "state_dict_metadata", None)
-    if not isinstance(index, Metadata) or not isinstance(entries, dict):
-        raise UserError(f"{path}: expected the index of a distributed checkpoint")
-    if (directory / _COMMON).is_file():
-        entries = {key: entry for key, entry in entries.items() if not str(key).startswith("common_state/")}
-    for key, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise UserError(f"{path}: {key} is not a tensor; it will not be loaded")
-    index.state_dict_metadata = entries
-    return index
-
-
-def _shapes(index: Metadata, directory: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        return {key: tuple(entry.size) for key, entry in index.state_dict_metadata.items()}  # type: ignore[union-attr]
-    except (AttributeError, TypeError) as error:
-        raise UserError(f"{directory / _INDEX}: cannot read the index of the checkpoint ({error})") from None
-
-
-def _check_sizes(content: bytes) -> None:
-    """Whether a pickle asks for more room than it has content. Raises ValueError.
-
-    Python makes room for a memo's entry, or for a string's bytes, by the number that the file names.
-    """
-    if len(content) > _LOOKED_AT:
-        return
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise ValueError(f"entry {argument} of a memo, in a file of {len(content)} bytes")
-
-
-_LOOKED_AT = 1 << 24  # a second; a longer index is believed that its checksum is its own
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads an index without letting it import anything but what an index of tensors consists of."""
-
-    _ALLOWED = frozenset(
-        {("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
-        | {
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "TensorProperties",
-                "_MEM_FORMAT_ENCODING",
-                "ChunkStorageMetadata",
-                "MetadataIndex",
-                "StorageMeta",
-            )
-        }
-        | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-        | {
-            ("torch.distributed.checkpoint.planner", name)
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The class, if it is one of those. Raises pickle.UnpicklingError."""
-        if (module, name) in self._ALLOWED or (module == "torch" and _is_dtype(name)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype)

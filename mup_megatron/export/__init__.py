@@ -9,26 +9,24 @@ folder.py writes.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mup_megatron.engines.state import SavedWeights
+from mup_megatron.engines.saved_weights import SavedWeights
 from mup_megatron.errors import UserError
 from mup_megatron.export import megatron_core
 from mup_megatron.export.fold import Factors, FoldedWeights, fold
-from mup_megatron.export.folder import new_folder, refuse_existing
+from mup_megatron.export.folder import Part, new_folder, refuse_existing
 from mup_megatron.export.hugging_face import activation_name, architecture_of
 from mup_megatron.export.tokenizer import tokenizer_files
 from mup_megatron.manifest import CheckpointManifest
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
-from mup_megatron.runtime import computed_on_cuda
 from mup_megatron.saved_run import SavedRun, open_run
-from mup_megatron.transformer_config import fuses_activation
 
 PROVENANCE = "mup_export.json"
 """File that says what an export was made of and what was folded."""
@@ -55,22 +53,22 @@ class Source:
         return int(self.run.tokenizer.vocab_size)
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, tokenizer: str | None = None) -> Source:
     """Opens a checkpoint and works out its multipliers. Starts no process group.
 
     Call `upstream.prepare_process` before.
 
     Args:
-        path: a checkpoint's folder, the `checkpoints` folder of a run, or the run's folder (then the latest counts).
+        path: as for `open_run`, as the other.
+        tokenizer: instead of the checkpoint's own.
 
     Raises:
-        UserError: no checkpoint is there, it is damaged, its tokenizer is gone, or its base is another than its config
-            gives here.
+        UserError: as `open_run`, or its base is another than its config gives here.
     """
-    run = open_run(path)
+    run = open_run(path, tokenizer)
     parametrization = parametrize(run.config, int(run.tokenizer.vocab_size))
     _check_base(run.manifest, parametrization, run.path)
-    return Source(run=run, parametrization=parametrization, weights=SavedWeights(run.path))
+    return Source(run=run, parametrization=parametrization, weights=run.weights())
 
 
 def _check_base(manifest: CheckpointManifest, parametrization: Parametrization, path: Path) -> None:
@@ -90,7 +88,13 @@ def _check_base(manifest: CheckpointManifest, parametrization: Parametrization, 
 
 
 def export(
-    checkpoint: Path, directory: Path, to: str = "hf", *, keep_multipliers: bool = False, **options: Any
+    checkpoint: Path,
+    directory: Path,
+    to: str = "hf",
+    *,
+    keep_multipliers: bool = False,
+    tokenizer: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Opens a checkpoint and exports it.
 
@@ -99,6 +103,7 @@ def export(
         directory: which is not there yet.
         to: hf, safetensors or megatron.
         keep_multipliers: see `export_hugging_face`; of no other target.
+        tokenizer: as for `open_source`.
         options: see `export_hugging_face`.
 
     Returns:
@@ -109,10 +114,11 @@ def export(
     """
     refuse_existing(directory)
     if to == "hf":
-        return export_hugging_face(open_source(checkpoint), directory, keep_multipliers=keep_multipliers, **options)
+        source = open_source(checkpoint, tokenizer)
+        return export_hugging_face(source, directory, keep_multipliers=keep_multipliers, **options)
     if keep_multipliers:
         raise UserError(f"--keep-multipliers: Granite has multipliers, --to {to} has none; expected --to hf")
-    return TARGETS[to](open_source(checkpoint), directory, **options)
+    return TARGETS[to](open_source(checkpoint, tokenizer), directory, **options)
 
 
 def export_hugging_face(
@@ -145,26 +151,19 @@ def export_hugging_face(
     architecture = architecture_of(config, keep_multipliers=keep_multipliers)
     factors = {} if keep_multipliers else fold(parametrization)
     weights = FoldedWeights(source.weights, parametrization, factors, source.vocabulary)
-    fused = fuses_activation(config.model, cuda=computed_on_cuda(source.run.path))
     parts = architecture.parts(weights, config)
     files, remark = tokenizer_files(source.run)
     eod = int(source.run.tokenizer.eod)
     # A document begins after the end of another, as in training.
     special = {"bos_token_id": eod, "eos_token_id": eod}
-    made = architecture.config(parametrization, activation_name(config.model, fused=fused))
+    made = architecture.config(parametrization, activation_name(config.model, fused=source.run.fused_activation))
     name = str(DTYPES[dtype]).removeprefix("torch.")
     made |= {"vocab_size": source.vocabulary, **special, "torch_dtype": name, "dtype": name}
     said = {"to": "hf", "architecture": architecture.name, "dtype": dtype, **provenance(source, factors)}
     if remark:
         say(remark)
-    with new_folder(directory, sum(part.numbers for part in parts) * DTYPES[dtype].itemsize, say) as folder:
-        folder.write("config.json", made)
-        folder.write("generation_config.json", {**special, "pad_token_id": eod})
-        for file, content in files.items():
-            folder.write(file, content)
-        folder.write_tensors(parts, DTYPES[dtype], max_shard_size)
-        folder.write(PROVENANCE, said)
-    return said
+    described = {"config.json": made, "generation_config.json": {**special, "pad_token_id": eod}, **files}
+    return _write(directory, described, parts, said, max_shard_size, say)
 
 
 def export_safetensors(
@@ -185,9 +184,24 @@ def export_safetensors(
     weights = FoldedWeights(source.weights, source.parametrization, factors, source.vocabulary)
     parts = megatron_core.parts(weights)
     said = {"to": "safetensors", "architecture": "megatron-core", "dtype": dtype, **provenance(source, factors)}
-    with new_folder(directory, sum(part.numbers for part in parts) * DTYPES[dtype].itemsize, say) as folder:
-        folder.write("model.json", megatron_core.plain_model(config, source.vocabulary))
-        folder.write_tensors(parts, DTYPES[dtype], max_shard_size)
+    described = {"model.json": megatron_core.plain_model(config, source.vocabulary)}
+    return _write(directory, described, parts, said, max_shard_size, say)
+
+
+def _write(
+    directory: Path,
+    described: Mapping[str, bytes | dict[str, Any]],
+    parts: Sequence[Part],
+    said: dict[str, Any],
+    max_shard_size: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Writes the folder: what describes the model, its tensors, and PROVENANCE, which is returned."""
+    dtype = DTYPES[said["dtype"]]
+    with new_folder(directory, sum(part.numbers for part in parts) * dtype.itemsize, say) as folder:
+        for name, content in described.items():
+            folder.write(name, content)
+        folder.write_tensors(parts, dtype, max_shard_size)
         folder.write(PROVENANCE, said)
     return said
 
@@ -213,8 +227,7 @@ def export_megatron(
         raise UserError(
             "--dtype bf16: a Megatron checkpoint is loaded into whatever precision its run has; expected fp32"
         )
-    fused = fuses_activation(config.model, cuda=computed_on_cuda(source.run.path))
-    options = megatron_core.megatron_options(config, fused=fused)
+    options = megatron_core.megatron_options(config, fused=source.run.fused_activation)
     factors = fold(parametrization)
     rows = config.model.padded_vocab_size(source.vocabulary)
     weights = FoldedWeights(source.weights, parametrization, factors, rows)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from mup_megatron import rules
-from mup_megatron.engines.state import SavedWeights
+from mup_megatron.engines.saved_weights import SavedWeights
 from mup_megatron.errors import UserError
 from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.shapes import Init, TensorSpec

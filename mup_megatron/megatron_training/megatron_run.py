@@ -53,6 +53,7 @@ class MegatronRun:
     def __init__(self, args: Namespace, settings: Settings) -> None:
         self._args, self._settings = args, settings
         self._made: tuple[Config, Parametrization, Layout] | None = None
+        self._fused: bool | None = None
         self.building = False
         """Whether the models at hand are the unsharded ones that shapes are read from."""
 
@@ -118,6 +119,7 @@ class MegatronRun:
                 "everywhere"
             )
         config, chunk = given["config"], given["vp_stage"] or 0
+        self._fused = bool(config.bias_activation_fusion and (config.gated_linear_unit or config.add_bias_linear))
         self._put_shims(given, chunk)
         init(*bound.args, **bound.kwargs)
         rank = torch.distributed.get_rank()
@@ -270,7 +272,12 @@ class MegatronRun:
         args = self._args
         data = json.dumps([args.data_path, args.split, args.seq_length, args.mock_data], default=str)
         manifest = make_manifest(self.parametrization, self.layout, hashlib.sha256(data.encode()).hexdigest(), step)
-        return manifest.replaced(vocabulary=self._vocabulary, key_prefix=KEY_PREFIX)
+        return manifest.replaced(
+            vocabulary=self._vocabulary,
+            key_prefix=KEY_PREFIX,
+            fused_activation=self._fused,
+            tokenizer_type=args.tokenizer_type,
+        )
 
 
 def _name_in_checkpoints(model: GPTModel) -> None:

@@ -17,6 +17,7 @@ from mup_megatron.parametrization import (
     UPDATE_RULES,
     WORD_EMBEDDINGS,
     BaseValues,
+    Carried,
     ForwardMultipliers,
     GroupKey,
     Parametrization,
@@ -25,17 +26,25 @@ from mup_megatron.parametrization import (
 from mup_megatron.shapes import FixedFanOut, InfDim, Init, TensorShape, TensorSpec
 
 
-def apply_rules(config: Config, shapes: Mapping[str, TensorShape], *, base_head_size: int) -> Parametrization:
+def apply_rules(
+    config: Config,
+    shapes: Mapping[str, TensorShape],
+    *,
+    base_head_size: int,
+    carried: Mapping[str, Carried] | None = None,
+) -> Parametrization:
     """Makes the table of a model.
 
     Args:
         config: the run.
         shapes: every tensor of the whole (unsharded) model, by global name.
         base_head_size: d of the base model.
+        carried: factors on what the rules say, of tensors that carry some from another base.
 
     Raises:
         UserError: a rule does not exist for some tensor; names it.
     """
+    carried = carried or {}
     applied = Rules(config, shapes, base_head_size)
     # Tensors that differ by layer or expert number alone are worked out once.
     rows: dict[tuple[int, int, int, bool, bool], TensorHyperparameters] = {}
@@ -46,9 +55,15 @@ def apply_rules(config: Config, shapes: Mapping[str, TensorShape], *, base_head_
         key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None, name == WORD_EMBEDDINGS)
         if key not in rows:
             rows[key] = applied.row(shape)
-        tensors[name] = dataclasses.replace(rows[key], shape=shape)
+        row = dataclasses.replace(rows[key], shape=shape)
+        tensors[name] = row.carrying(carried[name]) if name in carried else row
     return Parametrization(
-        config=config, shapes=shapes, base_head_size=base_head_size, forward=applied.forward, tensors=tensors
+        config=config,
+        shapes=shapes,
+        base_head_size=base_head_size,
+        forward=applied.forward,
+        tensors=tensors,
+        carried=carried,
     )
 
 

@@ -2,7 +2,7 @@
 
 Public names: `shapes_from_file`, `beside_shapes`. A .bsh file of microsoft/mup holds shapes alone. The head size, which
 the attention scale needs, and the depth, which the depth rule needs, are in files of this project, or the config names
-them beside the file.
+them beside the file. One that `rebase` wrote also holds what its tensors carry (`parametrization.Carried`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.parametrization import Carried, Parametrization
 from mup_megatron.shapes import TensorShape, TensorSpec, join_base_shapes, load_base_shapes
 
 
-def shapes_from_file(config: Config, target: Mapping[str, TensorSpec], path: str) -> tuple[dict[str, TensorShape], int]:
+def shapes_from_file(
+    config: Config, target: Mapping[str, TensorSpec], path: str
+) -> tuple[dict[str, TensorShape], int, dict[str, Carried]]:
     """The target's tensors joined with a file of base shapes.
 
     Args:
@@ -25,7 +27,7 @@ def shapes_from_file(config: Config, target: Mapping[str, TensorSpec], path: str
         path: `base.file`.
 
     Returns:
-        The tensors, and the base's head size.
+        The tensors, the base's head size, and what tensors carry.
 
     Raises:
         UserError: the file is of another model, contradicts what the config names, or does not tell the head size.
@@ -38,7 +40,10 @@ def shapes_from_file(config: Config, target: Mapping[str, TensorSpec], path: str
             f"base.num_layers is {config.base.num_layers}" if config.base.num_layers else "base.num_layers is missing"
         )
         raise UserError(f"{path}: was written for a base of {layers} layers, and {named}; expected {layers}")
-    return shapes, _head_size(config, shapes, file.extra.get("kv_channels"), path)
+    carried = {name: Carried(*map(float, factors)) for name, factors in file.extra.get("carried", {}).items()}
+    if unknown := set(carried) - set(target):
+        raise UserError(f"{path}: {min(unknown)}, which carries values, is not a tensor of this model")
+    return shapes, _head_size(config, shapes, file.extra.get("kv_channels"), path), carried
 
 
 def _head_size(config: Config, shapes: Mapping[str, TensorShape], told: int | None, path: str) -> int:
@@ -69,7 +74,9 @@ def _head_size(config: Config, shapes: Mapping[str, TensorShape], told: int | No
 
 def beside_shapes(parametrization: Parametrization) -> dict[str, Any]:
     """What a file of base shapes holds beside the shapes (`save_base_shapes`), of this parametrization's base."""
+    carried = {name: list(factors) for name, factors in parametrization.carried.items()}
     return {
         "kv_channels": parametrization.base_head_size,
         "num_layers": parametrization.config.num_layers_base,
+        **({"carried": carried} if carried else {}),
     }

@@ -87,7 +87,8 @@ class CheckpointManifest(BaseModel):
         changes: of settings on resume; None in a run that was never resumed.
         vocabulary: rows of the embedding; only under `mup-megatron run`.
         key_prefix: what the names of its tensors begin with; only under `mup-megatron run`.
-        fused_activation: whether bias and activation were one kernel; only under `mup-megatron run`.
+        fused_activation: whether bias and activation were one kernel; None where the random states tell the device.
+        carried: factors of tensors on rate, epsilon and decay, beside the rules; only after a rebase.
         tokenizer_type: what Megatron calls its tokenizer; only under `mup-megatron run`.
         files: every other file of the checkpoint; None where Megatron writes it.
     """
@@ -109,6 +110,7 @@ class CheckpointManifest(BaseModel):
     key_prefix: str | None = None
     fused_activation: bool | None = None
     tokenizer_type: str | None = None
+    carried: dict[str, list[float]] | None = None
     files: list[str] | None = None
 
     @classmethod
@@ -206,6 +208,7 @@ def make_manifest(parametrization: Parametrization, layout: Layout, data_digest:
             name: [tensor.lr_multiplier, tensor.eps_multiplier, tensor.weight_decay_multiplier]
             for name, tensor in parametrization.tensors.items()
         },
+        "carried": {name: list(factors) for name, factors in parametrization.carried.items()} or None,
         "versions": {package: importlib.metadata.version(package) for package in _PACKAGES},
     }
     return CheckpointManifest(**json.loads(json.dumps(made)))  # as it will be read: keys are text, tuples are lists
@@ -289,7 +292,12 @@ def _within(key: str, sections: Iterable[str]) -> bool:
 
 
 def _compared(manifest: CheckpointManifest) -> dict[str, Any]:
-    return {**manifest.config, "data_digest": manifest.data_digest, "base_shapes": manifest.base_shapes}
+    return {
+        **manifest.config,
+        "data_digest": manifest.data_digest,
+        "base_shapes": manifest.base_shapes,
+        "carried": manifest.carried or {},
+    }
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

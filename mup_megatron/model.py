@@ -62,8 +62,8 @@ def parametrize(config: Config, vocab_size: int) -> Parametrization:
     vocabulary = config.model.padded_vocab_size(vocab_size)
     target = _specs(config, config.model, vocabulary)
     if config.base.file is not None:
-        shapes, base_head_size = shapes_from_file(config, target, config.base.file)
-        return apply_rules(config, shapes, base_head_size=base_head_size)
+        shapes, base_head_size, carried = shapes_from_file(config, target, config.base.file)
+        return apply_rules(config, shapes, base_head_size=base_head_size, carried=carried)
     base = config.model.resized(config.base.width)
     enlarged = base.resized(config.base.enlarged())
     shapes = join_shapes(target, _specs(config, base, vocabulary), _specs(config, enlarged, vocabulary))

@@ -1,6 +1,6 @@
 """The table: every tensor's init, learning rate, epsilon, decay and gradient-norm weight, and the forward multipliers.
 
-Public names: `Parametrization` (the table), `TensorHyperparameters` (a row), `GroupKey`, `BaseValues`,
+Public names: `Parametrization` (the table), `TensorHyperparameters` (a row), `GroupKey`, `BaseValues`, `Carried`,
 `ForwardMultipliers`. `apply_rules` makes the table once from the config and the shapes. Init, optimizer, forward pass,
 gradient norm and `explain` all read it, so that they cannot disagree.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -57,6 +57,20 @@ class BaseValues(NamedTuple):
         lr: learning rate at the schedule's peak.
         eps: Adam's epsilon.
         weight_decay: decoupled.
+    """
+
+    lr: float
+    eps: float
+    weight_decay: float
+
+
+class Carried(NamedTuple):
+    """Factors on what the rules say of one tensor: base values of its own, which `rebase` carries to another base.
+
+    Args:
+        lr: of the learning rate, as the others above 0.
+        eps: of Adam's epsilon.
+        weight_decay: of the decay.
     """
 
     lr: float
@@ -132,6 +146,15 @@ class TensorHyperparameters:
         )
         return dataclasses.replace(self, group=changed)
 
+    def carrying(self, factors: Carried) -> TensorHyperparameters:
+        """The same tensor with base values of its own."""
+        group = self.group
+        return self.retuned(
+            lr=_times(group.lr, factors.lr),
+            eps=_times(group.eps, factors.eps),
+            decay=_times(group.weight_decay, factors.weight_decay),
+        )
+
     @property
     def lr_multiplier(self) -> float:
         """Factor on the base learning rate."""
@@ -173,6 +196,7 @@ class Parametrization:
         base_head_size: d of the base model.
         forward: the forward multipliers.
         tensors: what was decided about each tensor, by global name in the order of the model.
+        carried: what of it does not come from the rules, see `Carried`; empty but after a rebase.
     """
 
     config: Config
@@ -180,6 +204,7 @@ class Parametrization:
     base_head_size: int
     forward: ForwardMultipliers
     tensors: Mapping[str, TensorHyperparameters]
+    carried: Mapping[str, Carried] = field(default_factory=dict)
 
     @property
     def update_rule(self) -> rules.UpdateRule:
@@ -223,3 +248,8 @@ class Parametrization:
             for name, shape in self.shapes.items()
             if not shape.spec.readout and shape.fan_in.grows and any(not dim.grows for dim in shape.fan_outs.values())
         ]
+
+
+def _times(value: Fraction | float, factor: float) -> Fraction | float:
+    """A product that stays exact where the factor is 1."""
+    return value if factor == 1.0 else float(value) * factor

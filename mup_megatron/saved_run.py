@@ -1,7 +1,7 @@
 """A checkpoint as one process opens it, whatever wrote it: where it is, its config here, its tokenizer.
 
-Public names: `SavedRun`, `open_run`, `find_checkpoint`. `generate` and `export` begin here. What `mup-megatron run` and
-a patched tree wrote is a checkpoint too: Megatron's, with mup.json beside it.
+Public names: `SavedRun`, `open_run`, `find_checkpoint`, `TRACKER`. `generate` and `export` begin here. What
+`mup-megatron run` and a patched tree wrote is a checkpoint too: Megatron's, with mup.json beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mup_megatron.transformer_config import fuses_activation
 if TYPE_CHECKING:
     from mup_megatron.engines.saved_weights import SavedWeights
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
 """Where megatron.training says which checkpoint of a folder is the latest."""
 _NO_TEXT = ("NullTokenizer", "NullMultimodalTokenizer")
 
@@ -46,8 +46,10 @@ class SavedRun:
     @property
     def fused_activation(self) -> bool:
         """Whether it was trained with bias and activation in one kernel, which makes GELU its tanh approximation."""
+        if self.manifest.fused_activation is not None:
+            return self.manifest.fused_activation
         if self.manifest.key_prefix is not None:
-            return bool(self.manifest.fused_activation)
+            return False  # by a version that did not say
         return fuses_activation(self.config.model, cuda=computed_on_cuda(self.path))
 
     def weights(self) -> SavedWeights:
@@ -134,7 +136,7 @@ def _find_megatrons(path: Path) -> Path | None:
     Raises:
         UserError: it holds one that was not written in µP, or not as torch's distributed checkpoint.
     """
-    tracker = path / _TRACKER
+    tracker = path / TRACKER
     if tracker.is_file():
         said = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if not (said.isdecimal() and said.isascii()):

@@ -271,7 +271,7 @@ class BaseShapes(NamedTuple):
     Args:
         dims: base size of every dimension of every tensor, None where it is fixed.
         blocks: base fan-outs of the blocks of fused tensors; empty for files of microsoft/mup, which has none.
-        extra: what else this project wrote down (head size, depth); empty for files of microsoft/mup.
+        extra: what else this project wrote down (head size, depth, carried values); empty for files of microsoft/mup.
     """
 
     dims: dict[str, list[int | None]]
@@ -345,7 +345,19 @@ def _is_extra(extra: Any) -> bool:
     blocks = extra.get("blocks", {}).values()
     if not all(isinstance(block, dict) and all(map(_is_base_size, block.values())) for block in blocks):
         return False
+    carried = extra.get("carried", {})
+    if not isinstance(carried, dict) or not all(map(_is_carried, carried.values())):
+        return False
     return _is_base_size(extra.get("kv_channels")) and _is_base_size(extra.get("num_layers"))
+
+
+def _is_carried(factors: Any) -> bool:
+    """Whether they are three factors above 0: of rate, epsilon and decay."""
+    return (
+        isinstance(factors, list)
+        and len(factors) == 3
+        and all(type(factor) in (int, float) and 0 < factor < float("inf") for factor in factors)
+    )
 
 
 def _is_base_size(size: Any) -> bool:

@@ -20,6 +20,8 @@ LEVELS = [
     {"report", "megatron_training"},
     {"proof"},
     {"tuning"},
+    {"rebase", "importing"},
+    {"reexpress"},
     {"train", "launch", "generate", "export"},
     {"samples"},
     {"explain", "metrics", "saved_run"},

@@ -1,4 +1,4 @@
-"""Commands about what is there: report, generate, export, run, patch, slurm, doctor."""
+"""Commands about what is there: report, generate, export, rebase, import, run, patch, slurm, doctor."""
 
 from __future__ import annotations
 
@@ -142,6 +142,74 @@ def export(
         print(json.dumps(said, indent=1))
     else:
         print(f"{directory}: {said['architecture']}, {len(said['folded'])} tensors with a factor folded in, {dtype}")
+
+
+@app.command(epilog="Example: mup-megatron rebase runs/demo runs/rebased --base base.yaml")
+def rebase(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
+    ],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The run's folder to write; not there yet.")],
+    base: Annotated[str, typer.Option(metavar="FILE", help="Base sizes as under base: in a config, or a .bsh file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Of parametrization:, or a multiplier of hparams:."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on from a checkpoint under another base: the same function, and the same next update. In one process."""
+    from mup_megatron.ranks import read_rank
+
+    if read_rank().world_size > 1:
+        raise UserError("rebase runs in one process; expected no launcher before it")
+    from mup_megatron import upstream
+
+    upstream.prepare_process()
+    from mup_megatron import rebase as rebasing
+    from mup_megatron.config import parse_overrides
+
+    said = rebasing.rebase(
+        Path(checkpoint),
+        Path(directory),
+        Path(base),
+        parse_overrides(overrides or []),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if as_json:
+        print(json.dumps(said, indent=1))
+        return
+    print(
+        f"{directory}: step {said['step']}, {len(said['weights'])} tensors with a factor, {len(said['carried'])} that "
+        f"carry their rates; goes on with mup-megatron train {directory}/config.yaml"
+    )
+
+
+@app.command("import", epilog="Example: mup-megatron import llama-hf configs/llama.yaml run.dir=runs/llama")
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A Hugging Face folder, or a checkpoint of plain megatron.training.")
+    ],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a standard checkpoint the first checkpoint of a run, which `train` goes on from. In one process."""
+    from mup_megatron.ranks import read_rank
+
+    if read_rank().world_size > 1:
+        raise UserError("import runs in one process; expected no launcher before it")
+    settings = read_config(config, overrides)
+    from mup_megatron import upstream
+
+    upstream.prepare_process()
+    from mup_megatron.importing import import_checkpoint
+
+    said = import_checkpoint(Path(source), settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(said, indent=1))
+        return
+    state = "with the optimizer's state" if said["optimizer"] else "weights alone"
+    print(f"{said['checkpoint']}: {said['tensors']} tensors, {state}; goes on with mup-megatron train {config}")
 
 
 @app.command(

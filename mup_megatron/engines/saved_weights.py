@@ -1,8 +1,8 @@
 """What lies in a checkpoint's folder, read without a model and without a process group, whatever layout wrote it.
 
-Public names: `SavedWeights`, `read_into`, `saved_shapes`, `damaged`, `BUFFER`, `COMMON`. Beside this project's own
-checkpoints it reads megatron.training's (`mup-megatron run`, a patched tree): both are torch's distributed checkpoints,
-under other names.
+Public names: `SavedWeights`, `read_into`, `write_tensors`, `saved_shapes`, `damaged`, `BUFFER`, `COMMON`. Beside this
+project's own checkpoints it reads those of megatron.training (`mup-megatron run`, a patched tree): both are torch's
+distributed checkpoints, under other names.
 
 megatron.training keeps a tensor of all layers under one key, [layers, ...], and one of all layers' experts as
 [layers, experts, ...] (`TransformerBlock.sharded_state_dict`); a norm before a linear bears that linear's name, as
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import pickle
 import pickletools
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, load
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
@@ -68,13 +70,16 @@ class SavedWeights:
         directory: of the checkpoint.
         megatron: what the names of its tensors begin with where megatron.training wrote it (`mup_megatron.`); None
             for a checkpoint of this project.
+        kinds: what is read of a checkpoint of this project; a moment (`exp_avg`) instead of the weights.
 
     Raises:
         UserError: as for `saved_shapes`.
     """
 
-    def __init__(self, directory: Path, *, megatron: str | None = None) -> None:
-        prefixes = (f"{WEIGHT}.", f"{BUFFER}.") if megatron is None else (megatron,)
+    def __init__(
+        self, directory: Path, *, megatron: str | None = None, kinds: Sequence[str] = (WEIGHT, BUFFER)
+    ) -> None:
+        prefixes = tuple(f"{kind}." for kind in kinds) if megatron is None else (megatron,)
         self.directory, self._index = directory, _index(directory, megatron)
         keys = _shapes(self._index, directory)
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -119,6 +124,20 @@ def read_into(model: GPTModel, weights: SavedWeights) -> None:
         value.copy_(weights.read(name))
 
 
+def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes what `state.load_state` reads, in this process alone, into an existing empty folder.
+
+    Args:
+        directory: of the checkpoint.
+        tensors: whole ones, float32, by key (`exp_avg.decoder.final_layernorm.weight`).
+    """
+    save(dict(tensors), storage_writer=FileSystemWriter(directory, single_file_per_rank=True), no_dist=True)
+    # What megatron-core's dist_checkpointing looks for beside it.
+    described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(described), encoding="utf-8")
+    torch.save({}, directory / COMMON)
+
+
 def _unstacked(key: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """The tensors that Megatron keeps under one key: their global names, and where each stands in the first axes."""
     for theirs, ours in _NORMS.items():
@@ -145,7 +164,8 @@ class _Slice(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """The pieces of files that the part lies in."""
-        stored = self.metadata.state_dict_metadata[self._key]
+        index = cast("Metadata", self.metadata)
+        stored = cast("TensorStorageMetadata", index.state_dict_metadata[self._key])  # as _index saw to
         rest = self._into.dim() - len(self._place)
         wanted = ChunkStorageMetadata(torch.Size((*self._place, *[0] * rest)), self._into.shape)
         return LoadPlan(create_read_items_for_chunk_list(self._key, stored, [wanted]))

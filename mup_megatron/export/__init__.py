@@ -1,9 +1,9 @@
 """`mup-megatron export CHECKPOINT DIR`: a checkpoint that knows nothing of µP, for tools that know nothing of it.
 
-Public names: `export`, `Source`, `open_source`, `export_hugging_face`, `export_safetensors`, `export_megatron`,
-`PROVENANCE`. Weights are read and written one by one, so that memory holds a tensor or two and never the model, except
-for Megatron. fold.py says which factor goes where, hugging_face.py and megatron_core.py what the target's tensors are,
-folder.py writes.
+Public names: `export`, `Source`, `open_source`, `check_base`, `export_hugging_face`, `export_safetensors`,
+`export_megatron`, `PROVENANCE`. Weights are read and written one by one, so that memory holds a tensor or two and never
+the model, except for Megatron. fold.py says which factor goes where, hugging_face.py and megatron_core.py what the
+target's tensors are, folder.py writes.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def open_source(path: Path, tokenizer: str | None = None) -> Source:
     """
     run = open_run(path, tokenizer)
     parametrization = parametrize(run.config, int(run.tokenizer.vocab_size))
-    _check_base(run.manifest, parametrization, run.path)
+    check_base(run.manifest, parametrization, run.path)
     return Source(run=run, parametrization=parametrization, weights=run.weights())
 
 
-def _check_base(manifest: CheckpointManifest, parametrization: Parametrization, path: Path) -> None:
+def check_base(manifest: CheckpointManifest, parametrization: Parametrization, path: Path) -> None:
     """Whether the multipliers are those that the run had: the base may stand in a file that has changed since."""
     for name, shape in parametrization.shapes.items():
         base = [dim.base_dim for dim in shape.infshape]
@@ -162,7 +162,11 @@ def export_hugging_face(
     said = {"to": "hf", "architecture": architecture.name, "dtype": dtype, **provenance(source, factors)}
     if remark:
         say(remark)
-    described = {"config.json": made, "generation_config.json": {**special, "pad_token_id": eod}, **files}
+    described: dict[str, Any] = {
+        "config.json": made,
+        "generation_config.json": {**special, "pad_token_id": eod},
+        **files,
+    }
     return _write(directory, described, parts, said, max_shard_size, say)
 
 

@@ -1,6 +1,7 @@
 """Every forward multiplier folded into the weights: a model that computes the same and knows nothing of µP.
 
-Public names: `fold`, `FoldedWeights`. docs/export.md says which factor goes where, and why the function stays the same.
+Public names: `fold`, `plain_softmax_scale`, `row_factors`, `FoldedWeights`. docs/export.md says which factor goes
+where, and why the function stays the same.
 
 A factor may differ by the blocks of a fused tensor: of a fused QKV only the query rows are scaled. Products are rounded
 once, from float64.
@@ -46,7 +47,7 @@ def fold(parametrization: Parametrization) -> dict[str, Factors]:
     """
     config, forward = parametrization.config, parametrization.forward
     model = config.model
-    query = forward.softmax_scale / _plain_softmax_scale(parametrization)
+    query = forward.softmax_scale / plain_softmax_scale(parametrization)
     final_norm = forward.readout / forward.embedding if model.share_embeddings_and_output_weights else 1.0
     if final_norm != 1.0 and "final_layernorm" in model.without_norms:
         raise config.error(
@@ -83,7 +84,7 @@ def fold(parametrization: Parametrization) -> dict[str, Factors]:
     return found
 
 
-def _plain_softmax_scale(parametrization: Parametrization) -> float:
+def plain_softmax_scale(parametrization: Parametrization) -> float:
     """Of megatron-core's attention where nobody sets it, as Hugging Face's: 1/sqrt(d), with YaRN's factor under MLA."""
     model = parametrization.config.model
     yarn = model.multi_latent_attention and model.rope_type == "yarn"
@@ -166,7 +167,7 @@ class FoldedWeights:
                 tensor += 1.0
         if _has_vocabulary(name, spec):
             tensor = tensor[: self._vocabulary]
-        factors = _row_factors(self.factors.get(name, _NEUTRAL), spec, len(tensor))
+        factors = row_factors(self.factors.get(name, _NEUTRAL), spec, len(tensor))
         rows = max(1, _CHUNK // max(1, tensor[0].numel()))
         for part, factor in zip(tensor.split(rows), factors.split(rows), strict=True):
             part.copy_(part.double() * factor.view(-1, *[1] * (tensor.dim() - 1)))
@@ -206,7 +207,7 @@ def _has_vocabulary(name: str, spec: TensorSpec) -> bool:
     return name == WORD_EMBEDDINGS or spec.readout
 
 
-def _row_factors(factors: Factors, spec: TensorSpec, rows: int) -> torch.Tensor:
+def row_factors(factors: Factors, spec: TensorSpec, rows: int) -> torch.Tensor:
     """A factor per row, float64."""
     if spec.fused is None or None in factors:
         return torch.full((rows,), factors[None], dtype=torch.float64)

@@ -82,13 +82,17 @@ def refuse_existing(directory: Path) -> None:
 
 
 @contextmanager
-def new_folder(directory: Path, needed: int, say: Callable[[str], None]) -> Iterator[ExportFolder]:
+def new_folder(
+    directory: Path, needed: int, say: Callable[[str], None], *, what: str = "the export", sums: bool = True
+) -> Iterator[ExportFolder]:
     """A folder that is there when all of it is written, and not before.
 
     Args:
         directory: where it will be.
         needed: bytes that will be written, for what is said of a full disk.
         say: takes lines of progress.
+        what: it is, for messages.
+        sums: whether checksums of all files are written into it.
 
     Raises:
         UserError: something is there, another process writes it, or nothing can be written there.
@@ -98,17 +102,18 @@ def new_folder(directory: Path, needed: int, say: Callable[[str], None]) -> Iter
     partial = directory.with_name(f"{directory.name}.partial")
     with _held(partial):
         try:
-            if full := short(partial, "the export", needed):
+            if full := short(partial, what, needed):
                 raise full
-            with full_disk(partial, "the export", lambda: needed, lambda: _empty(partial)):
+            with full_disk(partial, what, lambda: needed, lambda: _empty(partial)):
                 folder = ExportFolder(partial, say)
                 yield folder
-                folder.finish()
+                if sums:
+                    folder.finish()
             os.rename(partial, directory)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
-            raise UserError(f"{directory} came to be while the export was written; expected another name") from None
+            raise UserError(f"{directory} came to be while {what} was written; expected another name") from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)  # which is not there where all went well
         _sync(directory.parent)

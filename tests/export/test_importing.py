@@ -1,0 +1,180 @@
+"""import: standard checkpoints become this project's. transformers and plain megatron.training are the oracles."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from mup_megatron import cli, upstream
+from mup_megatron.config import Config
+from mup_megatron.errors import UserError
+from mup_megatron.export import export_hugging_face, open_source
+from mup_megatron.importing import import_checkpoint
+from tests import bodies, native
+from tests.configs import MIXED, make
+from tests.distributed import Ranks
+from tests.export.sources import Trained, deviation, own_logits
+from tests.export.test_hugging_face import logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ITSELF = {
+    "parametrization.depth": "none",
+    **{f"hparams.{name}_multiplier": 1.0 for name in ("attention", "output", "embedding", "residual")},
+}
+
+
+def config_for(one: Trained, folder: Path, **keys: Any) -> Config:
+    """The source's model with itself as base, and a run's folder of its own; or what the keys say."""
+    model = one.source.run.config.model
+    own = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
+    if model.architecture == "llama":
+        own["kv_channels"] = model.head_size
+    data = {"run.dir": str(folder), "data.dir": str(Path(one.source.run.config.run.dir) / "data")}
+    return one.source.run.config.derive({**data, **(keys or {"base": own, **ITSELF})})
+
+
+@pytest.mark.parametrize("name", ["llama, untied", pytest.param("gpt3, tied", marks=pytest.mark.slow)])
+def test_export_import_export_is_the_same(trained: Callable[[str], Trained], name: str, tmp_path: Path) -> None:
+    """With the model as its own base to the last bit, and its logits are transformers'."""
+    one = trained(name)
+    export_hugging_face(one.source, tmp_path / "first", max_shard_size=100_000)
+    said = import_checkpoint(tmp_path / "first", config_for(one, tmp_path / "run"))
+    assert (said["step"], said["optimizer"]) == (0, False)
+    source = open_source(tmp_path / "run")
+    export_hugging_face(source, tmp_path / "second", max_shard_size=100_000)
+    files = sorted(path.name for path in (tmp_path / "first").glob("*.safetensors*"))
+    assert len(files) > 3
+    for file in files:
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
+    assert deviation(own_logits(source), logits(tmp_path / "first")) < 1e-5
+
+
+def test_a_declared_base(trained: Callable[[str], Trained], ranks: Ranks, tmp_path: Path) -> None:
+    """Every multiplier divided out of the weights again; training begins from there."""
+    one = trained("llama, untied")
+    export_hugging_face(one.source, tmp_path / "hf")
+    config = config_for(one, tmp_path / "run", **{"training.train_steps": 1, "training.lr_decay_steps": 3})
+    import_checkpoint(tmp_path / "hf", config)
+    source = open_source(tmp_path / "run")
+    assert source.parametrization.forward == one.source.parametrization.forward
+    assert deviation(own_logits(source), one.logits) < 1e-5
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
+    ranks.run(1, bodies.train_file, path=tmp_path / "run.yaml")
+    assert '"step": 1' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def damage(folder: Path, what: str) -> str:
+    """Spoils a Hugging Face folder; the sentence that it gets."""
+    weights, described = folder / "model.safetensors", folder / "config.json"
+    said = json.loads(described.read_text())
+    tensors = load_file(weights)
+    if what == "other width":
+        described.write_text(json.dumps({**said, "hidden_size": 128}))
+        return "config.json: hidden_size is 128, and by "
+    if what == "other RoPE":
+        described.write_text(json.dumps({**said, "rope_theta": 5e5}))
+        return "config.json: rope_theta is 500000.0, and by "
+    if what == "other class":
+        described.write_text(json.dumps({**said, "model_type": "mamba"}))
+        return "config.json: model_type is 'mamba', and by "
+    if what == "no JSON":
+        described.write_text("{")
+        return "config.json: damaged ("
+    if what == "cut":
+        weights.write_bytes(weights.read_bytes()[:5000])
+        return "model.safetensors: damaged ("
+    if what == "pickles":
+        weights.rename(folder / "pytorch_model.bin")
+        return "no model.safetensors is here; expected weights in safetensors"
+    if what == "missing":
+        del tensors["lm_head.weight"]
+        save_file(tensors, weights)
+        return "lm_head.weight is missing"
+    if what == "shape":
+        save_file({**tensors, "model.norm.weight": torch.ones(3)}, weights)
+        return "model.norm.weight is of shape [3]; expected [64] by the config"
+    if what == "more":
+        save_file({**tensors, "model.layers.0.extra": torch.ones(3)}, weights)
+        return "holds model.layers.0.extra, which LlamaForCausalLM of this config does not have"
+    shutil.rmtree(folder)
+    return "no such folder; expected one of Hugging Face, or a checkpoint of megatron.training"
+
+
+DAMAGES = ("other width", "other RoPE", "other class", "no JSON", "cut", "pickles", "missing", "shape", "more", "gone")
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Callable[[str], Trained], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "hf"
+    export_hugging_face(trained("llama, untied").source, folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_what_is_refused(
+    trained: Callable[[str], Trained],
+    exported: Path,
+    what: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(exported, tmp_path / "hf")
+    sentence = damage(tmp_path / "hf", what)
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(config_for(trained("llama, untied"), tmp_path / "run").model_dump())
+    )
+    assert cli.run(["import", str(tmp_path / "hf"), str(tmp_path / "run.yaml")]) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    assert sentence in said[-1], said
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_run_that_is_there(trained: Callable[[str], Trained], exported: Path, tmp_path: Path) -> None:
+    config = config_for(trained("llama, untied"), tmp_path / "run")
+    import_checkpoint(exported, config)
+    with pytest.raises(UserError, match=r"step_00000000 is there already; expected a run\.dir without checkpoints"):
+        import_checkpoint(exported, config)
+
+
+# --- megatron.training ---
+
+MORE = 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+def test_ten_more_steps_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
+    """With the optimizer's state: the losses of the plain run itself. Without the moments they are others."""
+    from tests.megatron_training.test_megatron_training import options, without
+
+    upstream.prepare_process()
+    keys = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
+    of = make(MIXED, **keys, training__train_steps=4 + MORE, run__dir=str(tmp_path / "run"))
+    own = {name: getattr(of.model, name) for name in of.base.sizes}
+    of = of.derive({"base": own, "training.checkpoint_interval": None})
+    words = without(options(of, tmp_path), "mup-base")
+    told = ["--save", str(tmp_path / "plain"), "--save-interval", "4", "--log-interval", "1"]
+    (plain,) = ranks.run(1, native.native, words=[*words, *told], plainly=True)
+    assert plain["status"] == 0, plain["said"]
+    per_step = torch.tensor(plain["steps"]).view(4 + MORE, -1).mean(dim=1).tolist()
+    said = import_checkpoint(tmp_path / "plain" / "iter_0000004", of)
+    assert (said["step"], said["optimizer"]) == (4, True)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(of.model_dump()))
+    ranks.run(1, bodies.train_file, path=tmp_path / "run.yaml")
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert set(losses) == set(range(5, 5 + MORE))
+    for step, loss in losses.items():
+        assert loss == pytest.approx(per_step[step - 1], rel=1e-6)

@@ -135,9 +135,9 @@ def _hugging_face(
                 raise UserError(
                     f"{folder}: {part.name} is of shape {list(given.shape)}; expected {list(part.shape)} by the config"
                 )
-            name, places = numbered.places(part.make())
-            if name is not None:
-                found[name].view(-1)[places.view(-1)] = given.contiguous().view(-1)
+            origin, places = numbered.places(part.make())
+            if origin is not None:
+                found[origin].view(-1)[places.reshape(-1)] = given.reshape(-1)
             elif given.count_nonzero():
                 raise config.error("model.add_bias_linear", f"{part.name} of {folder} is not zero; expected biases")
     factors = fold(parametrization)
@@ -166,7 +166,7 @@ class _Numbered:
     def places(self, made: torch.Tensor) -> tuple[str | None, torch.Tensor]:
         """Whose numbers they are, and where in it each stands; None for zeros, which come from nowhere."""
         numbers = made.long()
-        first = int(numbers.view(-1)[0])
+        first = int(numbers.reshape(-1)[0])
         if not first:
             return None, numbers
         place = bisect.bisect_right(self._starts, first) - 1

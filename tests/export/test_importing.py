@@ -160,12 +160,12 @@ def test_ten_more_steps_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     from tests.megatron_training.test_megatron_training import options, without
 
     upstream.prepare_process()
-    keys = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
+    keys: dict[str, Any] = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
     of = make(MIXED, **keys, training__train_steps=4 + MORE, run__dir=str(tmp_path / "run"))
     own = {name: getattr(of.model, name) for name in of.base.sizes}
     of = of.derive({"base": own, "training.checkpoint_interval": None})
     words = without(options(of, tmp_path), "mup-base")
-    told = ["--save", str(tmp_path / "plain"), "--save-interval", "4", "--log-interval", "1"]
+    told = ["--save", str(tmp_path / "plain"), "--save-interval", "4", "--log-interval", "1", "--num-workers", "0"]
     (plain,) = ranks.run(1, native.native, words=[*words, *told], plainly=True)
     assert plain["status"] == 0, plain["said"]
     per_step = torch.tensor(plain["steps"]).view(4 + MORE, -1).mean(dim=1).tolist()

@@ -1,7 +1,7 @@
 """`mup-megatron rebase CHECKPOINT DIR --base FILE`: the same training from another base, or in another form.
 
 Public name: `rebase`. reexpress.py says what becomes of weights, optimizer state and rates; this module writes a run's
-folder that goes on from there: base.bsh, config.yaml, and the checkpoint.
+folder that goes on from there: rebased.bsh, config.yaml, and the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mup_megatron.parametrization import Parametrization
 from mup_megatron.reexpress import MULTIPLIERS, Reexpressed, kept_multipliers, reexpress
 from mup_megatron.shapes import base_shapes_text
 
-BASE_FILE = "base.bsh"
+BASE_FILE = "rebased.bsh"
 POWERS = {WEIGHT: 1, "exp_avg": -1, "exp_avg_sq": -2, "momentum_buffer": -1}
 """Of θ, in what is kept of a tensor."""
 _FORM = "parametrization."

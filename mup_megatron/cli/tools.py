@@ -184,7 +184,7 @@ def rebase(
     )
 
 
-@app.command("import", epilog="Example: mup-megatron import llama-hf configs/llama.yaml run.dir=runs/llama")
+@app.command("import", epilog="Example: mup-megatron import llama-hf my.yaml run.dir=runs/llama")
 def import_(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="A Hugging Face folder, or a checkpoint of plain megatron.training.")

@@ -994,6 +994,22 @@ EXPORT = (
         "fcntl.LOCK_UN",
         "export/test_folder.py::test_two_at_once",
     ),
+    _mutant(
+        "rebase: epsilon",
+        "a weight takes a factor, and Adam's epsilon moves the wrong way",
+        "mup_megatron/reexpress.py",
+        "_ratio(before.eps / theta, after.eps)",
+        "_ratio(before.eps * theta, after.eps)",
+        "export/test_rebase.py::test_by_hand",
+    ),
+    _mutant(
+        "import: tensors too many",
+        "a tensor of the source that the model does not have is left out in silence",
+        "mup_megatron/importing.py",
+        "if name not in wanted and not",
+        "if False and not",
+        "export/test_importing.py::test_what_is_refused",
+    ),
 )
 
 MUTANTS: tuple[Mutant, ...] = (

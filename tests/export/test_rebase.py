@@ -116,10 +116,17 @@ FORMS: dict[str, dict[str, Any]] = {
         "hparams.embedding_multiplier": 1.0,
         "hparams.residual_multiplier": 1.0,
     },
+    # θ of 4, 1/4 and 2, under which no number is rounded.
+    "powers of two": {
+        "hparams.output_multiplier": 1.5,
+        "hparams.embedding_multiplier": 1.2,
+        "hparams.residual_multiplier": 1.25,
+    },
     "standard": {"parametrization.name": "standard", "parametrization.depth": "none"},
 }
-QUICK = ("one rank", "multipliers of 1")
-CELLS = [(name, form) for name in RUNS for form in FORMS if (name, form) != ("clipped", "multipliers of 1")]
+QUICK = ("one rank", "powers of two")
+TRAINED = ("multipliers kept", "powers of two", "standard")
+CELLS = [(name, form) for name in RUNS for form in TRAINED if (name, form) != ("clipped", "powers of two")]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,7 @@ def test_training_goes_on_as_it_would_have(
     whole = ran(name)
     said, off = go_on(ranks, whole, tmp_path, name, FORMS[form])
     assert said["carried"]
-    assert bool(said["weights"]) == (form == "multipliers of 1")
+    assert bool(said["weights"]) == (form == "powers of two")
     own, found = losses(whole), losses(tmp_path / "rebased")
     assert set(found) == set(range(AT + 1, STEPS + 1))
     for step, loss in found.items():

@@ -1,7 +1,7 @@
 """What a checkpoint says about its weights (mup.json), and the guard on resume.
 
-Public names: `CheckpointManifest`, `Change`, `make_manifest`, `check_resume`, `check_settings`, `settings_of`,
-`listed_files`, `MANIFEST`, `FORMAT`. checkpoint.py writes the folder that the file is in.
+Public names: `CheckpointManifest`, `Change`, `make_manifest`, `base_shapes_of`, `check_resume`, `check_settings`,
+`settings_of`, `listed_files`, `MANIFEST`, `FORMAT`. checkpoint.py writes the folder that the file is in.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class CheckpointManifest(BaseModel):
         fused_activation: whether bias and activation were one kernel; None where the random states tell the device.
         carried: factors of tensors on rate, epsilon and decay, beside the rules; only after a rebase.
         tokenizer_type: what Megatron calls its tokenizer; only under `mup-megatron run`.
+        applied: groups with their rates, forward multipliers, digest of the base; only under `mup-megatron run`.
         files: every other file of the checkpoint; None where Megatron writes it.
     """
 
@@ -111,6 +112,7 @@ class CheckpointManifest(BaseModel):
     fused_activation: bool | None = None
     tokenizer_type: str | None = None
     carried: dict[str, list[float]] | None = None
+    applied: dict[str, Any] | None = None
     files: list[str] | None = None
 
     @classmethod
@@ -181,6 +183,11 @@ def listed_files(folder: Path) -> list[str]:
     return listed
 
 
+def base_shapes_of(parametrization: Parametrization) -> dict[str, list[int | None]]:
+    """Base of every dimension by tensor; None where the dimension does not grow."""
+    return {name: [dim.base_dim for dim in shape.infshape] for name, shape in parametrization.shapes.items()}
+
+
 def make_manifest(parametrization: Parametrization, layout: Layout, data_digest: str, step: int) -> CheckpointManifest:
     """What is written beside the weights.
 
@@ -201,9 +208,7 @@ def make_manifest(parametrization: Parametrization, layout: Layout, data_digest:
         "tokenizer": config.data.tokenizer.model_dump(),
         "samples": step * config.training.global_batch_size,
         "base_head_size": parametrization.base_head_size,
-        "base_shapes": {
-            name: [dim.base_dim for dim in shape.infshape] for name, shape in parametrization.shapes.items()
-        },
+        "base_shapes": base_shapes_of(parametrization),
         "multipliers": {
             name: [tensor.lr_multiplier, tensor.eps_multiplier, tensor.weight_decay_multiplier]
             for name, tensor in parametrization.tensors.items()

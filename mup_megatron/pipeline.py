@@ -40,6 +40,11 @@ def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_c
         Diverged: the target's loss is no finite number.
     """
     only = config.tuning.run == "only"
+    if config.tuning.command and not only:
+        raise config.error(
+            "tuning.command",
+            "the target is a run of megatron.training, which its own command line starts; expected mup-megatron tune",
+        )
     # A tuning job may have any number of processes; what it says of the target is for the fewest that fit.
     setup = resolve(config, smallest_world(config) if only else rank.world_size, trains=not only)
     config = setup.config

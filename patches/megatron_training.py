@@ -3,6 +3,7 @@
 `entry_patches` puts the calls of mup_megatron/megatron_training in their places at run time; the source diffs beside
 this file put the same calls into a tree. They are handed in, for this package imports nothing of the rooms above it.
 `TRAINING_PATCHES` are what megatron.training needs to run at all as the wheel ships it, and on a CPU.
+`watch_patches` are what `tune --native` and `coord-check --native` see of the runs that it starts.
 `ELSEWHERE_PATCHES` hold only while options are read that another machine will run (`--mup-explain`).
 """
 
@@ -86,6 +87,67 @@ def entry_patches(entry: ModuleType) -> tuple[Patch, ...]:
             entry.loads_checkpoint,
             "a checkpoint of another parametrization does not go on as if it were this one's",
             "Megatron compares some sizes of the model alone",
+        ),
+    )
+
+
+def watch_patches(watched: ModuleType, coordinates: ModuleType) -> tuple[Patch, ...]:
+    """What whoever started a run sees of it: `tune --native` and its kin, and nobody else, apply these.
+
+    Args:
+        watched: mup_megatron.megatron_training.watched.
+        coordinates: watched_coordinates beside it.
+    """
+
+    def patch(name: str, symbol: str, wrap: Callable[[Any], Any], why: str, lower_rung: str) -> Patch:
+        return Patch(
+            name=f"watch-{name}",
+            distribution="megatron-core",
+            versions=_VERSIONS,
+            symbol=f"megatron.training.training:{symbol}",
+            parameters=None,
+            why=why,
+            lower_rung=lower_rung,
+            until="megatron.training has callbacks for steps and evaluations",
+            when="always",
+            wrap=wrap,
+        )
+
+    return (
+        patch(
+            "training",
+            "train_step",
+            coordinates.sees_training,
+            "a coordinate check hooks the model that is trained, and has every step take one batch",
+            "the script hands model, optimizer and data to nobody else",
+        ),
+        patch(
+            "steps",
+            "training_log",
+            watched.sees_steps,
+            "the loss of a step is only printed, rounded",
+            "TensorBoard has it where the user turned it on, and late",
+        ),
+        patch(
+            "evaluation",
+            "evaluate",
+            watched.sees_evaluation,
+            "the loss of an evaluation is only printed, rounded",
+            "`process_non_loss_data_func` is the script's argument, and sees no loss",
+        ),
+        patch(
+            "results",
+            "evaluate_and_print_results",
+            watched.sees_results,
+            "the evaluation behind the last step is a trial's result",
+            "`evaluate` does not know whether its set is for validation or for the test",
+        ),
+        patch(
+            "exit",
+            "checkpoint_and_decide_exit",
+            watched.decides_exit,
+            "a trial that is stopped early leaves the loop on all ranks at one step",
+            "--exit-interval is set before the first step, and knows no other trial",
         ),
     )
 

@@ -146,8 +146,8 @@ def apply_patches(patches: Iterable[Patch], *, cuda: bool) -> None:
 
 
 def revert_patches(patches: Iterable[Patch]) -> None:
-    """Undoes whatever of them is applied."""
-    for patch in patches:
+    """Undoes whatever of them is applied, the last first: two may be on one symbol."""
+    for patch in reversed(list(patches)):
         patch.revert()
 
 

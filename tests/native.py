@@ -93,9 +93,10 @@ def native(
         tokens: to compute logits of, once the run has ended.
 
     Returns:
-        Exit status, what was said on stderr, the losses of micro-batches to the last bit and as they were logged,
-        values at the start and at the end by upstream's names, groups by parameter at the start and at the end, rows of
-        the vocabulary, what Transformer Engine was told of attention backends, and the logits of `tokens`.
+        Exit status, what was said on stderr and what was printed, the losses of micro-batches to the last bit and as
+        they were logged, values at the start and at the end by upstream's names, groups by parameter at the start and
+        at the end, rows of the vocabulary, what Transformer Engine was told of attention backends, and the logits of
+        `tokens`.
     """
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
@@ -150,7 +151,7 @@ def native(
     if "chunks" in found:
         found["final"] = _values(found.pop("chunks"))
         found["ended"] = _groups(*found.pop("optimizer"))
-    return {**found, "said": err.getvalue(), "losses": losses}
+    return {**found, "said": err.getvalue(), "printed": out.getvalue(), "losses": losses}
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

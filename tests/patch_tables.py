@@ -13,13 +13,19 @@ import re
 from collections.abc import Callable, Iterable
 
 from mup_megatron import megatron_training
+from mup_megatron.megatron_training import watched, watched_coordinates
 from mup_megatron.patches import ALL_PATCHES, Patch
-from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES, TRAINING_PATCHES, entry_patches
+from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES, TRAINING_PATCHES, entry_patches, watch_patches
 from mup_megatron.patches.trees import source_patches
 from tests.links import ROOT
 
 PAGE = ROOT / "patches" / "README.md"
-RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training), *ELSEWHERE_PATCHES)
+RUN_PATCHES = (
+    *TRAINING_PATCHES,
+    *entry_patches(megatron_training),
+    *watch_patches(watched, watched_coordinates),
+    *ELSEWHERE_PATCHES,
+)
 _PART = re.compile(r"(<!-- made: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _WHERE = {"cpu": "without CUDA", "always": "everywhere"}
 _REASONS = ("why", "why no gentler way", "until")

@@ -47,6 +47,16 @@ def ours(words: list[str]) -> None:
     assert words[0] in known.commands, f"{words[0]}: no command"
     if words[1:] == ["--help"]:
         return
+    if "--native" in words:  # what stands behind -- is a run of megatron.training, from which the config is written
+        from mup_megatron.tuning.native_command import NativeCommand
+
+        place = words.index("--")
+        command = NativeCommand.read(words[place + 1 :])
+        megatrons([command.script, *command.arguments])
+        parsed = known.commands[words[0]].make_context(words[0], words[1:place]).params
+        assert parsed["native"]
+        parse_overrides(list(parsed["overrides"] or []))
+        return
     parsed = known.commands[words[0]].make_context(words[0], words[1:]).params
     if words[0] == "run":
         megatrons(parsed["arguments"])
@@ -62,7 +72,7 @@ def megatrons(words: list[str]) -> None:
     from mup_megatron.megatron_training.options import add_options
     from mup_megatron.megatron_training.script import _split
 
-    script, arguments = _split(words)
+    script, arguments, _ = _split(words)
     assert script.name == "pretrain_gpt.py"
     parser = ArgumentParser(allow_abbrev=False)
     if importlib.util.find_spec("megatron.training") is None:

@@ -54,6 +54,13 @@ AllowChange = Annotated[
 Processes = Annotated[
     int | None, typer.Option(min=1, help="Processes to start where no launcher did; one per GPU unless given.")
 ]
+Native = Annotated[
+    bool,
+    typer.Option(
+        "--native",
+        help="Runs are those of the command line of megatron.training behind --; CONFIG is written from it if missing.",
+    ),
+]
 Workers = Annotated[int | None, typer.Option(min=1, help="Runs at a time; one per GPU, else one per core.")]
 Control = Annotated[
     bool, typer.Option(help="Afterwards train the same target in standard and in fan_in too, with the same values.")

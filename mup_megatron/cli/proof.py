@@ -15,6 +15,7 @@ import typer
 from mup_megatron.cli.common import (
     AsJson,
     ConfigPath,
+    Native,
     Overrides,
     Processes,
     Workers,
@@ -24,6 +25,7 @@ from mup_megatron.cli.common import (
     start_typed,
     stopped,
 )
+from mup_megatron.cli.native import default_workers, processes_of, read_command
 from mup_megatron.errors import UserError
 
 
@@ -69,20 +71,27 @@ def coordinate_check(
         str | None, typer.Option(metavar="FOLDER", help="For picture and JSON; run.dir/coord-check unless given.")
     ] = None,
     nproc_per_node: Processes = None,
+    native: Native = False,
     as_json: AsJson = False,
 ) -> int:
     """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
     from mup_megatron import upstream
     from mup_megatron.layout import smallest_world
     from mup_megatron.proof.controls import processes
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.ranks import Rank, read_rank
 
+    if native:
+        config, overrides = read_command([config, *(overrides or [])])
     settings = read_config(config, overrides)
     factors = _factors(widths)
+    if thorough and settings.tuning.command:
+        raise UserError("--thorough: its regimes are measured by this project's engines; expected no --native")
     if thorough and (broken or parametrization):
         raise UserError(f"--thorough: judges mup; expected no {'--break' if broken else '--parametrization'}")
     rank = read_rank()
-    if not rank.launched:
+    if settings.tuning.command:
+        rank = Rank(world_size=processes_of(settings))
+    elif not rank.launched:
         ranks = nproc_per_node or processes(broken, factors) or gpus() or smallest_world(settings)
         if ranks > 1:
             return start_typed(ranks)
@@ -102,6 +111,7 @@ def coordinate_check(
 
         result, plain = check_thoroughly(settings, rank, folder, compare=beside, **asked)
     else:
+        asked["folder"] = folder / "runs"
         result = plain = coord_check(settings, rank, point=parametrization, broken=broken, compare=beside, **asked)
     if rank.is_first:
         from mup_megatron.report.coordinates import draw_coordinates
@@ -154,6 +164,7 @@ def stability(
     seeds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
     workers: Workers = None,
     beside: Annotated[bool, typer.Option(help="Also draw standard and fan_in beside µP, µP beside others.")] = True,
+    native: Native = False,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For runs, picture and JSON; run.dir/stability unless given.")
     ] = None,
@@ -165,7 +176,11 @@ def stability(
     """
     from mup_megatron import upstream
 
+    if native:
+        config, overrides = read_command([config, *(overrides or [])])
     settings = read_config(config, overrides)
+    if settings.tuning.command and not workers:
+        workers = default_workers(settings)
     upstream.prepare_process()
     from mup_megatron.proof import stability as proof
     from mup_megatron.proof.question import question

@@ -15,6 +15,7 @@ from mup_megatron.cli.common import (
     AsJson,
     ConfigPath,
     Control,
+    Native,
     Overrides,
     Processes,
     WorldSize,
@@ -25,6 +26,7 @@ from mup_megatron.cli.common import (
     start_typed,
     stopped,
 )
+from mup_megatron.cli.native import default_workers, read_command
 from mup_megatron.errors import UserError
 from mup_megatron.files import write_output
 
@@ -120,16 +122,23 @@ def pipeline(
     return _on_ranks(config, overrides, nproc_per_node, body)
 
 
-@app.command(epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2")
+@app.command(
+    epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2. With --native: "
+    "mup-megatron tune --native proxy.yaml tuning.trials=32 -- torchrun --nproc-per-node 2 -m mup_megatron.run "
+    "pretrain_gpt.py --mup-base base.yaml --num-layers 24 ..."
+)
 def tune(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc_per_node: Processes = None,
+    native: Native = False,
     join: Annotated[
         bool, typer.Option("--join", help="Be one worker beside others that come and go; makes the study if need be.")
     ] = False,
 ) -> int:
     """Tune the proxy and write the transfer record; every process is a worker on one shared study."""
+    if native:
+        config, overrides = read_command([config, *(overrides or [])])
     overrides = [*(overrides or []), "tuning.run=only"]
     if join:
         return _join(config, overrides)
@@ -242,7 +251,9 @@ def _on_ranks(
     settings = read_config(config, overrides)
     rank = read_rank()
     if not rank.launched:
-        ranks = processes or gpus() or smallest_world(settings)
+        ranks = (
+            processes or (default_workers(settings) if settings.tuning.command else gpus()) or smallest_world(settings)
+        )
         if ranks > 1:
             if settings.tuning.run != "only":
                 resolve_layout(settings, ranks)  # said once, before any rank is started; each resolves its run itself

@@ -1,6 +1,7 @@
 """megatron-core's own training stack: DistributedDataParallel, optimizer, pipeline schedules, finalize_model_grads.
 
-Public name: `MegatronEngine`. TP, SP, PP, virtual stages, CP, EP, ETP, with the plain or the distributed optimizer.
+Public names: `MegatronEngine`, `main_weight`. TP, SP, PP, virtual stages, CP, EP, ETP, with the plain or the
+distributed optimizer.
 """
 
 from __future__ import annotations
@@ -211,6 +212,32 @@ class MegatronEngine:
 def _moments(state: Any) -> dict[str, torch.Tensor]:
     """What an optimizer keeps of a parameter, element by element."""
     return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind != "step"}
+
+
+@torch.no_grad()
+def main_weight(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's whole slice of a parameter as the optimizer keeps it, float32, of any of megatron-core's optimizers.
+
+    Collective over data-parallel ranks where the distributed optimizer splits it.
+
+    Args:
+        optimizer: of `get_megatron_optimizer`, whoever built it.
+        parameter: of the model.
+    """
+    holders = [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, _SPLIT)]
+    if not holders:
+        return getattr(parameter, "main_param", parameter).detach().float()
+    flat = torch.zeros(parameter.numel(), device=parameter.device)
+    for holder in holders:
+        if parameter in getattr(holder, _SPLIT):
+            where = holder._get_model_param_range_map(parameter)["param"]
+            held = holder._get_main_param_and_optimizer_states(parameter)["param"]
+            flat[where.start : where.end] = held.float().view(-1)
+    torch.distributed.all_reduce(flat, group=_data_parallel_group(parameter))
+    return flat.view(parameter.shape)
+
+
+_SPLIT = "model_param_gbuf_map"
 
 
 def _data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:

@@ -106,6 +106,11 @@ def reads_arguments(validate_args: Function) -> Function:
             from mup_megatron.megatron_training.elsewhere import cannot_run, explain_elsewhere, show
 
             check_table(known(), megatron.core.__version__)
+            if settings.command and cannot_run(args):
+                raise UserError(
+                    "this machine cannot run the command line (no CUDA, or fewer processes than its layout needs), and "
+                    "trials are runs of it; expected a launcher with enough processes, or options of another layout"
+                )
             if settings.explain and cannot_run(args):
                 show(*explain_elsewhere(validate_args, args, defaults, settings), settings=settings)
                 sys.exit(0)
@@ -154,7 +159,10 @@ def builds_optimizer(get_megatron_optimizer: Function) -> Function:
 
             check_optimizer(config, model_chunks, kwargs.get("config_overrides"), known())
             kwargs["config_overrides"] = _current.overrides(model_chunks, config.optimizer)
-        return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+        optimizer = get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+        if _current is not None:
+            _current.tell(model_chunks, optimizer)
+        return optimizer
 
     return build
 

@@ -101,7 +101,7 @@ def show(
     for sentence in refused:
         console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
     if settings.written is not None:
-        write_tuning_config(settings.written, config, settings.unsaid)
+        write_tuning_config(settings.written, config, settings.unsaid, settings.command)
         console.print(f"written: {settings.written}; next: mup-megatron tune {settings.written}", highlight=False)
 
 

@@ -1,6 +1,6 @@
 """A run of megatron.training in µP: what the decorators of this package do, from its arguments on.
 
-Public names: `MegatronRun`, `KEY_PREFIX`.
+Public names: `MegatronRun`, `gpt_models`, `KEY_PREFIX`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
+from mup_megatron.megatron_training import watched
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
+from mup_megatron.megatron_training.telemetry import applied, tell
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.model import attach, check_specs, initialise, parametrize
 from mup_megatron.optim import megatron_overrides
@@ -140,6 +142,7 @@ class MegatronRun:
         agreed = [left_out]
         torch.distributed.broadcast_object_list(agreed, src=0)
         config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, agreed[0]))
+        watched.check(config)
         if self._settings.record is not None:
             _check_family(self._settings.record, config)
         layout = resolve_layout(
@@ -155,7 +158,7 @@ class MegatronRun:
             self.building = False
         ours = core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
         check_translation(given["config"], ours)
-        return config, parametrization, layout
+        return config, watched.without_rule(parametrization, layout), layout
 
     def _put_shims(self, given: dict[str, Any], chunk: int) -> None:
         """Layer specs with shims; softmax scale and names of distributions in the TransformerConfig."""
@@ -200,15 +203,7 @@ class MegatronRun:
                 f"the script's OptimizerConfig has the optimizer {optimizer}, Megatron's options "
                 f"{self._args.optimizer}; rates depend on it: expected the same"
             )
-        chunks = []
-        for chunk in model_chunks:
-            while not isinstance(chunk, GPTModel) and hasattr(chunk, "module"):
-                chunk = chunk.module
-            if not isinstance(chunk, GPTModel):
-                raise UserError(
-                    f"the script trains a {type(chunk).__name__}; mup-megatron run knows megatron-core's GPTModel"
-                )
-            chunks.append(chunk)
+        chunks = gpt_models(model_chunks)
         overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
         for override in overrides.values():
             # Up to 0.18 megatron-core tells the groups of a checkpoint apart by four keys. `lr_mult` is one of them and
@@ -218,6 +213,10 @@ class MegatronRun:
             # group has an override here.
             override["default_config"] = override["lr_multiplier"] == 1.0
         return overrides
+
+    def tell(self, model_chunks: Any, optimizer: Any) -> None:
+        """Says what was applied to the model and the optimizer. Collective."""
+        tell(self.parametrization, gpt_models(model_chunks), optimizer)
 
     def write_record(self, iteration: int) -> None:
         """Writes what the weights were made with beside a checkpoint."""
@@ -277,6 +276,7 @@ class MegatronRun:
             key_prefix=KEY_PREFIX,
             fused_activation=self._fused,
             tokenizer_type=args.tokenizer_type,
+            applied=applied(self.parametrization),
         )
 
 
@@ -294,6 +294,24 @@ def _name_in_checkpoints(model: GPTModel) -> None:
         return result
 
     model.sharded_state_dict = sharded_state_dict
+
+
+def gpt_models(model_chunks: Any) -> list[GPTModel]:
+    """megatron-core's models in whatever they are wrapped.
+
+    Raises:
+        UserError: one is no GPTModel.
+    """
+    chunks = []
+    for chunk in model_chunks:
+        while not isinstance(chunk, GPTModel) and hasattr(chunk, "module"):
+            chunk = chunk.module
+        if not isinstance(chunk, GPTModel):
+            raise UserError(
+                f"the script trains a {type(chunk).__name__}; mup-megatron run knows megatron-core's GPTModel"
+            )
+        chunks.append(chunk)
+    return chunks
 
 
 _MULTIPLE = "make_vocab_size_divisible_by"

@@ -17,6 +17,7 @@ from mup_megatron.config.load import parse_yaml
 from mup_megatron.config.schema import Growth, Hparams, ParametrizationSection
 from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.option_check import Known, unsaid_options
+from mup_megatron.megatron_training.watched import task
 
 FLAGS = ("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change")
 _SECTIONS = ("base", "parametrization", "hparams")
@@ -48,6 +49,7 @@ class Settings:
         sizes: of `DERIVED_SIZES`, those that were typed (or that the script sets), before upstream fills the others.
         written: the file to write a config for tuning to, before leaving; None without one.
         unsaid: the options that it cannot say.
+        command: the command line that its trials are; empty where this project's engine trains them.
     """
 
     base: dict[str, Any]
@@ -59,6 +61,7 @@ class Settings:
     sizes: dict[str, int]
     written: Path | None = None
     unsaid: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
 
 
 _known = Known([])
@@ -144,8 +147,16 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         raise UserError(
             "--lr: missing; expected the learning rate at the base, or --mup-hparams with a transfer record"
         )
+    asked = task()
+    command = tuple(asked.command) if asked is not None else ()
+    if args.weight_decay_incr_style != "constant" and command:
+        raise UserError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style}: a transfer record holds one weight decay "
+            "for the whole run; expected constant where a proxy is tuned"
+        )
     return Settings(
         base=base,
+        command=command,
         parametrization=sections.get("parametrization", {}),
         hparams=hparams,
         record=Path(args.mup_hparams) if args.mup_hparams else None,

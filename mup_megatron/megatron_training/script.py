@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.option_table import OPTIONS
+from mup_megatron.tuning.native_command import WATCHED
 
 _USAGE = (
     "expected mup-megatron run [--config mup.yaml] SCRIPT ARGS..., for example pretrain_gpt.py --mup-base base.yaml"
@@ -33,7 +34,24 @@ def run_script(arguments: Sequence[str]) -> None:
     Raises:
         UserError: no script, one that is not Megatron's, or no base sizes.
     """
-    script, args = _split(arguments)
+    script, args, task = _split(arguments)
+    from mup_megatron.megatron_training import watched
+
+    asked = watched.begin(task) if task is not None else None
+    try:
+        if asked is not None and asked.kind == "config":
+            args += ["--mup-write-config", asked.path]
+        _run(script, args, is_watched=task is not None)
+    except BaseException as error:
+        watched.failed(error)
+        raise
+    else:
+        watched.finished()
+    finally:
+        watched.forget()
+
+
+def _run(script: Path, args: list[str], *, is_watched: bool) -> None:
     _check_script(script)
     if not any(word.partition("=")[0] in ("--mup-base", "--mup-config") for word in args):
         raise UserError(
@@ -52,11 +70,15 @@ def run_script(arguments: Sequence[str]) -> None:
     from mup_megatron import megatron_training
     from mup_megatron.megatron_training.options import prepare
     from mup_megatron.patches import PatchError, apply_patches
-    from mup_megatron.patches.megatron_training import entry_patches
+    from mup_megatron.patches.megatron_training import entry_patches, watch_patches
 
     try:
         prepare()
         apply_patches(entry_patches(megatron_training), cuda=torch.cuda.is_available())
+        if is_watched:
+            from mup_megatron.megatron_training import watched, watched_coordinates
+
+            apply_patches(watch_patches(watched, watched_coordinates), cuda=torch.cuda.is_available())
     except PatchError as error:
         raise UserError(f"{script}: {error}") from None
     runpy.run_path(str(script), run_name="__main__")
@@ -67,9 +89,10 @@ def run_script(arguments: Sequence[str]) -> None:
 _NOT_MEGATRONS = "expected a script written against megatron.training, as Megatron-LM's pretrain_gpt.py is"
 
 
-def _split(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """The script, and its arguments with the options of this command as Megatron's parser will know them."""
+def _split(arguments: Sequence[str]) -> tuple[Path, list[str], Path | None]:
+    """The script, its arguments with the options of this command as Megatron's parser will know them, and its task."""
     words, own = list(arguments), []
+    task: Path | None = None
     while words and words[0].startswith("-"):
         word = words.pop(0)
         name, equals, value = word.partition("=")
@@ -80,11 +103,13 @@ def _split(arguments: Sequence[str]) -> tuple[Path, list[str]]:
             if not equals and not words:
                 raise UserError(f"--config: expected a file; {_USAGE}")
             own += ["--mup-config", value if equals else words.pop(0)]
+        elif name == WATCHED and words:
+            task = Path(words.pop(0))
         else:
             raise UserError(f"{word}: unknown option before the script; {_USAGE}")
     if not words:
         raise UserError(f"no script was named; {_USAGE}")
-    return Path(words[0]), [*words[1:], *own]
+    return Path(words[0]), [*words[1:], *own], task
 
 
 def _check_script(script: Path) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.controls import Break, Control, control, interpolate
 from mup_megatron.proof.coordinates import measure
 from mup_megatron.proof.family import Member, default_factors, grown, models, own_path, scaled
+from mup_megatron.proof.native import native_measure
 from mup_megatron.proof.regimes import REGIMES, Regime
 from mup_megatron.proof.slopes import Measurement, slopes_of
 from mup_megatron.proof.theory import Theory
@@ -101,6 +103,7 @@ def coord_check(
     regime: str = "plain",
     compare: bool = True,
     own_batch: bool = False,
+    folder: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Runs the check. Collective.
@@ -117,6 +120,8 @@ def coord_check(
         regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
         compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
         own_batch: the config's own batch, length and rate, which may hide what happens as widths grow (`_few_tokens`).
+        folder: of runs of megatron.training, where the config has a `tuning.command`; it is then not collective, and
+            `rank` counts the processes of such a run.
         say: takes lines of progress.
 
     Returns:
@@ -137,9 +142,18 @@ def coord_check(
     measured = [judged, *compare_with]
     chosen = control(broken) if broken is not None else None
     asked = _asked(config, rank, chosen, regime, factors, growth or {}, steps, own_batch)
-    for member in asked.family:
-        refuse(member.config, member.layout)
-    measurements, tables = _measure(asked.family, measured, rank, steps, seeds, asked.regime.resumes, say)
+    if config.tuning.command:
+        if asked.regime.resumes or (judged.break_ is not None and chosen is None) or (chosen and chosen.growing_tensor):
+            raise UserError(
+                f"coord-check --native: {judged.label} in the regime {asked.name} is measured by this project's "
+                "engines; expected no --native"
+            )
+        names = [(each.label, each.name, broken if each is judged else None) for each in measured]
+        measurements, tables = native_measure(asked.family, names, steps, seeds, folder or Path(config.run.dir), say)
+    else:
+        for member in asked.family:
+            refuse(member.config, member.layout)
+        measurements, tables = _measure(asked.family, measured, rank, steps, seeds, asked.regime.resumes, say)
     family, axis = asked.family, asked.regime.axis
     theory = Theory(tables, [member.size for member in family], axis)
     slopes = {each.label: slopes_of(measurements, each.label, family, steps, theory, axis) for each in measured}

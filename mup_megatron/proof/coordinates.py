@@ -1,9 +1,9 @@
 """Sizes of activations, gradients, weights and updates of one model that takes a few steps on one batch, on all ranks.
 
-Public names: `Coordinates`, `measure`, `parts`. The size of a tensor is the mean absolute value of its elements.
-Each rank adds up the absolute values of the elements that it holds, and counts them; then sums and counts are added
-over all ranks. Ranks may hold parts of a tensor (tensor, sequence, context, pipeline and data parallelism) or copies of
-it. Both give the mean over the whole tensor, because every element has the same number of copies.
+Public names: `Coordinates`, `Probe`, `measure`, `parts`. The size of a tensor is the mean absolute value of its
+elements. Each rank adds up the absolute values of the elements that it holds, and counts them; then sums and counts are
+added over all ranks. Ranks may hold parts of a tensor (tensor, sequence, context, pipeline and data parallelism) or
+copies of it. Both give the mean over the whole tensor, because every element has the same number of copies.
 
     s sequence   b batch   a heads of this rank   g KV heads of this rank   d head size   p queries that are measured
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 
 from mup_megatron.data.batches import Batch
@@ -89,47 +90,102 @@ def measure(
     """
     config, layout = member.config, member.layout
     chunks = build_model(parametrization, layout, rank, device)
-    trained = {name: parameter for name, parameter in named_parameters(chunks) if not _frozen(parametrization, name)}
-    # Copied before the engine partitions them (ZeRO 3).
-    weights = {name: parameter.detach().float().clone() for name, parameter in trained.items()}
-    cut = {name: _rows(parametrization.tensors[name].shape.spec, layout, rank, device) for name in trained}
-    initial, updates = _Sums(), _Sums()
-    for name, weight in weights.items():
-        for part, values in parts(name, weight, cut[name]):
-            initial.add(part, values)
+    probe = Probe(parametrization, layout, rank, device, chunks)  # copies weights before the engine partitions them
     engine = build_engine(member.setup, parametrization, chunks)
-    recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context))
-    losses = []
     try:
-        recorder.watch(named_modules(engine.chunks), attention_logits=layout.context == 1)
+        probe.watch(engine.chunks)
         for step in range(steps + 1):
             if resumes and step == max(1, steps // 2):
                 engine = _resumed(engine, member, parametrization, rank, device, step)
-                named = dict(named_parameters(engine.chunks))
-                trained = {name: named[name] for name in trained}
-                recorder.watch(named_modules(engine.chunks), attention_logits=layout.context == 1)
-            recorder.begin(step)
-            losses.append(engine.step(batch, config.hparams.lr).loss)
+                probe.watch(engine.chunks)
+            probe.begin(step)
+            probe.losses.append(engine.step(batch, config.hparams.lr).loss)
             if step == steps:
                 break
-            for name, parameter in trained.items():
-                held = engine.gather(parameter)[WEIGHT]  # None where no optimizer group of this rank has it (ZeRO 1, 2)
-                weight = weights[name] if held is None else held.detach().float().clone()
-                for part, values in parts(name, weight - weights[name], cut[name]):
-                    updates.add((part, step), values)
-                weights[name] = weight
+            probe.updated(step, engine.gather)
     finally:
-        recorder.close()
+        probe.close()
         engine.close()
-    silent = _silent_everywhere(recorder.silent, recorder.fired)
-    sizes, updated = recorder.sums.means(), updates.means()
-    modules: dict[str, dict[str, list[float]]] = {quantity: {} for quantity in QUANTITIES}
-    for quantity, name, step in sizes:
-        modules[quantity].setdefault(name, [math.nan] * (steps + 1))[step] = sizes[quantity, name, step]
-    changes: dict[str, list[float]] = {}
-    for name, step in updated:
-        changes.setdefault(name, [math.nan] * steps)[step] = updated[name, step]
-    return Coordinates(modules=modules, initial=initial.means(), updates=changes, losses=losses, silent=silent)
+    return probe.coordinates(steps)
+
+
+class Probe:
+    """Looks at one model while somebody trains it: `begin` before each step, `updated` after it. Collective.
+
+    Args:
+        parametrization: of the model.
+        layout: how ranks split it.
+        rank: global rank of this process.
+        device: where the model lives.
+        chunks: this rank's part, with its initial values.
+    """
+
+    def __init__(
+        self,
+        parametrization: Parametrization,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        chunks: Sequence[GPTModel],
+    ) -> None:
+        self._layout = layout
+        self._trained = {name: held for name, held in named_parameters(chunks) if not _frozen(parametrization, name)}
+        self._weights = {name: held.detach().float().clone() for name, held in self._trained.items()}
+        tensors = parametrization.tensors
+        self._cut = {name: _rows(tensors[name].shape.spec, layout, rank, device) for name in self._trained}
+        self._initial, self._updates = _Sums(), _Sums()
+        for name, weight in self._weights.items():
+            for part, values in parts(name, weight, self._cut[name]):
+                self._initial.add(part, values)
+        self._recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context))
+        self.losses: list[float] = []
+        """Nats per token, before each step."""
+
+    def watch(self, chunks: Sequence[GPTModel]) -> None:
+        """Hooks every module of this rank's part; of a model that goes on from another one's state too."""
+        named = dict(named_parameters(chunks))
+        self._trained = {name: named[name] for name in self._trained}
+        self._recorder.watch(named_modules(chunks), attention_logits=self._layout.context == 1)
+
+    def begin(self, step: int) -> None:
+        """What is measured from now on is of this step."""
+        self._recorder.begin(step)
+
+    def updated(self, step: int, gather: Callable[[torch.nn.Parameter], Mapping[str, Any]]) -> None:
+        """Measures what a step added to every parameter.
+
+        Args:
+            step: that was taken.
+            gather: this rank's whole slice of a parameter, by `WEIGHT`, as `Engine.gather` says it.
+        """
+        for name, parameter in self._trained.items():
+            held = gather(parameter)[WEIGHT]  # None where no optimizer group of this rank has it (ZeRO 1, 2)
+            weight = self._weights[name] if held is None else held.detach().float().clone()
+            for part, values in parts(name, weight - self._weights[name], self._cut[name]):
+                self._updates.add((part, step), values)
+            self._weights[name] = weight
+
+    def close(self) -> None:
+        """Takes the hooks out."""
+        self._recorder.close()
+
+    def coordinates(self, steps: int) -> Coordinates:
+        """What was measured, over all ranks.
+
+        Args:
+            steps: that were taken, and looked at.
+        """
+        recorder = self._recorder
+        silent = _silent_everywhere(recorder.silent, recorder.fired)
+        sizes, updated = recorder.sums.means(), self._updates.means()
+        modules: dict[str, dict[str, list[float]]] = {quantity: {} for quantity in QUANTITIES}
+        for quantity, name, step in sizes:
+            modules[quantity].setdefault(name, [math.nan] * (steps + 1))[step] = sizes[quantity, name, step]
+        changes: dict[str, list[float]] = {}
+        for name, step in updated:
+            changes.setdefault(name, [math.nan] * steps)[step] = updated[name, step]
+        initial = self._initial.means()
+        return Coordinates(modules=modules, initial=initial, updates=changes, losses=self.losses, silent=silent)
 
 
 def _resumed(

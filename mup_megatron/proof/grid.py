@@ -26,6 +26,7 @@ from mup_megatron.run_directory import Busy, own_run_directory, write_whole
 from mup_megatron.setup import resolve
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.family import digest
+from mup_megatron.tuning.native import NativeProcess, process_for
 from mup_megatron.tuning.process import ATTEMPTS, RunProcess
 from mup_megatron.tuning.space import one_process
 
@@ -70,6 +71,8 @@ def comparable(config: Config) -> Config:
     Raises:
         ConfigError: it has nothing to validate on, or every run would be refused.
     """
+    if config.tuning.command:  # its script evaluates in its own way, on its own data
+        return one_process(config).derive({"training.eval_interval": config.training.train_steps})
     if not float([*config.data.split.split(","), "0"][1]):
         raise config.error("data.split", f"{config.data.split} holds nothing to validate on; expected 98,2,0")
     config = resolve(one_process(config), 1).config
@@ -160,7 +163,8 @@ class _Slot:
         self._directory = directory
         name = f"{os.uname().nodename}-{rank.rank}-{number}"
         self._cache = directory / f"cache-{name}"
-        self._process = RunProcess(worker, directory / f"worker-{name}.log")
+        self._worker, self._log = worker, directory / f"worker-{name}.log"
+        self._process: RunProcess | NativeProcess | None = None
         self._job: Job | None = None
         self._held = ExitStack()
         self._began = 0.0
@@ -182,9 +186,10 @@ class _Slot:
 
     def stop(self, *, save: bool) -> None:
         """Ends the process; a run at hand is saved first where there is time for it."""
-        if save and self._job is not None:
-            self._process.save_and_stop()
-        self._process.stop()
+        if self._process is not None:
+            if save and self._job is not None:
+                self._process.save_and_stop()
+            self._process.stop()
         self._held.close()
 
     def _take(self, job: Job) -> bool:
@@ -203,9 +208,13 @@ class _Slot:
             "run.name": job.name,
             "data.cache_dir": str(self._cache),
         }
+        if self._process is None:
+            self._process = process_for(job.config, self._worker, self._log)
         self._process.start(job.config.derive(there))
 
     def _hear(self, job: Job) -> None:
+        if self._process is None:
+            raise RuntimeError("no process")
         ended = self._process.listen(_POLL_SECONDS, job.config.tuning.hang_timeout)
         if ended is None:
             return

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
@@ -34,6 +36,7 @@ from mup_megatron.proof.optimum import (
 from mup_megatron.proof.question import Across, Question
 from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import write_whole
+from mup_megatron.tuning.native_command import NativeCommand
 from mup_megatron.tuning.space import stretched
 
 BOUNDS = {"octaves": 0.5, "cost": 0.005}
@@ -85,7 +88,8 @@ def stability(
     say(f"{len(runs)} runs: {asked.over} over {asked.across}, {workers} at a time")
     with alone(directory):
         for each in {run.factor: run.job.config for run in runs}.values():
-            prepare(each, say)
+            if not config.tuning.command:
+                prepare(each, say)
     outcomes = run_grid([run.job for run in runs], directory / "runs", rank, workers, say)
     return _result(config, asked, runs, outcomes)
 
@@ -118,9 +122,11 @@ def grid(config: Config, asked: Question) -> list[_Run]:
 
 def _sized(config: Config, asked: Question) -> list[Config]:
     """The config at every size."""
+    command = config.tuning.command
+    ranks = (NativeCommand.read(command).processes or max(1, torch.cuda.device_count())) if command else 1
     if asked.across in ("width", "depth"):
         try:
-            found = [member.config for member in members(config, asked.factors, 1, asked.across)]
+            found = [member.config for member in members(config, asked.factors, ranks, asked.across)]
         except UserError as error:
             raise UserError(str(error).replace("--widths", "--sizes")) from None
     elif asked.across == "tokens":

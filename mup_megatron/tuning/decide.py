@@ -37,7 +37,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         raise config.error(
             "tuning.search", "missing; expected what to tune, or tuning.run: never to train with the values of hparams:"
         )
-    if tune and not float([*config.data.split.split(","), "0"][1]):
+    if tune and not config.tuning.command and not float([*config.data.split.split(","), "0"][1]):
         raise config.error(
             "data.split",
             f"{config.data.split} holds nothing to validate on, by which trials are compared; expected 98,2,0",
@@ -62,6 +62,8 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     if tune or config.tuning.run != "only":
         extrapolated = record.extrapolated(config, found)
         write_whole(directory / PLAN, json.dumps({**plan.as_json(), "extrapolated": extrapolated}, indent=1))
+    if config.tuning.command:  # the script reads its own data
+        return tune
     prepared = prepare(config, progress.say)
     check_parts(config, prepared.blend[0], validation=tune or bool(config.training.eval_interval))
     return tune
@@ -96,7 +98,8 @@ def _check_study(config: Config) -> None:
 def _check_proxy(config: Config) -> None:
     """What each trial would be refused for is said once, before the first. Raises ConfigError."""
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
-    resolve(proxy, 1)
+    if not config.tuning.command:
+        resolve(proxy, 1)
 
 
 def _check_writable(path: Path, config: Config) -> None:

@@ -236,7 +236,7 @@ class _Leader:
         """Whether every trial is done, repetitions included."""
         self._listen()
         trials = self.announce()
-        check_failures(trials, self._study.directory)
+        check_failures(trials, self._study.directory, self._study.logs)
         if self._study.plan(trials) or any(trial.state in ("waiting", "running") for trial in trials):
             return False
         if not self._repeating:
@@ -267,12 +267,13 @@ class _Leader:
         return trials
 
 
-def check_failures(trials: Sequence[Any], directory: Path) -> None:
+def check_failures(trials: Sequence[Any], directory: Path, logs: str = "worker-*.log") -> None:
     """Ends a study whose first trials all failed for one reason, which the others would share.
 
     Args:
         trials: of the study.
         directory: of the study.
+        logs: files there that say more.
 
     Raises:
         UserError: three trials failed alike, and none came as far as an evaluation.
@@ -282,7 +283,7 @@ def check_failures(trials: Sequence[Any], directory: Path) -> None:
     if len(ended) < _ALIKE or len(reasons) > 1 or any(trial.state != "failed" or trial.reports for trial in ended):
         return
     raise UserError(
-        f"{directory}: the first {len(ended)} trials all failed with: {reasons.pop()}; worker-*.log there says more. "
+        f"{directory}: the first {len(ended)} trials all failed with: {reasons.pop()}; {logs} there says more. "
         "Nothing else was tried; when it is mended, remove that folder to start again"
     )
 

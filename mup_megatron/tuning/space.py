@@ -125,7 +125,8 @@ def proxy_config(
         {
             **keys_of(values),
             **_schedule(training, tuning_steps(config)),
-            **_one_process(config),
+            **({} if config.tuning.command else _one_process(config)),
+            "run.samples": [],
             "run.name": f"{config.run.name}, {directory.name}",
             "run.dir": str(directory),
             "run.seed": seed,
@@ -157,8 +158,11 @@ def _schedule(training: Training, steps: int) -> dict[str, Any]:
 
 
 def one_process(config: Config) -> Config:
-    """The config on one process, unsplit. The DeepSpeed engine's numbers are those of every layout and engine."""
-    return config.derive(_one_process(config))
+    """The config on one process, unsplit. The DeepSpeed engine's numbers are those of every layout and engine.
+
+    A run of megatron.training (`tuning.command`) stays in its own layout.
+    """
+    return config.derive({"run.samples": []} if config.tuning.command else _one_process(config))
 
 
 def _one_process(config: Config) -> dict[str, Any]:

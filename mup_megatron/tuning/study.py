@@ -57,6 +57,8 @@ def _decided(config: Config) -> dict[str, Any]:
         "run": {"seed": config.run.seed},
     }
     flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    if config.tuning.command:
+        flat["tuning.command"] = config.tuning.command
     return {**digested(config), **flat}
 
 
@@ -73,6 +75,11 @@ class Study:
         self.directory = Path(config.run.dir) / "tuning"
         self._storage = StudyStorage(config, self.directory)
         self._leases = leases
+
+    @property
+    def logs(self) -> str:
+        """Files in its folder that hold what trials printed."""
+        return "trial-*/log.txt" if self._config.tuning.command else "worker-*.log"
 
     @property
     def digest(self) -> str:

@@ -23,6 +23,7 @@ from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
+from mup_megatron.tuning.native import NativeProcess, process_for
 from mup_megatron.tuning.outcome import Trial
 from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, RunProcess, Step
 from mup_megatron.tuning.space import proxy_config, tuning_steps
@@ -52,7 +53,7 @@ def work(
         Stopped: SIGTERM.
         DiskFull: nothing more could be written; the trial at hand waits.
     """
-    process = RunProcess(rank, study.directory / f"worker-{rank.rank}.log")
+    process = process_for(config, rank, study.directory / f"worker-{rank.rank}.log")
     with full_disk(study.directory, "the study"), stop_signal() as terminated:
         try:
             while not done():
@@ -71,7 +72,7 @@ def _run(
     config: Config,
     study: Study,
     rank: Rank,
-    process: RunProcess,
+    process: RunProcess | NativeProcess,
     trial: Trial,
     done: Callable[[], bool],
     terminated: Callable[[], bool],
@@ -161,7 +162,7 @@ def _free_directory(directory: Path, alive: Callable[[], None], say: Callable[[s
 def _follow(
     config: Config,
     study: Study,
-    process: RunProcess,
+    process: RunProcess | NativeProcess,
     trial: Trial,
     alive: Callable[[], None],
     say: Callable[[str], None],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mup_megatron.megatron_training.script import _announce_rank
 from tests import native
@@ -118,3 +120,29 @@ def test_a_lone_process_binds_a_free_port(monkeypatch: pytest.MonkeyPatch) -> No
             taken.bind((address, port))
             taken.listen()
         assert TCPStore(address, port, 1, is_master=True).port > 0
+
+
+@needs_training
+def test_what_was_applied_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    """In one line, in TensorBoard and beside the checkpoint: what the optimizer's groups have, and numbers by hand.
+
+    Twice the base's hidden size of 32: hidden matrices have half the rate of 1e-2, the readout half its output; heads
+    keep their 16 channels. 2 layers of 12 tensors, two embeddings, the final norm's gain and bias.
+    """
+    folders: dict[str, Any] = {"tensorboard_dir": tmp_path / "curves", "save": tmp_path / "saved", "save_interval": 2}
+    found = run(ranks, tmp_path, **folders)
+    assert found["status"] == 0, found["said"]
+    rates = {group["rule"]: group["max_lr"] for group in found["groups"].values()}
+    assert set(rates.values()) == {0.005, 0.01}
+    (said,) = [line for line in found["printed"].splitlines() if line.startswith("mup-megatron: ")]
+    held = json.loads((tmp_path / "saved" / "iter_0000002" / "mup.json").read_text())["applied"]
+    assert said == (
+        f"mup-megatron: mup applied: 28 tensors in {len(rates)} optimizer groups (rates 0.005 to 0.01), forward "
+        f"multipliers softmax_scale 0.25, readout 0.5, embedding 1, residual 1; base {held['base_digest'][:12]}"
+    )
+    assert {rule: group["lr"] for rule, group in held["groups"].items()} == rates
+    assert sum(group["tensors"] for group in held["groups"].values()) == held["tensors"] == 28
+    events = EventAccumulator(str(tmp_path / "curves"))
+    events.Reload()
+    written = {rule: events.Scalars(f"mup/peak-learning-rate/{rule}")[0].value for rule in rates}
+    assert written == pytest.approx(rates)

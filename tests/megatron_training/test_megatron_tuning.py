@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mup_megatron.config import load_config
 from mup_megatron.errors import UserError
+from mup_megatron.layout import resolve_layout
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from mup_megatron.model import parametrize
+from mup_megatron.setup import megatron
 from mup_megatron.tuning.family import digested
 from tests import native
 from tests.commands import run
@@ -99,6 +102,51 @@ def test_bad_input(common: str, base: dict[str, int], there: bool, said: str, tm
         write_tuning_config(path, read, ())
     assert str(error.value).startswith(f"--mup-write-config {path}: {said}")
     assert not there or path.read_text() == "mine"
+
+
+SMALL = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --train-iters 8 --lr 1e-2"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [("", None), ("--optimizer muon", False), ("--optimizer lion", False), ("--optimizer sgd", False)],
+)
+def test_whose_distributed_optimizer(options: str, expected: bool | None, tmp_path: Path) -> None:
+    """megatron-core's is AdamW's alone; `tune` refuses it for others."""
+    read, *_ = elsewhere(f"{SMALL} {options}", tmp_path, {"hidden_size": 64}, common=COMMON)
+    path = tmp_path / "tune.yaml"
+    write_tuning_config(path, read, ())
+    written = yaml.safe_load(path.read_text())["parallel"]
+    assert written.get("use_distributed_optimizer") is expected
+    megatron.refuse(load_config(path), resolve_layout(load_config(path), 1))
+
+
+@pytest.mark.parametrize(("split", "expected"), [("100,0,0", "98,2,0"), ("90,10,0", "90,10,0"), ("1", "98,2,0")])
+def test_something_to_validate_on(split: str, expected: str, tmp_path: Path) -> None:
+    """Trials are compared by it; a split that keeps nothing for it is replaced, and the file says so."""
+    read, *_ = elsewhere(f"{SMALL} --split {split}", tmp_path, {"hidden_size": 64}, common=COMMON)
+    path = tmp_path / "tune.yaml"
+    write_tuning_config(path, read, ())
+    assert load_config(path).data.split == expected
+    said = " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    assert (f"The run keeps nothing to validate on (--split {split})" in said) == (split != expected)
+
+
+def test_for_trials_that_are_runs(tmp_path: Path) -> None:
+    """With a command line: it, the run's own layout, batch and split, and mock data, which a script may have."""
+    options = "--tensor-model-parallel-size 2 --sequence-parallel --split 100,0,0 --global-batch-size 8"
+    mock = "--mock-data --vocab-size 1000 --tokenizer-type NullTokenizer"
+    read, *_ = elsewhere(f"{SMALL} {options}", tmp_path, {"hidden_size": 64}, common=mock)
+    path = tmp_path / "new" / "tune.yaml"
+    write_tuning_config(path, read, ("--window-size 8,0",), ["torchrun", "p.py", "--lr", "1"])
+    found = load_config(path)
+    assert found.tuning.command == ["torchrun", "p.py", "--lr", "1"]
+    assert (found.parallel.tensor_model_parallel_size, found.parallel.sequence_parallel) == (2, True)
+    assert (found.tuning.global_batch_size, found.training.global_batch_size, found.data.split) == (None, 8, "100,0,0")
+    assert "--window-size" not in path.read_text()  # the trials have it
 
 
 def test_a_file_of_base_shapes_has_no_proxy(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from mup_megatron import megatron_training, patches, runtime
+from mup_megatron.megatron_training import watched, watched_coordinates
 from mup_megatron.patches import ALL_PATCHES, Patch, PatchError, active_patches, apply_patches, revert_patches
 from mup_megatron.patches.cpu import for_cpu
-from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
+from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches, watch_patches
 from mup_megatron.ranks import Rank
 from tests import patch_tables
 from tests.breakages import break_
@@ -25,7 +26,7 @@ from tests.commands import run
 from tests.distributed import Ranks
 
 BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
-RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training))
+RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training), *watch_patches(watched, watched_coordinates))
 NEEDED = {name: patch for name, patch in BY_NAME.items() if patch.is_needed(cuda=False)}
 
 

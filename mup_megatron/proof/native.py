@@ -1,0 +1,95 @@
+"""The coordinate check's measurements from the user's own script: one run of megatron.training per size and seed.
+
+Public names: `native_measure`, `check_arguments`. The runs are those of `tuning.command` in its own layout, with the
+sizes of the family and few steps on one batch; megatron_training/watched_coordinates.py is what looks at them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mup_megatron.config import Config
+from mup_megatron.data.prepare import known_vocab_size
+from mup_megatron.errors import UserError
+from mup_megatron.model import parametrize
+from mup_megatron.parametrization import Parametrization
+from mup_megatron.proof.coordinates import Coordinates
+from mup_megatron.proof.family import Member
+from mup_megatron.proof.slopes import Measurement
+from mup_megatron.tuning.native import Task, own_launch, said_by_options, write_sections
+from mup_megatron.tuning.native_command import PLACES, NativeCommand, native_options, replaced
+
+# A hook would see a recomputed module twice, and a parameter that is gathered in the next forward pass too early.
+_DROPPED = (
+    *("recompute-activations", "recompute-granularity", "recompute-method", "recompute-num-layers"),
+    *("recompute-modules", "distribute-saved-activations", "moe-layer-recompute", "overlap-param-gather"),
+    *("fine-grained-activation-offloading", "offload-modules", "wandb-project", *PLACES),
+)
+
+
+def native_measure(
+    family: Sequence[Member],
+    measured: Sequence[tuple[str, str, str | None]],
+    steps: int,
+    seeds: int,
+    directory: Path,
+    say: Callable[[str], None],
+) -> tuple[list[Measurement], list[Parametrization]]:
+    """Every measurement, and µP's own table of every size.
+
+    Args:
+        family: models, smallest first.
+        measured: label, name of the parametrization and rule that is taken out, of each that is measured.
+        steps: optimizer steps.
+        seeds: repetitions.
+        directory: of the runs' logs.
+        say: takes lines of progress.
+
+    Raises:
+        UserError: a run failed; says how.
+    """
+    measurements: list[Measurement] = []
+    tables: list[Parametrization] = []
+    command = NativeCommand.read(family[0].config.tuning.command)
+    for member in family:
+        tables.append(parametrize(member.config, known_vocab_size(member.config)))
+        first = member.config.run.seed
+        for seed in range(first, first + seeds):
+            for label, name, broken in measured:
+                config = member.config.derive({"run.seed": seed, "parametrization.name": name})
+                folder = directory / f"{label.replace(' ', '-')}-{member.factor}-seed-{seed}"
+                coordinates = _run(command, config, steps, broken, folder)
+                measurements.append(Measurement(label=label, seed=seed, factor=member.factor, coordinates=coordinates))
+                say(
+                    f"{label}: {member.factor} x base, seed {seed}: loss "
+                    + " ".join(f"{loss:.4f}" for loss in coordinates.losses)
+                )
+    return measurements, tables
+
+
+def _run(command: NativeCommand, config: Config, steps: int, broken: str | None, folder: Path) -> Coordinates:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "coordinates.json"
+    path.unlink(missing_ok=True)
+    task = Task(kind="coordinates", path=str(path), expected=said_by_options(config), steps=steps, broken=broken)
+    try:
+        own_launch(command, check_arguments(command, config, folder), task, folder)
+    except UserError as error:
+        raise UserError(f"{folder}: {error} (log.txt there says more)") from None
+    held = json.loads(path.read_text(encoding="utf-8"))
+    return Coordinates(**{**held, "silent": tuple(held["silent"])})
+
+
+def check_arguments(command: NativeCommand, config: Config, folder: Path) -> list[str]:
+    """Arguments of the user's script for one model of a check.
+
+    Args:
+        command: `tuning.command`.
+        config: of the model.
+        folder: of the run.
+    """
+    options = {**native_options(config), "mup-config": str(write_sections(folder, config))}
+    options |= {"eval-iters": "0", "eval-interval": str(config.training.train_steps)}
+    return replaced(command, options, dropped=_DROPPED)

@@ -1,7 +1,7 @@
 """Names of a model's parts over the whole model: layers, stages and experts are counted globally, not on this rank.
 
-Public names: `named_parameters`, `named_modules`, `named_buffers`. A parameter has one name in every layout, which the
-table (parametrization.py), initial values (init.py) and checkpoints know it by.
+Public names: `global_names`, `named_parameters`, `named_modules`, `named_buffers`. A parameter has one name in every
+layout, which the table (parametrization.py), initial values (init.py) and checkpoints know it by.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
         UserError: a parameter without a TensorSpec; names it.
     """
     for chunk in [model] if isinstance(model, GPTModel) else model:
-        global_name = _global_names(chunk)
+        global_name = global_names(chunk)
         for local_name, parameter in chunk.named_parameters():
             name = global_name(local_name)
             if spec_of(parameter) is None:
@@ -42,7 +42,7 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
 def named_modules(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Modules by global name, as `named_parameters`; lists of modules and the chunks themselves are left out."""
     for chunk in [model] if isinstance(model, GPTModel) else model:
-        global_name = _global_names(chunk)
+        global_name = global_names(chunk)
         for name, module in chunk.named_modules():
             if name and not isinstance(module, torch.nn.ModuleList):
                 yield global_name(f"{name}.").removesuffix("."), module
@@ -51,15 +51,15 @@ def named_modules(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, t
 def named_buffers(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
     """What a model keeps beside its parameters (a router's expert bias), by global name; the same on every rank."""
     for chunk in [model] if isinstance(model, GPTModel) else model:
-        global_name = _global_names(chunk)
+        global_name = global_names(chunk)
         for prefix, module in chunk.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield global_name(f"{prefix}.{name}"), buffer
 
 
-def _global_names(chunk: GPTModel) -> Callable[[str], str]:
-    """From a chunk's own names to those of the whole model."""
+def global_names(chunk: GPTModel) -> Callable[[str], str]:
+    """From a chunk's own names of parameters and modules to those of the whole model."""
     global_expert_name = global_expert_names(chunk)
 
     def global_name(local_name: str) -> str:

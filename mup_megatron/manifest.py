@@ -91,6 +91,7 @@ class CheckpointManifest(BaseModel):
         carried: factors of tensors on rate, epsilon and decay, beside the rules; only after a rebase.
         tokenizer_type: what Megatron calls its tokenizer; only under `mup-megatron run`.
         applied: groups with their rates, forward multipliers, digest of the base; only under `mup-megatron run`.
+        as_built: a user's entries about tensors; only of a model that was parametrised as a script builds it.
         files: every other file of the checkpoint; None where Megatron writes it.
     """
 
@@ -113,6 +114,7 @@ class CheckpointManifest(BaseModel):
     tokenizer_type: str | None = None
     carried: dict[str, list[float]] | None = None
     applied: dict[str, Any] | None = None
+    as_built: list[str] | None = None
     files: list[str] | None = None
 
     @classmethod
@@ -302,6 +304,7 @@ def _compared(manifest: CheckpointManifest) -> dict[str, Any]:
         "data_digest": manifest.data_digest,
         "base_shapes": manifest.base_shapes,
         "carried": manifest.carried or {},
+        **({} if manifest.as_built is None else {"as_built": manifest.as_built}),
     }
 
 

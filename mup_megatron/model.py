@@ -13,15 +13,12 @@ kind of layer one is built, and one expert (representatives.py).
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.overrides import TorchFunctionMode
 
 from mup_megatron import init
 from mup_megatron.apply_rules import apply_rules
@@ -37,16 +34,7 @@ from mup_megatron.parametrization import WORD_EMBEDDINGS, ForwardMultipliers, Pa
 from mup_megatron.representatives import layer_kinds, replicate, representatives
 from mup_megatron.shapes import TensorShape, TensorSpec, join_shapes
 from mup_megatron.transformer_config import core_config
-
-
-class _OneRank:
-    """Stands for a process group of one rank: what an unsharded build on the meta device divides by."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
+from mup_megatron.unsharded import one_rank_groups, unsharded
 
 
 def parametrize(config: Config, vocab_size: int) -> Parametrization:
@@ -195,54 +183,17 @@ def unsharded_model(config: Config, model: Model, vocabulary: int, layers: Seque
         stages=((range(model.num_layers) if layers is None else layers,),),
     )
     neutral = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
-    # Multi-token prediction asks parallel_state for the pipeline stage, whatever groups the model is handed.
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    parallel_state.set_pipeline_model_parallel_rank(0)
-    parallel_state.set_pipeline_model_parallel_world_size(1)
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
-    try:
-        with torch.device("meta"), _DrawsNothing(), _without_backends():
-            return _gpt_model(
-                config,
-                model,
-                vocabulary,
-                neutral,
-                layout,
-                torch.device("meta"),
-                unsharded=True,
-                one_expert=layers is not None,
-            )
-    finally:
-        parallel_state.set_pipeline_model_parallel_rank(None)
-        parallel_state.set_pipeline_model_parallel_world_size(None)
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
-
-
-class _DrawsNothing(TorchFunctionMode):
-    """Leaves initial values out, which a tensor without storage does not have.
-
-    There torch.nn.init computes them by operations written in Python, and loads torch._dynamo first.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"]
-        return function(*args, **(kwargs or {}))
-
-
-_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-
-
-@contextlib.contextmanager
-def _without_backends() -> Iterator[None]:
-    """Upstream's constructor pins Transformer Engine's attention backend for the process, which the real model does."""
-    before = {name: os.environ.pop(name) for name in _BACKENDS if name in os.environ}
-    try:
-        yield
-    finally:
-        for name in _BACKENDS:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+    with unsharded():
+        return _gpt_model(
+            config,
+            model,
+            vocabulary,
+            neutral,
+            layout,
+            torch.device("meta"),
+            unsharded=True,
+            one_expert=layers is not None,
+        )
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
@@ -289,23 +240,7 @@ def _gpt_model(
         model = model.with_plain_kernels
     arguments: dict[str, Any] = {}
     if unsharded:
-        one = _OneRank()
-        names = (
-            "tp",
-            "pp",
-            "cp",
-            "ep",
-            "dp",
-            "dp_cp",
-            "expt_tp",
-            "expt_dp",
-            "tp_cp",
-            "tp_ep",
-            "tp_ep_pp",
-            "mp",
-            "tp_dp_cp",
-        )
-        arguments["pg_collection"] = ProcessGroupCollection(embd=None, pos_embd=None, **dict.fromkeys(names, one))
+        arguments["pg_collection"] = one_rank_groups()
     elif device.type == "meta":
         groups = ProcessGroupCollection.use_mpu_process_groups()
         groups.embd = None  # whose two ranks would exchange a tied weight, and a dry run has none

@@ -30,9 +30,10 @@ LEVELS = [
     {"engines"},
     {"deepspeed"},
     {"setup"},
+    {"as_built"},
     {"model"},
     {"transformer_config"},
-    {"data", "optim", "runtime", "mup", "global_names"},
+    {"data", "optim", "runtime", "mup", "global_names", "unsharded"},
     {"layers"},
     {"base_file", "apply_rules"},
     {"parametrization", "init", "upstream"},
@@ -45,6 +46,7 @@ LEVELS = [
     {"errors"},
 ]
 BESIDE = {
+    "as_built",
     "mup",
     "deepspeed",
     "data",

@@ -18,17 +18,25 @@ def scaled_bias_dropout_add(multiplier: float) -> Callable[[bool, bool], Callabl
     Args:
         multiplier: on (x + bias), before it is added to the residual; both are [s, b, h].
     """
-    if multiplier == 1.0:
-        return get_bias_dropout_add
+    return get_bias_dropout_add if multiplier == 1.0 else scaled_branch(get_bias_dropout_add, multiplier)
 
-    def get_scaled_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Any]:
-        bias_dropout_add = get_bias_dropout_add(training, fused)
+
+def scaled_branch(get_add: Callable[[bool, bool], Callable[..., Any]], multiplier: float) -> Callable[..., Any]:
+    """What adds a branch to the residual stream, with the branch's output and bias multiplied first.
+
+    Args:
+        get_add: megatron-core's `get_bias_dropout_add`, or a function of its kind.
+        multiplier: on (x + bias); both are [s, b, h].
+    """
+
+    def get_scaled_add(training: bool, fused: bool) -> Callable[..., Any]:
+        add = get_add(training, fused)
 
         def scaled(x_with_bias: Any, residual: Any, prob: float) -> Any:
             output, bias = x_with_bias
             scaled_bias = None if bias is None else bias * multiplier
-            return bias_dropout_add((output * multiplier, scaled_bias), residual, prob)
+            return add((output * multiplier, scaled_bias), residual, prob)
 
         return scaled
 
-    return get_scaled_bias_dropout_add
+    return get_scaled_add

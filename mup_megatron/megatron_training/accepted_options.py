@@ -58,6 +58,7 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "fp16-lm-cross-entropy loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis",
         "how a loss in fp16 is scaled: gradients are scaled back before norms, moments and epsilon see them",
     ),
+    ("spec", "the script's own layers, which are kept and parametrised as they are built"),
     ("fp32-residual-connection", "the precision of the residual stream"),
     (
         "muon-use-nesterov muon-nesterov muon-fp32-matmul-prec muon-num-ns-steps muon-coefficient-type "

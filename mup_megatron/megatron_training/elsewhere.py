@@ -16,13 +16,13 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.explain import print_table
+from mup_megatron.explain import print_table, without_numbers
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
@@ -32,6 +32,9 @@ from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES
 from mup_megatron.transformer_config import core_config
+
+if TYPE_CHECKING:
+    from mup_megatron.as_built.chunks import BuiltModel
 
 
 def cannot_run(args: Namespace) -> bool:
@@ -63,6 +66,13 @@ def explain_elsewhere(
     Raises:
         UserError: upstream refuses the options, or they belong to no family.
     """
+    own = "--spec" if getattr(args, "spec", None) else "--mup-model as-built" if settings.model == "as-built" else None
+    if own or settings.tensors:
+        raise UserError(
+            f"{own or '--mup-tensors'}: what the script's layer spec builds is seen only where it can be built, and "
+            "this machine cannot run the command line; expected its processes and kernels, or "
+            "--transformer-impl local on one process"
+        )
     check_options(args, defaults, known(), here=False)
     refused = refused_in_a_run(args, defaults, known())
     args.rank, args.world_size = 0, max(args.world_size, _processes(args))
@@ -87,9 +97,23 @@ def explain_elsewhere(
 
 
 def show(
-    config: Config, parametrization: Parametrization, layout: Layout, refused: Sequence[str] = (), *, settings: Settings
+    config: Config,
+    parametrization: Parametrization,
+    layout: Layout,
+    refused: Sequence[str] = (),
+    *,
+    settings: Settings,
+    built: BuiltModel | None = None,
 ) -> None:
     """Prints the table, and what a run would refuse; writes the config for tuning that the options ask for.
+
+    Args:
+        config: the run in this project's terms.
+        parametrization: of its model.
+        layout: how ranks split it.
+        refused: a sentence each.
+        settings: what the options of µP name.
+        built: of a model that is parametrised as the script builds it; what says what its tensors are is printed too.
 
     Raises:
         UserError: there is no such config, or it cannot be written.
@@ -98,11 +122,27 @@ def show(
 
     console = Console(width=None if sys.stdout.isatty() else 140, markup=False)
     print_table(parametrization, layout, console)
+    if built is not None:
+        _print_entries(built, console)
     for sentence in refused:
         console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
     if settings.written is not None:
         write_tuning_config(settings.written, config, settings.unsaid, settings.command)
         console.print(f"written: {settings.written}; next: mup-megatron tune {settings.written}", highlight=False)
+
+
+def _print_entries(built: BuiltModel, console: Any) -> None:
+    """What says what each tensor is, layers and experts folded into one line."""
+    from rich.table import Table
+
+    table = Table(title="what the tensors of the model as built are")
+    for column in ("tensor", "kind", "by"):
+        table.add_column(column, overflow="fold")
+    lines = {without_numbers(name): entry for name, entry in built.entries.items()}
+    for name, entry in lines.items():
+        by = entry.source if entry.name else f"{entry.source}: {entry.meant}"
+        table.add_row(name, entry.kind, by)
+    console.print(table)
 
 
 def _processes(args: Namespace) -> int:

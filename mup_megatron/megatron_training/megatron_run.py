@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from mup_megatron.as_built.chunks import BuiltModel
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_parameters
@@ -40,6 +41,7 @@ from mup_megatron.setup import resolve_auto
 from mup_megatron.transformer_config import INIT_METHODS, core_config
 from mup_megatron.tuning.record import read_record, write_record
 
+_AS_ASKED = "--mup-model as-built"
 KEY_PREFIX = "mup_megatron."
 """What the names of tensors in a checkpoint begin with."""
 
@@ -56,6 +58,7 @@ class MegatronRun:
         self._args, self._settings = args, settings
         self._made: tuple[Config, Parametrization, Layout] | None = None
         self._fused: bool | None = None
+        self._built: BuiltModel | None = None
         self.building = False
         """Whether the models at hand are the unsharded ones that shapes are read from."""
 
@@ -102,30 +105,25 @@ class MegatronRun:
         bound = inspect.signature(init).bind(model, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if self._made is None:
-            check_config(given["config"], known())
-        left_out = norms_left_out(
-            given["config"],
-            given["transformer_layer_spec"],
-            given["mtp_block_spec"],
-            transformer_engine=self._args.transformer_impl == "transformer_engine",
-            stage=given["vp_stage"],
-        )
-        if self._made is None:
-            self._made = self._parametrize(given, left_out)
-            if self._settings.explain:
-                self._explain_and_leave()
-        if left_out != self.config.model.without_norms:
-            raise UserError(
-                "the script's layer specs leave out other norms on this rank than on rank 0; expected the same "
-                "everywhere"
-            )
         config, chunk = given["config"], given["vp_stage"] or 0
+        if self._made is None:
+            check_config(config, known())
+            self._begin(given)
+        if self._built is None:
+            self._check_norms(given)
+        elif chunk:  # the first one's tensors came with the run
+            self._made = self.config, self._parametrize_chunk(self._built, given, self.layout), self.layout
+        if self._settings.explain:
+            self._explain_and_leave()
         self._fused = bool(config.bias_activation_fusion and (config.gated_linear_unit or config.add_bias_linear))
-        self._put_shims(given, chunk)
-        init(*bound.args, **bound.kwargs)
+        if self._built is None:
+            self._put_shims(given, chunk)
+            init(*bound.args, **bound.kwargs)
+            attach(model, self.parametrization.forward)
+        else:
+            arguments = {name: value for name, value in given.items() if name != "self"}
+            self._built.construct(init, model, arguments, self.parametrization, self.layout)
         rank = torch.distributed.get_rank()
-        attach(model, self.parametrization.forward)
         _name_in_checkpoints(model)
         check_specs(model, self.parametrization, self.layout, rank, chunk)
         initialise(model, self.parametrization, self.layout, rank)
@@ -134,14 +132,73 @@ class MegatronRun:
             for flag, value in point_to_point(split=True, interleaved=interleaved, cuda=False).items():
                 setattr(config, flag, value)
 
-    def _parametrize(self, given: dict[str, Any], left_out: list[str]) -> tuple[Config, Parametrization, Layout]:
+    def _begin(self, given: dict[str, Any]) -> None:
+        """Decides which way the model is parametrised (on all ranks alike), and makes what the run is in our terms."""
+        left_out, reason = self._compare(given)
+        everyones: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyones, (left_out, reason))
+        reason = next((reason for _, reason in everyones if reason), None)
+        if reason is not None:
+            self._check_as_built(reason)
+        self._made = self._parametrize(given, everyones[0][0] if reason is None else [], as_built=reason is not None)
+
+    def _compare(self, given: dict[str, Any]) -> tuple[list[str], str | None]:
+        """The norms that the script's layer spec leaves out; or why the model is parametrised as it is built."""
+        try:
+            left_out = self._norms_left_out(given)
+            return (left_out, None) if self._settings.model != "as-built" else ([], _AS_ASKED)
+        except UserError as error:
+            if self._settings.model == "recorded":
+                raise
+            return [], str(error).partition("; expected")[0]
+
+    def _norms_left_out(self, given: dict[str, Any]) -> list[str]:
+        return norms_left_out(
+            given["config"],
+            given["transformer_layer_spec"],
+            given["mtp_block_spec"],
+            transformer_engine=self._args.transformer_impl == "transformer_engine",
+            stage=given["vp_stage"],
+        )
+
+    def _check_norms(self, given: dict[str, Any]) -> None:
+        left_out = self._norms_left_out(given)
+        if left_out != self.config.model.without_norms:
+            raise UserError(
+                "the script's layer specs leave out other norms on this rank than on rank 0; expected the same "
+                "everywhere"
+            )
+
+    def _check_as_built(self, reason: str) -> None:
+        """Refuses what knows the model by its options alone, where the script builds another.
+
+        Raises:
+            UserError: names the option.
+        """
+        if reason == _AS_ASKED:
+            return
+        if self._settings.record is not None:
+            raise UserError(
+                f"--mup-hparams: the record's proxy has megatron-core's own layers, this model has not ({reason}); "
+                "expected the values as options, from a proxy that the script builds"
+            )
+        if self._settings.written is not None:
+            raise UserError(f"--mup-write-config: no config says the script's layers ({reason}); expected none")
+        if torch.distributed.get_rank() == 0:
+            print(f"mup-megatron: the model is parametrised as the script builds it: {reason}", file=sys.stderr)
+
+    def _parametrize(
+        self, given: dict[str, Any], left_out: list[str], *, as_built: bool
+    ) -> tuple[Config, Parametrization, Layout]:
         from megatron.training.global_vars import get_tokenizer
 
+        if self._settings.tensors and not as_built:
+            raise UserError(
+                "--mup-tensors: the layer spec is megatron-core's own, whose tensors are known; expected none, or "
+                "--mup-model as-built"
+            )
         vocab_size = self._args.vocab_size or get_tokenizer().vocab_size
-        # Rank 0's list decides, so that every rank makes the same config; build() compares it with the rank's own.
-        agreed = [left_out]
-        torch.distributed.broadcast_object_list(agreed, src=0)
-        config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, agreed[0]))
+        config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, left_out))
         watched.check(config)
         if self._settings.record is not None:
             _check_family(self._settings.record, config)
@@ -151,14 +208,28 @@ class MegatronRun:
             stages=stages_of(given["config"]),
             pipeline_before_data=bool(self._args.use_tp_pp_dp_mapping),
         )
-        self.building = True
-        try:
-            parametrization = parametrize(config, given["vocab_size"])
-        finally:
-            self.building = False
+        if as_built:
+            self._built = BuiltModel(config, self._settings.tensors)
+            parametrization = self._parametrize_chunk(self._built, given, layout)
+        else:
+            self.building = True
+            try:
+                parametrization = parametrize(config, given["vocab_size"])
+            finally:
+                self.building = False
         ours = core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
         check_translation(given["config"], ours)
         return config, watched.without_rule(parametrization, layout), layout
+
+    def _parametrize_chunk(self, built: BuiltModel, given: dict[str, Any], layout: Layout) -> Parametrization:
+        """The table with one more chunk of the model as it is built."""
+        stage, chunk = parallel_state.get_pipeline_model_parallel_rank(), given["vp_stage"] or 0
+        arguments = {name: value for name, value in given.items() if name != "self"}
+        self.building = True
+        try:
+            return built.parametrize(arguments, layout.stages[stage][chunk], first=not chunk)
+        finally:
+            self.building = False
 
     def _put_shims(self, given: dict[str, Any], chunk: int) -> None:
         """Layer specs with shims; softmax scale and names of distributions in the TransformerConfig."""
@@ -181,9 +252,20 @@ class MegatronRun:
                 residual_multiplier=self.config.hparams.residual_multiplier,
             )
 
+    def _finish(self) -> None:
+        """Makes the table of a model as built whole; all ranks call it once every chunk is there."""
+        if self._built is not None:
+            self._made = self.config, watched.without_rule(self._built.finish(), self.layout), self.layout
+
     def _explain_and_leave(self) -> None:
+        if self._built is not None and self.layout.virtual_pipeline > 1:
+            raise UserError(
+                "--mup-explain: of a model as built, a rank knows one chunk at a time; expected no virtual pipeline, "
+                "on which the table does not depend"
+            )
+        self._finish()
         if torch.distributed.get_rank() == 0:
-            show(self.config, self.parametrization, self.layout, settings=self._settings)
+            show(self.config, self.parametrization, self.layout, settings=self._settings, built=self._built)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.exit(0)
@@ -203,6 +285,7 @@ class MegatronRun:
                 f"the script's OptimizerConfig has the optimizer {optimizer}, Megatron's options "
                 f"{self._args.optimizer}; rates depend on it: expected the same"
             )
+        self._finish()
         chunks = gpt_models(model_chunks)
         overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
         for override in overrides.values():
@@ -277,6 +360,7 @@ class MegatronRun:
             fused_activation=self._fused,
             tokenizer_type=args.tokenizer_type,
             applied=applied(self.parametrization),
+            as_built=None if self._built is None else [str(entry) for entry in self._built.own_entries],
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from argparse import Action, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -106,6 +107,8 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
         _check_muon(args, here=here, cuda=cuda)
     if args.optimizer == "lion":
         _check_lion(args, here=here)
+    if getattr(args, "spec", None):
+        _check_spec(args.spec)
     if cuda:
         return
     if args.moe_token_dispatcher_type == "flex":  # noqa: S105
@@ -185,6 +188,18 @@ def _check_local(args: Namespace, *, cuda: bool) -> None:
             f"--window-size {_said(window)}: megatron-core makes the mask of a window on CUDA, and none is here; "
             "expected none"
         )
+
+
+def _check_spec(spec: Sequence[str]) -> None:
+    """Whether the layer spec is there: upstream goes on with its own where the import fails."""
+    module, name = (*spec, "")[:2]
+    try:
+        found = hasattr(importlib.import_module(module), name)
+        reason = f"{module} has no {name or 'second word'}"
+    except ImportError as error:
+        found, reason = False, str(error)
+    if not found:
+        raise UserError(f"--spec {' '.join(spec)}: {reason}; expected a module, and the name of a layer spec in it")
 
 
 def _check_muon(args: Namespace, *, here: bool, cuda: bool) -> None:

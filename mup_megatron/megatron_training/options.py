@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mup_megatron.config.load import parse_yaml
 from mup_megatron.config.schema import Growth, Hparams, ParametrizationSection
@@ -19,7 +19,14 @@ from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.option_check import Known, unsaid_options
 from mup_megatron.megatron_training.watched import task
 
-FLAGS = ("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change")
+if TYPE_CHECKING:
+    from mup_megatron.as_built.tensors import Entry
+
+FLAGS = (
+    *("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change"),
+    *("--mup-model", "--mup-tensors"),
+)
+MODELS = ("auto", "recorded", "as-built")
 _SECTIONS = ("base", "parametrization", "hparams")
 # Hyperparameters that are Megatron's own options, by our name: its name, and its default.
 _MEGATRONS: dict[str, tuple[str, Any]] = {
@@ -50,6 +57,9 @@ class Settings:
         written: the file to write a config for tuning to, before leaving; None without one.
         unsaid: the options that it cannot say.
         command: the command line that its trials are; empty where this project's engine trains them.
+        model: `recorded` (by shims in megatron-core's own layer spec), `as-built` (the script's own spec), or `auto`:
+            recorded where the script's spec is megatron-core's own, as built elsewhere.
+        tensors: what a user says of tensors.
     """
 
     base: dict[str, Any]
@@ -62,6 +72,8 @@ class Settings:
     written: Path | None = None
     unsaid: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    model: str = "auto"
+    tensors: tuple[Entry, ...] = ()
 
 
 _known = Known([])
@@ -84,6 +96,13 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--mup-allow-change", metavar="KEY", action="append", help="A key that may differ from the checkpoint's."
     )
+    group.add_argument(
+        "--mup-model",
+        choices=MODELS,
+        default="auto",
+        help="Keep the script's layer spec (as-built), or put shims into megatron-core's own (recorded).",
+    )
+    group.add_argument("--mup-tensors", metavar="FILE", help="YAML that says what tensors of the script's own are.")
     return parser
 
 
@@ -162,6 +181,8 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         record=Path(args.mup_hparams) if args.mup_hparams else None,
         explain=bool(args.mup_explain or args.mup_write_config),
         written=Path(args.mup_write_config) if args.mup_write_config else None,
+        model=args.mup_model,
+        tensors=_read_tensors(args),
         unsaid=tuple(unsaid_options(args, defaults, known())) if args.mup_write_config else (),
         allowed=tuple(args.mup_allow_change or ()),
         sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
@@ -171,6 +192,17 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
 def _given(args: Namespace, defaults: Mapping[str, Any], name: str) -> Any:
     """An option's value, or the script's default for it."""
     return getattr(args, name, None) or defaults.get(name)
+
+
+def _read_tensors(args: Namespace) -> tuple[Entry, ...]:
+    """What --mup-tensors says."""
+    if not args.mup_tensors:
+        return ()
+    if args.mup_model == "recorded":
+        raise UserError("--mup-tensors: --mup-model recorded knows every tensor; expected one of the two")
+    from mup_megatron.as_built.tensors_file import read_tensors
+
+    return read_tensors(args.mup_tensors, _text(args.mup_tensors))
 
 
 def _text(path: str) -> str:

@@ -33,7 +33,6 @@ IMPOSSIBLE: tuple[tuple[str, str], ...] = (
 # Names, why, values that are taken beside the default.
 UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("transformer-impl", "no shims are known for its layers", ("local",)),
-    ("spec", "the shims bring layer specs of their own", ()),
     (
         "use-legacy-models heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json "
         "hybrid-layer-pattern hybrid-override-pattern is-hybrid-model hybrid-attention-ratio hybrid-mlp-ratio "

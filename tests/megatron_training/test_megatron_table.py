@@ -134,7 +134,8 @@ def refusal(*words: str) -> str:
 # Every option that no machine takes in 0.19, as it is typed, with the words that say why.
 REFUSED = """
 --transformer-impl inference_optimized | no shims are known
---spec a b | layer specs of their own
+--spec no_such_module spec | No module named
+--spec math no_such_spec | math has no no_such_spec
 --heterogeneous-layers-config-path a.json | no shim is known for its layers
 --heterogeneous-layers-config-encoded-json {} | no shim is known for its layers
 --hybrid-layer-pattern M*M* | no shim is known for its layers

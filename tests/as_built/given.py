@@ -1,0 +1,99 @@
+"""What a script hands to GPTModel for a config: upstream's own layer specs, without a process group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from mup_megatron.config import Config
+from mup_megatron.layers.attention import MegatronAttention
+from mup_megatron.layout import Layout
+from mup_megatron.parametrization import ForwardMultipliers
+from mup_megatron.transformer_config import core_config
+
+NEUTRAL = ForwardMultipliers(softmax_scale=1.0, readout=1.0, embedding=1.0, residual=1.0)
+
+
+@contextlib.contextmanager
+def one_stage() -> Iterator[None]:
+    """What megatron-core's specs ask of the pipeline."""
+    parallel_state.set_pipeline_model_parallel_rank(0)
+    parallel_state.set_pipeline_model_parallel_world_size(1)
+    yield
+    parallel_state.set_pipeline_model_parallel_rank(None)
+    parallel_state.set_pipeline_model_parallel_world_size(None)
+
+
+def given_of(config: Config, vocabulary: int, layout: Layout | None = None, rank: int = 0, chunk: int = 0) -> Any:
+    """The arguments of GPTModel's constructor by which a script builds the config's model.
+
+    Args:
+        config: of the model.
+        vocabulary: padded.
+        layout: how ranks split the model, whose process groups are there; None is one rank without any.
+        rank: global rank of this process.
+        chunk: of the model on this rank.
+    """
+    model = config.model
+    split = layout is not None
+    layout = layout or Layout(
+        world_size=1,
+        tensor=1,
+        data=1,
+        sequence_parallel=False,
+        zero_stage=0,
+        micro_batches=1,
+        stages=((range(model.num_layers),),),
+    )
+    core = core_config(config, model, NEUTRAL, layout, torch.device("cpu"))
+    if model.num_moe_experts is not None:
+        core.moe_layer_freq = [int(experts) for experts in model.expert_layers]
+    stage, interleaved = layout.pipeline_rank(rank), layout.virtual_pipeline > 1
+    is_last = (stage, chunk) == (layout.pipeline - 1, layout.virtual_pipeline - 1)
+    virtual = {"vp_stage": chunk if interleaved else None}
+    with contextlib.nullcontext() if split else one_stage():
+        block = get_gpt_decoder_block_spec(
+            core,
+            use_transformer_engine=False,
+            normalization=core.normalization,
+            qk_l2_norm=core.qk_l2_norm,
+            **virtual,
+        )
+        mtp = None
+        if core.mtp_num_layers and is_last:
+            mtp = get_gpt_mtp_block_spec(core, block, use_transformer_engine=False, **virtual)
+    if model.multi_latent_attention:
+        # megatron-core's own does not take the head sizes that its latent attention gives it, and since 0.19 its latent
+        # attention refuses the norm of uncompressed queries that its own spec has.
+        for layer in [*block.layer_specs, *(mtp_layers(mtp) if mtp else ())]:
+            parts = layer.submodules.self_attention.submodules
+            parts.core_attention = MegatronAttention
+            if model.q_lora_rank is None:
+                parts.q_layernorm = IdentityOp
+    return {
+        "config": core,
+        "transformer_layer_spec": block,
+        "mtp_block_spec": mtp,
+        "vocab_size": vocabulary,
+        "max_sequence_length": config.max_position_embeddings,
+        "pre_process": (stage, chunk) == (0, 0),
+        "post_process": is_last,
+        **virtual,
+        "share_embeddings_and_output_weights": model.share_embeddings_and_output_weights,
+        "position_embedding_type": model.position_embedding_type,
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": model.rotary_base,
+    }
+
+
+def mtp_layers(spec: Any) -> list[ModuleSpec]:
+    """The transformer layers in a spec of multi-token prediction."""
+    parts = [layer.submodules for layer in spec.layer_specs]
+    return [getattr(part, "mtp_model_layer", None) or part.transformer_layer for part in parts]

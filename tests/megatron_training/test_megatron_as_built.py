@@ -1,0 +1,166 @@
+"""`mup-megatron run` with the script's own layer spec: --spec, --mup-model as-built, --mup-tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.errors import UserError
+from mup_megatron.megatron_training.megatron_run import MegatronRun
+from mup_megatron.megatron_training.options import Settings
+from tests import native
+from tests.distributed import Ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+BUILT = ("--mup-model", "as-built")
+# Every size of the model; ratios 1.
+BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
+EXTRA = ("--spec", "tests.as_built.own_layers", "extra_mlp")
+TENSORS = """
+- {module: ExtraMLP, parameter: beside.weight, kind: matrix}
+- {module: ExtraMLP, parameter: beside_gain, kind: gain}
+"""
+ARCHITECTURES = {
+    "gpt3": "",
+    "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--disable-bias-linear --group-query-attention --num-query-groups 2",
+    "experts": "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64",
+    "qk-norm-mtp": "--qk-layernorm --mtp-num-layers 1 --position-embedding-type rope",
+    "sinks": "--softmax-type learnable",
+}
+LAYOUTS = {
+    "tensor": (2, {"tensor_model_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "experts": (2, {"expert_model_parallel_size": 2}),
+}
+
+
+def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
+    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
+    said = native.words(folder, *extra, **{"train_iters": 3, "clip_grad": 0, **changed})
+    if asked.get("plainly"):
+        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
+    return ranks.run(count, native.native, words=said, **asked)
+
+
+def tensors(folder: Path, text: str = TENSORS) -> tuple[str, str]:
+    (folder / "tensors.yaml").write_text(text)
+    return "--mup-tensors", str(folder / "tensors.yaml")
+
+
+def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Initial and final values, losses and groups of every rank, to the last bit."""
+    for built, recorded in zip(ours, theirs, strict=True):
+        assert built["status"] == recorded["status"] == 0, (built["said"], recorded["said"])
+        assert len(built["steps"]) > 0 or not recorded["steps"]
+        assert built["steps"] == recorded["steps"]
+        assert built["groups"] == recorded["groups"]
+        for part in ("initial", "final"):
+            assert built[part].keys() == recorded[part].keys()
+            for name, value in recorded[part].items():
+                assert np.array_equal(built[part][name], value), (part, name)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+)
+def test_as_built_is_as_recorded(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """At twice the base's width both ways train the same numbers, multipliers off their neutral values."""
+    (tmp_path / "mup.yaml").write_text(
+        "hparams: {residual_multiplier: 0.5, embedding_multiplier: 2.0, output_multiplier: 3.0, "
+        "attention_multiplier: 0.5}\n"
+    )
+    words = [*ARCHITECTURES[name].split(), "--mup-config", str(tmp_path / "mup.yaml")]
+    alike(run(ranks, tmp_path, *words, *BUILT), run(ranks, tmp_path, *words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    count, sizes = LAYOUTS[layout]
+    words = ARCHITECTURES["experts"].split() if layout == "experts" else []
+    sizes = {**sizes, "global_batch_size": 4}
+    alike(
+        run(ranks, tmp_path, *words, *BUILT, count=count, **sizes), run(ranks, tmp_path, *words, count=count, **sizes)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt3", "experts"])
+def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    words = ARCHITECTURES[name].split()
+    (ours,) = run(ranks, tmp_path, *words, *BUILT, base=BASE)
+    (plain,) = run(ranks, tmp_path, *words, base=BASE, plainly=True, initial=ours["initial"])
+    assert plain["status"] == ours["status"] == 0, ours["said"]
+    assert plain["steps"] == ours["steps"]
+    assert len(plain["steps"]) == 3
+    for tensor, value in plain["final"].items():
+        assert np.array_equal(ours["final"][tensor], value), tensor
+
+
+def test_a_spec_of_the_users_own(ranks: Ranks, tmp_path: Path) -> None:
+    """At the base the losses of plain Megatron with the same spec; at twice the base's width the rules by hand."""
+    words = (*EXTRA, *tensors(tmp_path))
+    (ours,) = run(ranks, tmp_path, *words, base=BASE)
+    (plain,) = run(ranks, tmp_path, *EXTRA, base=BASE, plainly=True, initial=ours["initial"])
+    assert plain["status"] == ours["status"] == 0, ours["said"] + plain["said"]
+    assert plain["steps"] == ours["steps"]
+    assert "parametrised as the script builds it: the script's layer spec: layer 0: mlp" in ours["said"]
+
+    (wide,) = run(ranks, tmp_path, *words)  # from hidden 32, two heads
+    rates = {name: group["max_lr"] for name, group in wide["groups"].items()}
+    extra, gain = "decoder.layers.1.mlp.beside.weight", "decoder.layers.1.mlp.beside_gain"
+    assert rates[extra] == pytest.approx(1e-2 / 2)
+    assert rates[gain] == pytest.approx(1e-2)
+    assert wide["groups"][extra]["weight_decay"] == pytest.approx(0.01 * 2)
+    assert wide["groups"][gain]["weight_decay"] == 0
+    assert wide["initial"][extra].std() == pytest.approx(0.05 / 2**0.5, rel=0.05)
+    assert np.isfinite(wide["steps"]).all()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (
+            "record",
+            "--mup-hparams: the record's proxy has megatron-core's own layers, this model has not (layer 0: mlp",
+        ),
+        ("written", "--mup-write-config: no config says the script's layers (layer 0: mlp"),
+    ],
+)
+def test_a_proxy_would_have_other_layers(option: str, said: str) -> None:
+    plain = Settings(base={}, parametrization={}, hparams={}, record=None, explain=False, allowed=(), sizes={})
+    settings = dataclasses.replace(plain, **{option: Path("x")})
+    with pytest.raises(UserError) as problem:
+        MegatronRun(Namespace(), settings)._check_as_built("layer 0: mlp is ExtraMLP")
+    assert said in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "said"),
+    [
+        (EXTRA, "- {name: '*.beside_gain', kind: gain}", "decoder.layers.0.mlp.beside.weight: no entry says what"),
+        (
+            EXTRA,
+            f"{TENSORS}- {{name: '*.nowhere', kind: gain}}",
+            "entry 3: *.nowhere: no tensor of this model is meant",
+        ),
+        ((), TENSORS, "--mup-tensors: the layer spec is megatron-core's own"),
+        ((*EXTRA, "--mup-model", "recorded"), "", "layer 0: mlp is ExtraMLP"),
+    ],
+)
+def test_refused(words: tuple[str, ...], text: str, said: str, ranks: Ranks, tmp_path: Path) -> None:
+    own = tensors(tmp_path, text) if text else ()
+    (found,) = run(ranks, tmp_path, *words, *own)
+    assert found["status"] == 2
+    assert said in found["said"]
+    assert "Traceback" not in found["said"]

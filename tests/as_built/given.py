@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mup_megatron.config import Config
@@ -70,13 +69,9 @@ def given_of(config: Config, vocabulary: int, layout: Layout | None = None, rank
         if core.mtp_num_layers and is_last:
             mtp = get_gpt_mtp_block_spec(core, block, use_transformer_engine=False, **virtual)
     if model.multi_latent_attention:
-        # megatron-core's own does not take the head sizes that its latent attention gives it, and since 0.19 its latent
-        # attention refuses the norm of uncompressed queries that its own spec has.
+        # megatron-core's own does not take the head sizes that its latent attention gives it.
         for layer in [*block.layer_specs, *(mtp_layers(mtp) if mtp else ())]:
-            parts = layer.submodules.self_attention.submodules
-            parts.core_attention = MegatronAttention
-            if model.q_lora_rank is None:
-                parts.q_layernorm = IdentityOp
+            layer.submodules.self_attention.submodules.core_attention = MegatronAttention
     return {
         "config": core,
         "transformer_layer_spec": block,

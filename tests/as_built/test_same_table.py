@@ -45,8 +45,9 @@ MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"model__moe_router_enable_expert_bias": True, "model__moe_router_score_function": "sigmoid"},
     ),
     "mla": (MLA, "llama", {}),
-    "mla-dense-queries": (DENSE_MLA, "llama", {}),
-    "mla-qk-norm": (MLA, "llama", {"model__qk_layernorm": True}),
+    # Without norms, which megatron-core 0.19 makes by Transformer Engine for queries that are not compressed.
+    "mla-dense-queries": (DENSE_MLA, "llama", {"model__qk_layernorm": False}),
+    "mla-unnormed": (MLA, "llama", {"model__qk_layernorm": False}),
     "mtp": (MIXED, "llama", {"model__mtp_num_layers": 1}),
     "moe-mtp": (MOE, "llama", {"model__mtp_num_layers": 1}),
 }

@@ -134,8 +134,6 @@ def refusal(*words: str) -> str:
 # Every option that no machine takes in 0.19, as it is typed, with the words that say why.
 REFUSED = """
 --transformer-impl inference_optimized | no shims are known
---spec no_such_module spec | No module named
---spec math no_such_spec | math has no no_such_spec
 --heterogeneous-layers-config-path a.json | no shim is known for its layers
 --heterogeneous-layers-config-encoded-json {} | no shim is known for its layers
 --hybrid-layer-pattern M*M* | no shim is known for its layers
@@ -261,6 +259,11 @@ def test_everything_of_cuda_alone_is_tried() -> None:
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex: DeepEP and HybridEP compute on CUDA"),
         ("--distributed-backend nccl", "--distributed-backend nccl: there is no CUDA device"),
         ("--transformer-impl transformer_engine", "transformer_engine computes on CUDA alone"),
+        (
+            "--spec no_such_module spec",
+            "--spec no_such_module spec: No module named 'no_such_module'; expected a module",
+        ),
+        ("--spec math no_such_spec", "--spec math no_such_spec: math has no no_such_spec; expected a module"),
     ],
 )
 def test_refused_here(words: str, said: str) -> None:

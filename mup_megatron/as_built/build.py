@@ -122,8 +122,8 @@ def builds_of(config: Config, given: Mapping[str, Any], layers: Sequence[int], e
             ) from error
         said |= {name: entry for name, (_, entry) in found.items()} if model is None else {}
         built.append({name: spec for name, (spec, _) in found.items()})
-    target, base, enlarged = built if len(built) > 1 else (built[0], {}, {})
-    return Builds(target, base, enlarged, said)
+    bases = built[1:] or [{}, {}]
+    return Builds(built[0], bases[0], bases[1], said)
 
 
 def join_builds(parts: Sequence[Builds]) -> Builds:

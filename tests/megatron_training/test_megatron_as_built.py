@@ -139,7 +139,8 @@ def test_a_spec_of_the_users_own(ranks: Ranks, tmp_path: Path) -> None:
 )
 def test_a_proxy_would_have_other_layers(option: str, said: str) -> None:
     plain = Settings(base={}, parametrization={}, hparams={}, record=None, explain=False, allowed=(), sizes={})
-    settings = dataclasses.replace(plain, **{option: Path("x")})
+    named: dict[str, Any] = {option: Path("x")}
+    settings = dataclasses.replace(plain, **named)
     with pytest.raises(UserError) as problem:
         MegatronRun(Namespace(), settings)._check_as_built("layer 0: mlp is ExtraMLP")
     assert said in str(problem.value)

@@ -154,8 +154,8 @@ def parametrize_builds(config: Config, builds: Builds) -> Parametrization:
         UserError: base and target do not belong to one family.
     """
     if config.base.file is not None:
-        shapes, base_head_size = shapes_from_file(config, builds.target, config.base.file)
-        return apply_rules(config, shapes, base_head_size=base_head_size)
+        shapes, base_head_size, carried = shapes_from_file(config, builds.target, config.base.file)
+        return apply_rules(config, shapes, base_head_size=base_head_size, carried=carried)
     shapes = join_shapes(builds.target, builds.base, builds.enlarged)
     return apply_rules(config, shapes, base_head_size=config.model.resized(config.base.width).head_size)
 

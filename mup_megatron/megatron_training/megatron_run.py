@@ -112,7 +112,8 @@ class MegatronRun:
         if self._built is None:
             self._check_norms(given)
         elif chunk:  # the first one's tensors came with the run
-            self._made = self.config, self._parametrize_chunk(self._built, given, self.layout), self.layout
+            table = self._parametrize_chunk(self._built, given, self.layout)
+            self._made = self.config, watched.without_rule(table, self.layout), self.layout
         if self._settings.explain:
             self._explain_and_leave()
         self._fused = bool(config.bias_activation_fusion and (config.gated_linear_unit or config.add_bias_linear))

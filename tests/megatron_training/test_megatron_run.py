@@ -35,7 +35,8 @@ SETTINGS = Settings(base={}, parametrization={}, hparams={}, record=None, explai
 
 def run_of(**args: Any) -> MegatronRun:
     data = dict.fromkeys(("data_path", "split", "seq_length", "mock_data"))
-    return MegatronRun(Namespace(**{"transformer_impl": "local", "optimizer": "adam", **data, **args}), SETTINGS)
+    options = {"transformer_impl": "local", "optimizer": "adam", "use_torch_fsdp2": False}
+    return MegatronRun(Namespace(**{**options, **data, **args}), SETTINGS)
 
 
 def test_no_model_was_built() -> None:

@@ -46,7 +46,6 @@ FEATURES = {
     "decayed-qk-norms": "--qk-layernorm --apply-wd-to-qk-layernorm",
     "residual-behind-norm": "--apply-residual-connection-post-layernorm",
     "detached-heads": "--mtp-num-layers 1 --mtp-detach-heads --position-embedding-type rope",
-    "forced-balance": f"{EXPERTS} --moe-router-force-load-balancing",
     "routing-replay": f"{EXPERTS} --moe-enable-routing-replay",
     "interleaved-halves": f"{EXPERTS} --swiglu --moe-mlp-glu-interleave-size 16",
     "random-replicas": "--data-parallel-random-init",

@@ -279,11 +279,11 @@ def layers_by_local_number() -> contextlib.AbstractContextManager[None]:
     """Layers are named, and so drawn, by their number on the stage."""
     from mup_megatron import global_names
 
-    original = global_names._global_names
+    original = global_names.global_names
     local = "decoder.layers."
     return replaced(
         global_names,
-        "_global_names",
+        "global_names",
         lambda chunk: lambda name: name if name.startswith(local) else original(chunk)(name),
     )
 

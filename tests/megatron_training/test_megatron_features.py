@@ -188,8 +188,8 @@ def test_functions_without_weights_change_no_row(tmp_path: Path) -> None:
 
 
 def test_a_norm_that_upstream_leaves_out(ranks: Ranks, tmp_path: Path) -> None:
-    """megatron-core 0.19 gives a dense local layer no L2 norm, whatever the option says; that is said, not followed."""
-    found = run(ranks, tmp_path, "--qk-l2-norm")
+    """megatron-core 0.19 gives a dense local layer no L2 norm, whatever the option says; recorded, it is refused."""
+    found = run(ranks, tmp_path, "--qk-l2-norm", "--mup-model", "recorded")
     assert found["status"] == 2
     assert (
         "self_attention.q_layernorm is IdentityOp, and megatron-core's own for these options is L2Norm" in found["said"]

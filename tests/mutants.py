@@ -417,6 +417,22 @@ SHIMS = (
         "layers/test_architecture_rules.py",
     ),
     _mutant(
+        "as built: normed queries",
+        "what a layer norms is read from the options, not from the layer",
+        "mup_megatron/as_built/tensors.py",
+        'if hasattr(attention, "q_layernorm"):',
+        "if False:",
+        "as_built/test_own_layers.py::test_norms_that_no_option_says",
+    ),
+    _mutant(
+        "as built: any class is known",
+        "a class that only has the name of megatron-core's takes its entries",
+        "mup_megatron/as_built/tensors.py",
+        'return [kind.__name__ for kind in type(module).mro() if kind.__module__.split(".")[0] in _PACKAGES]',
+        "return [kind.__name__ for kind in type(module).mro()]",
+        "as_built/test_own_layers.py::test_a_class_of_the_same_name_has_no_entry",
+    ),
+    _mutant(
         "shim: the router is hidden-like",
         "the router's init loses g",
         "mup_megatron/layers/moe.py",

@@ -269,4 +269,20 @@ NATIVE: tuple[Mutant, ...] = (
         "if False:",
         f"{_TESTS}_tuning.py::test_something_to_validate_on",
     ),
+    mutant(
+        "as built: an entry about no tensor",
+        "a misspelt name in --mup-tensors is passed over in silence",
+        "mup_megatron/as_built/chunks.py",
+        "if entry not in used:",
+        "if False:",
+        f"{_TESTS}_as_built.py::test_refused",
+    ),
+    mutant(
+        "as built: another spec is recorded",
+        "a spec that the shims would undo is not parametrised as it is built",
+        _RUN,
+        "as_built=reason is not None)",
+        "as_built=False)",
+        f"{_TESTS}_as_built.py::test_a_spec_of_the_users_own",
+    ),
 )

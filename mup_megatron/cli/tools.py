@@ -61,13 +61,9 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
-    from mup_megatron import upstream
-    from mup_megatron.ranks import Rank, device_of, read_rank
-
-    if read_rank().world_size > 1:
-        raise UserError("generate runs in one process; expected no launcher before it")
-    upstream.prepare_process()
+    _one_process("generate")
     from mup_megatron import generate as generation
+    from mup_megatron.ranks import Rank, device_of
 
     draws = any(option is not None for option in (top_k, top_p, seed))
     given: dict[str, Any] = {"temperature": float(draws) if temperature is None else temperature}
@@ -118,13 +114,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's model as other tools read it, every multiplier folded into the weights. In one process."""
-    from mup_megatron.ranks import read_rank
-
-    if read_rank().world_size > 1:
-        raise UserError("export runs in one process; expected no launcher before it")
-    from mup_megatron import upstream
-
-    upstream.prepare_process()
+    _one_process("export")
     from mup_megatron import export as exports
     from mup_megatron.export.folder import size_of
 
@@ -158,13 +148,7 @@ def rebase(
     as_json: AsJson = False,
 ) -> None:
     """Go on from a checkpoint under another base: the same function, and the same next update. In one process."""
-    from mup_megatron.ranks import read_rank
-
-    if read_rank().world_size > 1:
-        raise UserError("rebase runs in one process; expected no launcher before it")
-    from mup_megatron import upstream
-
-    upstream.prepare_process()
+    _one_process("rebase")
     from mup_megatron import rebase as rebasing
     from mup_megatron.config import parse_overrides
 
@@ -194,14 +178,8 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Make a standard checkpoint the first checkpoint of a run, which `train` goes on from. In one process."""
-    from mup_megatron.ranks import read_rank
-
-    if read_rank().world_size > 1:
-        raise UserError("import runs in one process; expected no launcher before it")
+    _one_process("import")
     settings = read_config(config, overrides)
-    from mup_megatron import upstream
-
-    upstream.prepare_process()
     from mup_megatron.importing import import_checkpoint
 
     said = import_checkpoint(Path(source), settings, say=lambda line: print(line, file=sys.stderr, flush=True))
@@ -286,3 +264,13 @@ def doctor(as_json: AsJson = False) -> None:
     from rich.console import Console
 
     print_examination(examination, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def _one_process(command: str) -> None:
+    """Prepares a command that one process does; refuses a launcher before it."""
+    from mup_megatron import upstream
+    from mup_megatron.ranks import read_rank
+
+    if read_rank().world_size > 1:
+        raise UserError(f"{command} runs in one process; expected no launcher before it")
+    upstream.prepare_process()

@@ -137,8 +137,8 @@ def _is_norm(module: Any) -> bool:
 def _differs(where: str, found: Any, expected: Any) -> UserError:
     return UserError(
         f"the script's layer spec: {where} is {_name(found)}, and megatron-core's own for these options is "
-        f"{_name(expected)}, whose place the shims take; expected megatron-core's own spec, whose norms may be "
-        "left out, or --mup-model as-built"
+        f"{_name(expected)}; expected megatron-core's own spec, whose place the shims take and whose norms may be left "
+        "out, or --mup-model as-built"
     )
 
 

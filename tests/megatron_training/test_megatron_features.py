@@ -188,12 +188,15 @@ def test_functions_without_weights_change_no_row(tmp_path: Path) -> None:
 
 
 def test_a_norm_that_upstream_leaves_out(ranks: Ranks, tmp_path: Path) -> None:
-    """megatron-core 0.19 gives a dense local layer no L2 norm, whatever the option says; recorded, it is refused."""
-    found = run(ranks, tmp_path, "--qk-l2-norm", "--mup-model", "recorded")
-    assert found["status"] == 2
-    assert (
-        "self_attention.q_layernorm is IdentityOp, and megatron-core's own for these options is L2Norm" in found["said"]
-    )
+    """megatron-core 0.19 gives a dense local layer no L2 norm, whatever the option says; that is said either way."""
+    said = "self_attention.q_layernorm is IdentityOp, and megatron-core's own for these options is L2Norm"
+    recorded = run(ranks, tmp_path, "--qk-l2-norm", "--mup-model", "recorded")
+    assert recorded["status"] == 2
+    assert f"{said}; expected megatron-core's own spec" in recorded["said"]
+    built = run(ranks, tmp_path, "--qk-l2-norm")
+    assert built["status"] == 0
+    assert "the model is parametrised as the script builds it" in built["said"]
+    assert built["said"].endswith(f"{said}\n")
 
 
 def test_rates_of_their_own(ranks: Ranks, tmp_path: Path) -> None:

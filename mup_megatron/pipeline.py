@@ -56,7 +56,7 @@ def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_c
         if rank.is_first:
             meeting.tell("tune", json.dumps(decide(config, rank, progress, allowed_changes)))
         if json.loads(meeting.await_told("tune")):
-            tune(config, setup.layout, rank, meeting, progress)
+            tune(setup, rank, meeting, progress)
         if rank.is_first:
             meeting.tell("values", json.dumps(trained_values(config, progress, allowed_changes)))
         setup = setup.derive(keys_of(json.loads(meeting.await_told("values"))))

@@ -53,6 +53,7 @@ def test_the_page_is_of_these_mutants(repository: Path) -> None:
     assert "survives" not in page
 
 
+@pytest.mark.slow
 def test_a_sample_is_caught(tmp_path: Path, repository: Path) -> None:
     status, outcomes, printed = mutate(tmp_path, repository, *SAMPLE)
     assert [outcome["name"] for outcome in outcomes if outcome["caught"]] == [*SAMPLE], printed

@@ -87,6 +87,7 @@ def run(installed: Path, cwd: Path, *words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_its_commands_run_outside_a_checkout(installed: Path, tmp_path: Path) -> None:
     python = str(installed / "bin" / "python")
     where = run(installed, tmp_path, python, "-c", "import mup_megatron.patches as p; print(p.__file__)")
@@ -101,6 +102,7 @@ def test_its_commands_run_outside_a_checkout(installed: Path, tmp_path: Path) ->
     assert "'megatron-lm-core_v0.19': 4" in run(installed, folder, python, "-c", code)
 
 
+@pytest.mark.slow
 def test_without_a_config_the_shipped_demo_is_taken(installed: Path, tmp_path: Path) -> None:
     code = "from pathlib import Path; from mup_megatron.cli import default_config; print(default_config(Path('x/y')))"
     path = Path(run(installed, tmp_path, str(installed / "bin" / "python"), "-c", code).strip())

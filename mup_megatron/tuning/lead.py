@@ -16,7 +16,7 @@ from typing import Any
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.errors import UserError
-from mup_megatron.layout import Layout, smallest_world
+from mup_megatron.layout import smallest_world
 from mup_megatron.progress import Progress, time_left
 from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory
@@ -32,12 +32,11 @@ _LEAD_SECONDS = 1.0
 _ALIKE = 3
 
 
-def tune(config: Config, layout: Layout, rank: Rank, meeting: Meeting, progress: Progress) -> None:
+def tune(setup: Setup, rank: Rank, meeting: Meeting, progress: Progress) -> None:
     """Has every rank of a launch work on one study until its record is written. Collective.
 
     Args:
-        config: the target's run, every `auto` resolved.
-        layout: the target's, for the record.
+        setup: of the target; its layout is for the record.
         rank: this process; the first leads.
         meeting: where the ranks have met.
         progress: takes what the leader says.
@@ -49,6 +48,7 @@ def tune(config: Config, layout: Layout, rank: Rank, meeting: Meeting, progress:
     from mup_megatron.tuning.study import Study
     from mup_megatron.tuning.worker import work
 
+    config = setup.config
     if not rank.is_first:
         meeting.await_told("study")
         beat = _Heartbeat(meeting, rank)
@@ -66,7 +66,7 @@ def tune(config: Config, layout: Layout, rank: Rank, meeting: Meeting, progress:
         work(config, study, rank, leader.done, progress.say)
     finally:
         leader.announce()
-    _write_record(config, layout, rank, study, progress)
+    _write_record(setup, rank, study, progress)
     meeting.tell("tuned", "")
 
 
@@ -113,7 +113,7 @@ def _work_as_member(setup: Setup, study: Any, rank: Rank, member: _Member) -> No
         finally:
             member.announce()
         if member.leads and not member.recorded():
-            _write_record(config, setup.layout, rank, study, progress)
+            _write_record(setup, rank, study, progress)
 
 
 def _free_number(directory: Path, held: ExitStack) -> int:
@@ -292,10 +292,11 @@ def _short(value: Value) -> str:
     return value if isinstance(value, str) else f"{value:.3g}"
 
 
-def _write_record(config: Config, layout: Layout, rank: Rank, study: Any, progress: Progress) -> None:
+def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> None:
     from mup_megatron.model import parametrize
     from mup_megatron.tuning.outcome import choose
 
+    config = setup.config
     choice = choose(config, study.trials())
     values = {**values_of(config), **choice.values}
     chosen = with_values(config, values)
@@ -303,7 +304,7 @@ def _write_record(config: Config, layout: Layout, rank: Rank, study: Any, progre
     plan = budget.plan(config, vocab_size, rank.world_size)
     written = record.make_record(
         parametrize(chosen, vocab_size),
-        layout,
+        setup.layout,
         values,
         study={"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()},
         budget={**plan.as_json(), "spent": spent(config, choice.trials, plan)},

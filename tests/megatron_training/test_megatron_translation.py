@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from mup_megatron import upstream
 from mup_megatron.errors import UserError
@@ -322,6 +323,7 @@ def test_the_weight_decay_that_a_schedule_ends_with(tmp_path: Path) -> None:
         assert config.hparams.weight_decay == decay
 
 
+@torch._dynamo.config.patch(disable=False)  # which the quick suite sets
 def test_an_activation_is_recognised_without_compiling_it(tmp_path: Path) -> None:
     """Fused functions are compared as they were written; compiling them needs a C++ compiler where there is no CUDA."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from mup_megatron import mup
 from tests import torch_bodies as bodies
@@ -23,7 +24,7 @@ WAYS = [
     "fully_shard from meta",
     "tensor",
     pytest.param("tensor, then shapes", marks=SLOW),
-    "compiled",
+    pytest.param("compiled", marks=SLOW),
 ]
 
 
@@ -104,10 +105,9 @@ def test_a_copy_loses_microsofts() -> None:
     assert not hasattr(copy.deepcopy(bodies.model(microsofts)).fc1.weight, "infshape")
 
 
+@torch._dynamo.config.patch(disable=False)  # which the quick suite sets
 def test_compiled_without_a_break() -> None:
     """One graph, no recompilation over steps, and the same numbers."""
-    import torch._dynamo
-
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     net = bodies.model()
@@ -118,6 +118,7 @@ def test_compiled_without_a_break() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@torch._dynamo.config.patch(disable=False)  # which the quick suite sets
 def test_shapes_of_a_compiled_model() -> None:
     """Names of wrappers do not count."""
     net = bodies.Model(32, 96)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
 from mup_megatron import megatron_training, patches, runtime
 from mup_megatron.megatron_training import watched, watched_coordinates
@@ -94,6 +95,7 @@ def in_a_new_process(code: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_megatron_core_is_imported_without_the_compiler() -> None:
     """The patch spares every process the import of torch's compiler; without it megatron-core imports it."""
     ends = "import megatron.core.models.gpt.gpt_model, sys; print('torch._inductor.compile_fx' in sys.modules)"
@@ -102,6 +104,7 @@ def test_megatron_core_is_imported_without_the_compiler() -> None:
     assert in_a_new_process(ends) == "True"
 
 
+@torch._dynamo.config.patch(disable=False)  # which the quick suite sets
 def test_compiled_at_the_first_call() -> None:
     """Once, with its options, and as part of a compiled function that calls it; a module is compiled at once."""
     BY_NAME["cpu-compile-at-first-call"].apply()

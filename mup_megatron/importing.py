@@ -22,10 +22,14 @@ from mup_megatron.checkpoint import Checkpoints, hash_files
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import WEIGHT
-from mup_megatron.engines.saved_weights import SavedWeights, write_tensors
+from mup_megatron.engines.saved_weights import BUFFER, SavedWeights, write_tensors
 from mup_megatron.errors import UserError, shown
-from mup_megatron.export.fold import FoldedWeights, fold, row_factors
+from mup_megatron.export.architecture import Architecture
+from mup_megatron.export.deepseek import DEEPSEEK
+from mup_megatron.export.fold import FoldedWeights, expert_biases, fold, row_factors
+from mup_megatron.export.folder import Part
 from mup_megatron.export.hugging_face import activation_name, architecture_of
+from mup_megatron.export.unfinished import LIST
 from mup_megatron.layout import smallest_world
 from mup_megatron.manifest import MANIFEST, make_manifest
 from mup_megatron.optim import MOMENTS
@@ -38,7 +42,10 @@ _MOMENTS = "optimizer.state."
 _FREE = (
     *("architectures", "initializer_range", "use_cache", "max_position_embeddings", "attention_dropout", "head_dim"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "router_aux_loss_coef", "rope_scaling", "rope_parameters"),
+    "num_nextn_predict_layers",
 )
+# What transformers takes where config.json does not say it (modeling_rope_utils.py).
+_ROPE = {"rope_type": "default", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 # Buffers that older versions of transformers saved beside the weights.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -77,7 +84,7 @@ def import_checkpoint(source: Path, config: Config, say: Callable[[str], None] =
     manifest = make_manifest(parametrization, setup.layout, prepared.digest, step)
     manifest = manifest.replaced(layout={}, fused_activation=False)
     path = checkpoints.commit(manifest, hash_files(partial))
-    moments = any(not key.startswith(f"{WEIGHT}.") for key in tensors)
+    moments = any(key.partition(".")[0] not in (WEIGHT, BUFFER) for key in tensors)
     return {"checkpoint": str(path), "step": step, "tensors": len(tensors), "optimizer": moments}
 
 
@@ -88,6 +95,8 @@ def _reader(source: Path) -> Read:
     """How a folder is read. Raises UserError where nobody knows."""
     if not source.is_dir():
         raise UserError(f"{source}: no such folder; expected one of Hugging Face, or a checkpoint of megatron.training")
+    if (source / LIST).is_file():
+        raise UserError(f"{source}: an export that has not ended; expected a whole one, which the same command writes")
     if (source / "config.json").is_file():
         return _hugging_face
     if (source / TRACKER).is_file() or (source / ".metadata").is_file():
@@ -114,45 +123,65 @@ def _hugging_face(
     architecture = architecture_of(config, keep_multipliers=False)
     made = architecture.config(parametrization, activation_name(config.model, fused=False))
     _check_config(folder / "config.json", {**made, "vocab_size": vocabulary}, config)
-    numbered = _Numbered(parametrization)
+    shapes = {name: shape.spec.shape for name, shape in parametrization.shapes.items()}
+    biases = {name: spec.shape for name, spec in expert_biases(parametrization).items()}
+    numbered = _Numbered({**shapes, **biases})
     parts = architecture.parts(FoldedWeights(numbered, parametrization, {}, vocabulary), config)  # type: ignore[arg-type]
-    found = {name: torch.zeros(shape.spec.shape) for name, shape in parametrization.shapes.items()}
+    found = {name: torch.zeros(shape) for name, shape in numbered.shapes.items()}
     with ExitStack() as stack:
         files = _tensors(folder, stack)
-        wanted = {part.name: part for part in parts}
-        for name in files:
-            tied = name == "lm_head.weight" and config.model.share_embeddings_and_output_weights
-            if name not in wanted and not name.endswith(_BUFFERS) and not tied:
-                raise UserError(f"{folder}: holds {name}, which {architecture.name} of this config does not have")
+        _check_names(folder, set(files), {part.name for part in parts}, config, architecture)
         for part in parts:
-            if part.name not in files:
-                raise UserError(f"{folder}: {part.name} is missing")
-            try:
-                given = files[part.name].get_tensor(part.name).float()
-            except SafetensorError as error:
-                raise UserError(f"{folder}: {part.name}: damaged ({error})") from None
-            if tuple(given.shape) != part.shape:
-                raise UserError(
-                    f"{folder}: {part.name} is of shape {list(given.shape)}; expected {list(part.shape)} by the config"
-                )
+            given = _given(folder, files, part)
             origin, places = numbered.places(part.make())
             if origin is not None:
                 found[origin].view(-1)[places.reshape(-1)] = given.reshape(-1)
             elif given.count_nonzero():
-                raise config.error("model.add_bias_linear", f"{part.name} of {folder} is not zero; expected biases")
-    factors = fold(parametrization)
+                of_experts = part.name.endswith("e_score_correction_bias")
+                key = "moe_router_enable_expert_bias" if of_experts else "add_bias_linear"
+                raise config.error(f"model.{key}", f"{part.name} of {folder} is not zero; expected biases")
+    factors = fold(parametrization) | architecture.factors(parametrization)
     for name, tensor in found.items():
         if name in factors and set(factors[name].values()) != {1.0}:
             rows = row_factors(factors[name], parametrization.shapes[name].spec, len(tensor))
             tensor.copy_(tensor.double() / rows.view(-1, *[1] * (tensor.dim() - 1)))
-    return 0, {f"{WEIGHT}.{name}": tensor for name, tensor in found.items()}
+    return 0, {f"{BUFFER if name in biases else WEIGHT}.{name}": tensor for name, tensor in found.items()}
+
+
+def _check_names(folder: Path, found: set[str], wanted: set[str], config: Config, architecture: Architecture) -> None:
+    """Whether the folder holds all that the model has, and no more. Raises UserError with the first name."""
+    if missing := wanted - found:
+        raise UserError(f"{folder}: {min(missing)} is missing")
+    further = f"model.layers.{config.model.num_layers}."  # where DeepSeek keeps multi-token prediction
+    for name in sorted(found - wanted):
+        tied = name == "lm_head.weight" and config.model.share_embeddings_and_output_weights
+        predicts = architecture is DEEPSEEK and name.startswith(further)
+        if not name.endswith(_BUFFERS) and not tied and not predicts:
+            raise UserError(f"{folder}: holds {name}, which {architecture.name} of this config does not have")
+
+
+def _given(folder: Path, files: Mapping[str, Any], part: Part) -> torch.Tensor:
+    """A tensor of the folder, float32. Raises UserError where it is damaged, or of another shape."""
+    try:
+        given: torch.Tensor = files[part.name].get_tensor(part.name).float()
+    except SafetensorError as error:
+        raise UserError(f"{folder}: {part.name}: damaged ({error})") from None
+    if tuple(given.shape) != part.shape:
+        raise UserError(
+            f"{folder}: {part.name} is of shape {list(given.shape)}; expected {list(part.shape)} by the config"
+        )
+    return given
 
 
 class _Numbered:
-    """Weights whose elements are numbers of their own, so that a tensor made of them says where each came from."""
+    """Weights whose elements are numbers of their own, so that a tensor made of them says where each came from.
 
-    def __init__(self, parametrization: Parametrization) -> None:
-        self.shapes = {name: shape.spec.shape for name, shape in parametrization.shapes.items()}
+    Args:
+        shapes: by global name.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
         self._names = list(self.shapes)
         sizes = (math.prod(shape) for shape in self.shapes.values())
         self._starts = [1, *itertools.accumulate(sizes, initial=1)][1:]  # 0 is a number that no weight has
@@ -166,7 +195,7 @@ class _Numbered:
     def places(self, made: torch.Tensor) -> tuple[str | None, torch.Tensor]:
         """Whose numbers they are, and where in it each stands; None for zeros, which come from nowhere."""
         numbers = made.long()
-        first = int(numbers.reshape(-1)[0])
+        first = int(numbers.reshape(-1)[0]) if numbers.numel() else 0
         if not first:
             return None, numbers
         place = bisect.bisect_right(self._starts, first) - 1
@@ -180,14 +209,27 @@ def _check_config(path: Path, expected: Mapping[str, Any], config: Config) -> No
     theta = found.get("rope_theta", rope.get("rope_theta") if isinstance(rope, dict) else None)
     if isinstance(theta, int | float):
         found["rope_theta"] = float(theta)
-    kind = (found.get("rope_scaling") or rope or {}).get("rope_type", "default")
-    if kind != (expected.get("rope_scaling") or {}).get("rope_type", "default"):
-        raise UserError(f"{path}: its RoPE is {shown(kind)}, which the config's is not")
+    _check_rope(path, found, expected)
     for key, value in expected.items():
         if key not in _FREE and key in found and found[key] != value:
             raise UserError(f"{path}: {key} is {shown(found[key])}, and by {config.source} {shown(value)}")
     if found.get("model_type") != expected["model_type"]:
         raise UserError(f"{path}: model_type is missing; expected {expected['model_type']}")
+
+
+def _check_rope(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Whether RoPE is scaled as the config's, whatever the version of transformers that said so."""
+    said = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if not isinstance(said, dict):
+        raise UserError(f"{path}: rope_scaling is {shown(said)}; expected a JSON object")
+    said = {**({"rope_type": said["type"]} if "type" in said else {}), **said}
+    wanted = expected.get("rope_scaling") or {"rope_type": "default"}
+    if said.get("attention_factor") is not None:
+        wanted = {"attention_factor": None, **wanted}
+    for key, value in wanted.items():
+        given = said.get(key, _ROPE.get(key))
+        if given != value and not (key == "attention_factor" and given is None):
+            raise UserError(f"{path}: {key} of its RoPE is {shown(given)}, and by the config {shown(value)}")
 
 
 def _json(path: Path) -> dict[str, Any]:

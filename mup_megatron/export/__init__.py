@@ -8,7 +8,9 @@ target's tensors are, folder.py writes.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +18,12 @@ from typing import Any
 
 import torch
 
+from mup_megatron.checkpoint import SUMS
 from mup_megatron.engines.saved_weights import SavedWeights
 from mup_megatron.errors import UserError
 from mup_megatron.export import megatron_core
 from mup_megatron.export.fold import Factors, FoldedWeights, fold
-from mup_megatron.export.folder import Part, new_folder, refuse_existing
+from mup_megatron.export.folder import Part, as_bytes, new_folder, refuse_existing
 from mup_megatron.export.hugging_face import activation_name, architecture_of
 from mup_megatron.export.tokenizer import tokenizer_files
 from mup_megatron.manifest import CheckpointManifest
@@ -149,7 +152,7 @@ def export_hugging_face(
     """
     config, parametrization = source.run.config, source.parametrization
     architecture = architecture_of(config, keep_multipliers=keep_multipliers)
-    factors = {} if keep_multipliers else fold(parametrization)
+    factors = ({} if keep_multipliers else fold(parametrization)) | architecture.factors(parametrization)
     weights = FoldedWeights(source.weights, parametrization, factors, source.vocabulary)
     parts = architecture.parts(weights, config)
     files, remark = tokenizer_files(source.run)
@@ -167,7 +170,7 @@ def export_hugging_face(
         "generation_config.json": {**special, "pad_token_id": eod},
         **files,
     }
-    return _write(directory, described, parts, said, max_shard_size, say)
+    return _write(source, directory, described, parts, said, max_shard_size, say)
 
 
 def export_safetensors(
@@ -183,16 +186,16 @@ def export_safetensors(
     Arguments, result and errors as `export_hugging_face`.
     """
     config = source.run.config
-    megatron_core.refuse_unwritten(config)
     factors = fold(source.parametrization)
     weights = FoldedWeights(source.weights, source.parametrization, factors, source.vocabulary)
     parts = megatron_core.parts(weights)
     said = {"to": "safetensors", "architecture": "megatron-core", "dtype": dtype, **provenance(source, factors)}
     described = {"model.json": megatron_core.plain_model(config, source.vocabulary)}
-    return _write(directory, described, parts, said, max_shard_size, say)
+    return _write(source, directory, described, parts, said, max_shard_size, say)
 
 
 def _write(
+    source: Source,
     directory: Path,
     described: Mapping[str, bytes | dict[str, Any]],
     parts: Sequence[Part],
@@ -200,14 +203,29 @@ def _write(
     max_shard_size: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Writes the folder: what describes the model, its tensors, and PROVENANCE, which is returned."""
+    """Writes the folder: its tensors, what describes the model, and PROVENANCE, which is returned.
+
+    The description comes last: without it nobody takes a folder for a model.
+    """
     dtype = DTYPES[said["dtype"]]
-    with new_folder(directory, sum(part.numbers for part in parts) * dtype.itemsize, say) as folder:
+    contents = [hashlib.sha256(as_bytes(content)).hexdigest() for content in described.values()]
+    shapes = [(part.name, part.shape) for part in parts]
+    parted = [said, list(described), contents, shapes, max_shard_size, _fingerprint(source.run.path)]
+    identity = hashlib.sha256(json.dumps(parted).encode()).hexdigest()
+    with new_folder(directory, sum(part.size(dtype) for part in parts), say, identity=identity) as folder:
+        folder.write_tensors(parts, dtype, max_shard_size)
         for name, content in described.items():
             folder.write(name, content)
-        folder.write_tensors(parts, dtype, max_shard_size)
         folder.write(PROVENANCE, said)
     return said
+
+
+def _fingerprint(checkpoint: Path) -> list[Any]:
+    """What changes where a file of the checkpoint does: its checksums, or sizes and times where it has none."""
+    if (checkpoint / SUMS).is_file():
+        return [(checkpoint / SUMS).read_text(encoding="utf-8")]
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def export_megatron(

@@ -1,7 +1,7 @@
 """Every forward multiplier folded into the weights: a model that computes the same and knows nothing of µP.
 
-Public names: `fold`, `plain_softmax_scale`, `row_factors`, `FoldedWeights`. docs/export.md says which factor goes
-where, and why the function stays the same.
+Public names: `fold`, `plain_softmax_scale`, `row_factors`, `FoldedWeights`, `expert_biases`, `EXPERT_BIAS`.
+docs/export.md says which factor goes where, and why the function stays the same.
 
 A factor may differ by the blocks of a fused tensor: of a fused QKV only the query rows are scaled. Products are rounded
 once, from float64.
@@ -23,6 +23,8 @@ from mup_megatron.shapes import Init, TensorSpec
 Factors = dict[str | None, float]
 """What the rows of a tensor are multiplied with, by block; {None: factor} for a tensor that is one block."""
 
+EXPERT_BIAS = "expert_bias"
+"""What a router keeps beside its weight, moved by load: it takes part in the choice of experts."""
 _FINAL_NORM = "decoder.final_layernorm"
 _CHUNK = 1 << 22
 _NEUTRAL: Factors = {None: 1.0}
@@ -119,6 +121,7 @@ class FoldedWeights:
         self._zero_centered = parametrization.config.model.layernorm_zero_centered_gamma
         self.factors = factors
         self.specs = {name: shape.spec for name, shape in parametrization.shapes.items() if not name.startswith("mtp.")}
+        self.specs |= expert_biases(parametrization)
         for name, spec in self.specs.items():
             if saved.shapes.get(name) != spec.shape:
                 found = f"of shape {list(saved.shapes[name])}" if name in saved.shapes else "missing"
@@ -190,7 +193,12 @@ class FoldedWeights:
             },
             **({} if "final_layernorm" in model.without_norms else {_FINAL_NORM: model.hidden_size}),
         }
-        if model.qk_layernorm and not model.multi_latent_attention:
+        if model.qk_layernorm and model.multi_latent_attention:
+            ranks = {"q_layernorm": model.q_lora_rank, "kv_layernorm": model.kv_lora_rank}
+            sizes |= {
+                f"{layer}.self_attention.{norm}": rank for layer in layers for norm, rank in ranks.items() if rank
+            }
+        elif model.qk_layernorm:
             norms = ("self_attention.q_layernorm", "self_attention.k_layernorm")
             sizes |= {f"{layer}.{norm}": model.head_size for layer in layers for norm in norms}
         one = TensorSpec(shape=(1,), fan_in=None, fan_out=0, init=Init.ONES)
@@ -201,6 +209,16 @@ class FoldedWeights:
             f"{name}.bias": dataclasses.replace(one, shape=(size,), init=Init.ZEROS) for name, size in sizes.items()
         }
         return gains | biases
+
+
+def expert_biases(parametrization: Parametrization) -> dict[str, TensorSpec]:
+    """What routers keep beside their weights, in float32, by global name."""
+    model = parametrization.config.model
+    if not model.moe_router_enable_expert_bias:
+        return {}
+    spec = TensorSpec(shape=(model.num_moe_experts or 0,), fan_in=None, fan_out=0, init=Init.ZEROS)
+    layers = [layer for layer, experts in enumerate(model.expert_layers) if experts]
+    return {f"decoder.layers.{layer}.mlp.router.{EXPERT_BIAS}": spec for layer in layers}
 
 
 def _has_vocabulary(name: str, spec: TensorSpec) -> bool:

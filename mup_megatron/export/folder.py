@@ -1,7 +1,7 @@
 """The folder of an export, written whole or not at all: tensors one by one into safetensors, checksums of every file.
 
-Public names: `Part`, `ExportFolder`, `new_folder`, `refuse_existing`, `size_of`. What is written lies in DIR.partial
-until it is whole.
+Public names: `Part`, `ExportFolder`, `new_folder`, `refuse_existing`, `size_of`, `as_bytes`. What is written lies in
+DIR.partial until it is whole.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from mup_megatron.checkpoint import SUMS, hash_files
 from mup_megatron.disk import full_disk, short
 from mup_megatron.errors import UserError, shown
+from mup_megatron.export.unfinished import Unfinished, remove_others
 from mup_megatron.files import open_new
 from mup_megatron.progress import time_left
 
@@ -44,16 +45,22 @@ class Part:
         name: in the file.
         shape: known before it is made.
         make: returns it, float32.
+        dtype: in which it is written; None takes the file's.
     """
 
     name: str
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
+    dtype: torch.dtype | None = None
 
     @property
     def numbers(self) -> int:
         """How many it holds."""
         return math.prod(self.shape)
+
+    def size(self, dtype: torch.dtype) -> int:
+        """Bytes of it in a file of this dtype."""
+        return self.numbers * (self.dtype or dtype).itemsize
 
 
 def size_of(text: str, option: str) -> int:
@@ -81,11 +88,27 @@ def refuse_existing(directory: Path) -> None:
         raise UserError(f"{directory}: expected the name of a folder that is not there yet")
 
 
+def as_bytes(content: str | bytes | dict[str, Any]) -> bytes:
+    """A file's content: text, bytes, or JSON."""
+    if isinstance(content, dict):
+        content = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return content.encode("utf-8") if isinstance(content, str) else content
+
+
 @contextmanager
 def new_folder(
-    directory: Path, needed: int, say: Callable[[str], None], *, what: str = "the export", sums: bool = True
+    directory: Path,
+    needed: int,
+    say: Callable[[str], None],
+    *,
+    what: str = "the export",
+    sums: bool = True,
+    identity: str | None = None,
 ) -> Iterator[ExportFolder]:
     """A folder that is there when all of it is written, and not before.
+
+    What a process that was killed or interrupted had written of the same export is taken up again; what failed is
+    removed.
 
     Args:
         directory: where it will be.
@@ -93,6 +116,7 @@ def new_folder(
         say: takes lines of progress.
         what: it is, for messages.
         sums: whether checksums of all files are written into it.
+        identity: see `Unfinished`.
 
     Raises:
         UserError: something is there, another process writes it, or nothing can be written there.
@@ -100,28 +124,35 @@ def new_folder(
     """
     refuse_existing(directory)
     partial = directory.with_name(f"{directory.name}.partial")
+    interrupted = False
     with _held(partial):
         try:
-            if full := short(partial, what, needed):
-                raise full
-            with full_disk(partial, what, lambda: needed, lambda: _empty(partial)):
-                folder = ExportFolder(partial, say)
+            with full_disk(partial, what, lambda: needed, lambda: remove_others(partial, set())):
+                unfinished = Unfinished(partial, identity)
+                if full := short(partial, what, needed - sum(size for _, size in unfinished.kept.values())):
+                    raise full
+                folder = ExportFolder(partial, say, unfinished)
                 yield folder
                 if sums:
                     folder.finish()
+                unfinished.end()
             os.rename(partial, directory)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             raise UserError(f"{directory} came to be while {what} was written; expected another name") from None
+        except KeyboardInterrupt:
+            interrupted = identity is not None
+            raise
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # which is not there where all went well
+            if not interrupted:
+                shutil.rmtree(partial, ignore_errors=True)  # which is not there where all went well
         _sync(directory.parent)
 
 
 @contextmanager
 def _held(partial: Path) -> Iterator[None]:
-    """An empty folder that no other process writes into, until this one ends."""
+    """A folder that no other process writes into, until this one ends."""
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -136,42 +167,33 @@ def _held(partial: Path) -> Iterator[None]:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise UserError(f"{partial}: another process is writing this export") from None
             # A file system without locks of folders: two exports of one name are then not told apart.
-        _empty(partial)
         yield
     finally:
         os.close(handle)
-
-
-def _empty(folder: Path) -> None:
-    """Removes what a killed export left."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 class ExportFolder:
     """Writes files, remembers their checksums, and says how far it is. Made by `new_folder`.
 
     Args:
-        path: an empty folder.
+        path: of the folder.
         say: takes lines of progress.
+        unfinished: what is in it.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path = path
+    def __init__(self, path: Path, say: Callable[[str], None], unfinished: Unfinished) -> None:
+        self.path, self._unfinished = path, unfinished
         self.files: dict[str, str] = {}
         self._say = say
         self._began = self._said = time.monotonic()
         self._written = self._total = 0
+        if unfinished.kept:
+            size = sum(size for _, size in unfinished.kept.values())
+            say(f"{len(unfinished.kept)} files ({size / 1e9:.1f} GB) of the unfinished export are taken as they are")
 
     def write(self, name: str, content: str | bytes | dict[str, Any]) -> None:
         """A file of text, of bytes, or of JSON."""
-        if isinstance(content, dict):
-            content = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        data = content.encode("utf-8") if isinstance(content, str) else content
-        self._write(name, [data])
+        self._write(name, [as_bytes(content)])
 
     def write_tensors(self, parts: Sequence[Part], dtype: torch.dtype, max_shard_size: int) -> None:
         """Tensors as Hugging Face stores them: model.safetensors, or shards of it and their index.
@@ -184,7 +206,7 @@ class ExportFolder:
         shards: list[list[Part]] = [[]]
         sizes = [0]
         for part in parts:
-            size = part.numbers * dtype.itemsize
+            size = part.size(dtype)
             if shards[-1] and sizes[-1] + size > max_shard_size:
                 shards.append([])
                 sizes.append(0)
@@ -212,6 +234,10 @@ class ExportFolder:
         _sync(self.path)
 
     def _write(self, name: str, content: Iterable[bytes | memoryview]) -> None:
+        if name in self._unfinished.kept:
+            self.files[name], size = self._unfinished.kept[name]
+            self._total -= size
+            return
         digest = hashlib.sha256()
         with open(open_new(self.path / name), "wb") as file:
             for piece in content:
@@ -220,7 +246,10 @@ class ExportFolder:
                 self._progress(len(piece))
             file.flush()
             os.fsync(file.fileno())
+            size = file.tell()
         self.files[name] = digest.hexdigest()
+        if name != SUMS:
+            self._unfinished.done(name, self.files[name], size)
 
     def _progress(self, written: int) -> None:
         self._written += written
@@ -240,8 +269,9 @@ def _safetensors(parts: Sequence[Part], dtype: torch.dtype) -> Iterator[bytes | 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for part in parts:
-        end = start + part.numbers * dtype.itemsize
-        header[part.name] = {"dtype": _DTYPES[dtype], "shape": list(part.shape), "data_offsets": [start, end]}
+        end = start + part.size(dtype)
+        kind = _DTYPES[part.dtype or dtype]
+        header[part.name] = {"dtype": kind, "shape": list(part.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -251,7 +281,7 @@ def _safetensors(parts: Sequence[Part], dtype: torch.dtype) -> Iterator[bytes | 
         if tuple(tensor.shape) != part.shape:
             raise ValueError(f"{part.name}: {tuple(tensor.shape)} was made, {part.shape} was said")
         for piece in tensor.contiguous().view(-1).split(_PIECE):
-            yield piece.to(dtype).view(torch.uint8).numpy().data
+            yield piece.to(part.dtype or dtype).view(torch.uint8).numpy().data
 
 
 def _sync(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The folded model for megatron-core itself: its own tensor names, its own options, its own checkpoints.
 
-Public names: `plain_model`, `parts`, `refuse_unwritten`, `megatron_options`, `save_release`. A plain model has gains of
-1, no multi-token prediction, and no multiplier anywhere.
+Public names: `plain_model`, `parts`, `megatron_options`, `save_release`. A plain model has gains of 1, no multi-token
+prediction, and no multiplier anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from mup_megatron import runtime
 from mup_megatron.config import Config, Model
-from mup_megatron.export.fold import FoldedWeights
+from mup_megatron.export.fold import EXPERT_BIAS, FoldedWeights
 from mup_megatron.export.folder import Part
 from mup_megatron.layout import resolve_layout
 from mup_megatron.model import dry_run, parametrize
@@ -50,17 +50,10 @@ def parts(weights: FoldedWeights) -> list[Part]:
     """Every tensor under its global name."""
 
     def part(name: str) -> Part:
-        return Part(name=name, shape=weights.shape(name), make=lambda: weights.read(name))
+        dtype = torch.float32 if name.endswith(EXPERT_BIAS) else None  # as megatron-core keeps it
+        return Part(name=name, shape=weights.shape(name), make=lambda: weights.read(name), dtype=dtype)
 
     return [part(name) for name in weights.specs]
-
-
-def refuse_unwritten(config: Config) -> None:
-    """Raises ConfigError where a checkpoint holds something beside its weights that the model computes with."""
-    if config.model.moe_router_enable_expert_bias:
-        raise config.error(
-            "model.moe_router_enable_expert_bias", "the experts' biases are no weights, and export writes none"
-        )
 
 
 def megatron_options(config: Config, *, fused: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from mup_megatron import cli
 from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.export.folder import Part, new_folder, size_of
+from mup_megatron.export.unfinished import LIST
 from tests.engines.test_full_disk import Disk
 
 
@@ -96,6 +98,83 @@ def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
         folder.write("config.json", {"a": 1})
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["SHA256SUMS", "config.json"]
     assert not left.exists()
+
+
+# --- one that was killed goes on ---
+
+
+def interrupted(folder: Path, at: int) -> None:
+    """Five shards of 40 bytes each, of which the one at a place is not finished: Ctrl-C while its tensor is made."""
+
+    def stop() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    tensors = parts(5)
+    tensors[at] = dataclasses.replace(tensors[at], make=stop)
+    with pytest.raises(KeyboardInterrupt), new_folder(folder, 0, quiet, identity="this one") as written:
+        written.write_tensors(tensors, torch.float32, 40)
+
+
+def finished(folder: Path, said: list[str], identity: str | None = "this one") -> dict[str, bytes]:
+    with new_folder(folder, 0, said.append, identity=identity) as written:
+        written.write_tensors(parts(5), torch.float32, 40)
+        written.write("config.json", {"a": 1})
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_an_interrupted_export_goes_on(tmp_path: Path, at: int) -> None:
+    """With the files that it had finished, which are not made again; it has the bytes of one undisturbed."""
+    undisturbed = finished(tmp_path / "whole", [])
+    assert len(undisturbed) == 5 + 3  # shards, their index, config.json, checksums
+    interrupted(tmp_path / "out", at)
+    partial = tmp_path / "out.partial"
+    assert not (tmp_path / "out").exists()
+    assert not (partial / "config.json").exists()
+    names = [f"model-{number:05d}-of-00005.safetensors" for number in range(1, at + 1)]
+    before = {name: (partial / name).stat().st_ino for name in names}
+    said: list[str] = []
+    assert finished(tmp_path / "out", said) == undisturbed
+    assert {name: (tmp_path / "out" / name).stat().st_ino for name in names} == before
+    assert said == ([f"{at} files (0.0 GB) of the unfinished export are taken as they are"] if at else [])
+    assert not partial.exists()
+
+
+def damage(partial: Path, what: str) -> None:
+    first = partial / "model-00001-of-00005.safetensors"
+    if what == "a byte":
+        first.write_bytes(first.read_bytes()[:-1] + b"x")
+    elif what == "cut":
+        first.write_bytes(first.read_bytes()[:-1])
+    elif what == "a link":
+        first.rename(partial.parent / "elsewhere")
+        first.symlink_to(partial.parent / "elsewhere")
+    elif what == "the list":
+        lines = (partial / LIST).read_bytes()
+        (partial / LIST).write_bytes(lines[: -len(lines.rpartition(b"\n")[2]) // 2])
+    elif what == "no list":
+        (partial / LIST).write_bytes(b"\xff[\n3\n")
+    (partial / "stranger").write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("what", "kept"), [("a byte", 2), ("cut", 2), ("a link", 2), ("the list", 2), ("no list", 0), ("strangers", 3)]
+)
+def test_only_what_is_whole_is_taken(tmp_path: Path, what: str, kept: int) -> None:
+    undisturbed = finished(tmp_path / "whole", [])
+    interrupted(tmp_path / "out", 3)
+    damage(tmp_path / "out.partial", what)
+    said: list[str] = []
+    assert finished(tmp_path / "out", said) == undisturbed
+    assert said == ([f"{kept} files (0.0 GB) of the unfinished export are taken as they are"] if kept else [])
+
+
+@pytest.mark.parametrize("identity", ["another", None])
+def test_another_export_begins_anew(tmp_path: Path, identity: str | None) -> None:
+    interrupted(tmp_path / "out", 3)
+    said: list[str] = []
+    assert finished(tmp_path / "out", said, identity) == finished(tmp_path / "whole", [])
+    assert not said
 
 
 def test_two_at_once(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from mup_megatron.errors import ConfigError
 from mup_megatron.export import Source, export_hugging_face, open_source
 from mup_megatron.export.fold import fold
 from mup_megatron.export.hugging_face import architecture_of
-from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, VOCABULARY, make
+from tests.configs import HEAD_SIZE, MIXED, MOE, VOCABULARY, make
 from tests.distributed import Ranks
 from tests.export.sources import (
     PROMPT,
@@ -239,6 +241,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, str]] = {
     "Qwen3 without gains": ({"model__qk_layernorm": True, "model__norm_gains": "none"}, "one rank", "Qwen3ForCausalLM"),
     "Mixtral": (EXPERT_KEYS, "one rank", "MixtralForCausalLM"),
     "Mixtral, EP 2": (EXPERT_KEYS, "EP 2", "MixtralForCausalLM"),
+    "Mixtral, three experts per token": (
+        {**EXPERT_KEYS, "model__moe_router_topk": 3},
+        "one rank",
+        "MixtralForCausalLM",
+    ),
 }
 
 
@@ -256,6 +263,27 @@ def test_families_like_llama(ranks: Ranks, name: str, tied: bool, tmp_path: Path
     bare = dataclasses.replace(source, parametrization=source.parametrization.replaced(None, softmax_scale=24**-0.5))
     export_hugging_face(bare, tmp_path / "bare")
     assert deviation(logits(tmp_path / "bare"), one.logits) > 1e-2
+    if source.run.config.model.num_moe_experts:
+        experts_with_multipliers(one, tmp_path)
+
+
+def experts_with_multipliers(one: Trained, folder: Path) -> None:
+    """GraniteMoe: weights to the last bit, the experts' in one tensor a layer; each multiplier left out is seen."""
+    said = export_hugging_face(one.source, folder / "granite", keep_multipliers=True)
+    assert said["folded"] == {}
+    check(one, folder / "granite", "GraniteMoeForCausalLM")
+    found = load_file(folder / "granite" / "model.safetensors")
+    for expert in range(4):
+        mine = f"decoder.layers.1.mlp.experts.local_experts.{expert}"
+        for name, layer, shape in (("input", "linear_fc1", (160, 64)), ("output", "linear_fc2", (64, 80))):
+            stacked = found[f"model.layers.1.block_sparse_moe.{name}_linear.weight"]
+            assert torch.equal(stacked[expert], saved(one.source, f"{mine}.{layer}.weight", *shape))
+    neutral = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
+    for key, value in {**neutral, "attention_multiplier": 24**-0.5}.items():
+        config = json.loads((folder / "granite" / "config.json").read_text())
+        (folder / "granite" / "config.json").write_text(json.dumps({**config, key: value}))
+        assert deviation(logits(folder / "granite"), one.logits) > 1e-2, key
+        (folder / "granite" / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.slow
@@ -338,6 +366,57 @@ def test_the_command(trained: Callable[[str], Trained], tmp_path: Path, capfd: p
         assert listed == {path.name for path in (tmp_path / folder).iterdir()} - {"SHA256SUMS"}
 
 
+# The command, which the kernel kills while its third shard is half written.
+KILLED = """
+import os, signal, sys
+from mup_megatron import cli
+from mup_megatron.export import folder
+whole = folder._safetensors
+shards = 0
+def half(parts, dtype):
+    global shards
+    shards += 1
+    for number, piece in enumerate(whole(parts, dtype)):
+        yield piece
+        if shards == 3 and number:
+            os.kill(os.getpid(), signal.SIGKILL)
+folder._safetensors = half
+cli.run(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_export_goes_on(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """The same command writes the same bytes as one that nobody disturbed, and takes two shards as they are.
+
+    The half of it is no model for transformers or import; another command begins anew.
+    """
+    run = str(trained("llama, untied").source.run.path)
+    whole, out, partial = tmp_path / "whole", tmp_path / "out", tmp_path / "out.partial"
+    options = ["--max-shard-size", "60KB"]
+    assert cli.run(["export", run, str(whole), *options]) == 0
+    for again in (options, ["--max-shard-size", "60KB", "--dtype", "bf16"]):
+        killed = subprocess.run([sys.executable, "-c", KILLED, "export", run, str(out), *options], capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert not out.exists()
+        shards = sorted(partial.glob("model-*.safetensors"))
+        assert len(shards) == 3
+        with pytest.raises((OSError, ValueError), match=r"config\.json|model_type"):
+            transformers.AutoModelForCausalLM.from_pretrained(partial)
+        before = [(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in shards]
+        assert cli.run(["export", run, str(out), *again]) == 0
+        assert not partial.exists()
+        after = [(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(out.glob("model-*"))]
+        if again is options:
+            assert [one for one in before if one in after] == before[:2]
+            assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+                path.name: path.read_bytes() for path in whole.iterdir()
+            }
+            shutil.rmtree(out)
+        else:
+            assert not set(before) & set(after)
+
+
 @pytest.mark.parametrize("name", [pytest.param("llama, tied", marks=pytest.mark.slow), "llama, untied"])
 def test_multipliers_are_kept_by_granite(trained: Callable[[str], Trained], tmp_path: Path, name: str) -> None:
     """The weights are the checkpoint's to the last bit; config.json says the multipliers."""
@@ -402,7 +481,6 @@ def test_a_damaged_checkpoint(
 # --- what has no counterpart ---
 
 REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
-    "MLA": (MLA, "llama", {}, r"model\.multi_latent_attention: multi-latent attention, which"),
     "QK-norm with experts": (
         EXPERTS,
         "llama",
@@ -466,11 +544,22 @@ def test_an_architecture_without_counterpart(what: str) -> None:
         architecture_of(make(growth, architecture, **overrides), keep_multipliers=False)
 
 
-def test_granite_has_no_experts() -> None:
-    with pytest.raises(ConfigError, match=r"model\.num_moe_experts: a mixture of experts, which GraniteForCausalLM"):
-        architecture_of(make(EXPERTS, "llama"), keep_multipliers=True)
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"model__moe_router_pre_softmax": True}, r"moe_router_pre_softmax: scores that .* GraniteMoeForCausalLM does"),
+        ({"model__moe_router_score_function": "sigmoid"}, r"score_function: scores by sigmoid, which GraniteMoe"),
+        ({"model__qk_layernorm": True}, r"qk_layernorm: a norm of queries and keys, which GraniteMoe"),
+        ({"model__add_bias_linear": True}, r"add_bias_linear: biases in the MLP, which GraniteMoe"),
+    ],
+)
+def test_what_granite_with_experts_lacks(overrides: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        architecture_of(make(EXPERTS, "llama", **overrides), keep_multipliers=True)
 
 
 def test_gpt2_keeps_no_multipliers() -> None:
-    with pytest.raises(ConfigError, match="GPT-2 has no multipliers of its own; expected no --keep-multipliers"):
+    with pytest.raises(
+        ConfigError, match="GPT2LMHeadModel has no multipliers of its own; expected no --keep-multipliers"
+    ):
         architecture_of(config_of("gpt3", True), keep_multipliers=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -18,12 +19,15 @@ from mup_megatron import cli, upstream
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.export import export_hugging_face, open_source
+from mup_megatron.export.unfinished import LIST
 from mup_megatron.importing import import_checkpoint
 from tests import bodies, native
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
-from tests.export.sources import Trained, deviation, own_logits
-from tests.export.test_hugging_face import logits
+from tests.export.sources import Trained, config_of, deviation, own_logits, train
+from tests.export.test_deepseek import EXPERTS, YARN
+from tests.export.test_deepseek import config_of as deepseek_of
+from tests.export.test_hugging_face import EXPERT_KEYS, logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ITSELF = {
@@ -34,28 +38,63 @@ ITSELF = {
 
 def config_for(one: Trained, folder: Path, **keys: Any) -> Config:
     """The source's model with itself as base, and a run's folder of its own; or what the keys say."""
-    model = one.source.run.config.model
-    own = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
-    if model.architecture == "llama":
-        own["kv_channels"] = model.head_size
-    data = {"run.dir": str(folder), "data.dir": str(Path(one.source.run.config.run.dir) / "data")}
-    return one.source.run.config.derive({**data, **(keys or {"base": own, **ITSELF})})
+    config = one.source.run.config
+    own = {name: getattr(config.model, name) for name in config.base.width.sizes}
+    data = {"run.dir": str(folder), "data.dir": str(Path(config.run.dir) / "data")}
+    return config.derive({**data, **(keys or {"base": own, "model.mtp_num_layers": None, **ITSELF})})
 
 
 @pytest.mark.parametrize("name", ["llama, untied", pytest.param("gpt3, tied", marks=pytest.mark.slow)])
 def test_export_import_export_is_the_same(trained: Callable[[str], Trained], name: str, tmp_path: Path) -> None:
+    round_trip(trained(name), tmp_path)
+
+
+def round_trip(one: Trained, tmp_path: Path) -> None:
     """With the model as its own base to the last bit, and its logits are transformers'."""
-    one = trained(name)
     export_hugging_face(one.source, tmp_path / "first", max_shard_size=100_000)
-    said = import_checkpoint(tmp_path / "first", config_for(one, tmp_path / "run"))
+    said = import_checkpoint(tmp_path / "first", config_for(one, tmp_path / "imported"))
     assert (said["step"], said["optimizer"]) == (0, False)
-    source = open_source(tmp_path / "run")
+    source = open_source(tmp_path / "imported")
     export_hugging_face(source, tmp_path / "second", max_shard_size=100_000)
     files = sorted(path.name for path in (tmp_path / "first").glob("*.safetensors*"))
     assert len(files) > 3
     for file in files:
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
     assert deviation(own_logits(source), logits(tmp_path / "first")) < 1e-5
+
+
+llama_of = functools.partial(config_of, "llama", False)
+# Name: config, keys, and a tensor that only this architecture has.
+FAMILIES: dict[str, tuple[Callable[..., Config], dict[str, Any], str]] = {
+    "Qwen3": (llama_of, {"model__qk_layernorm": True}, "model.layers.1.self_attn.q_norm.weight"),
+    "Mixtral": (llama_of, EXPERT_KEYS, "model.layers.1.block_sparse_moe.experts.3.w3.weight"),
+    "DeepSeek-V3": (
+        functools.partial(deepseek_of, EXPERTS),
+        {"model__layernorm_epsilon": 1e-6, **YARN},
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    """The same of each, and a declared base; a source that lacks a tensor is refused by its name."""
+    config, keys, missing = FAMILIES[name]
+    upstream.prepare_process()
+    source = open_source(train(ranks, tmp_path, config(**keys)))
+    one = Trained(source, own_logits(source))
+    round_trip(one, tmp_path)
+    import_checkpoint(tmp_path / "first", config_for(one, tmp_path / "declared", **{"training.train_steps": 1}))
+    again = open_source(tmp_path / "declared")
+    assert again.parametrization.forward == source.parametrization.forward
+    assert deviation(own_logits(again), one.logits) < 1e-5
+    (tmp_path / "other").mkdir()
+    export_hugging_face(source, tmp_path / "other" / "hf")
+    weights = tmp_path / "other" / "hf" / "model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(weights).items() if key != missing}, weights)
+    with pytest.raises(UserError, match=f"{missing} is missing"):
+        import_checkpoint(tmp_path / "other" / "hf", config_for(one, tmp_path / "refused"))
 
 
 def test_a_declared_base(trained: Callable[[str], Trained], ranks: Ranks, tmp_path: Path) -> None:
@@ -72,11 +111,42 @@ def test_a_declared_base(trained: Callable[[str], Trained], ranks: Ranks, tmp_pa
     assert '"step": 1' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+LIES = {"num_hidden_layers": 3, "intermediate_size": 160, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
 def damage(folder: Path, what: str) -> str:
     """Spoils a Hugging Face folder; the sentence that it gets."""
     weights, described = folder / "model.safetensors", folder / "config.json"
     said = json.loads(described.read_text())
     tensors = load_file(weights)
+    if what in LIES:
+        described.write_text(json.dumps({**said, what: LIES[what]}))
+        return f"config.json: {what} is {LIES[what]}, and by "
+    if what == "scaled RoPE":
+        scaled = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
+        described.write_text(json.dumps({**said, "rope_parameters": scaled}))
+        return "config.json: rope_type of its RoPE is 'llama3', and by the config 'default'"
+    if what.startswith("shard"):
+        names = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+        keys = sorted(tensors)
+        for name, part in zip(names, (keys[:9], keys[9:]), strict=True):
+            save_file({key: tensors[key] for key in part}, folder / name)
+        places = {key: names[key not in keys[:9]] for key in keys}
+        weights.unlink()
+        if what == "shard gone":
+            (folder / names[1]).unlink()
+            sentence = f"{names[1]} is missing; model.safetensors.index.json lists it"
+        elif what == "shard cut":
+            (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-40])
+            sentence = f"{names[1]}: damaged ("
+        else:
+            places[keys[0]] = "../" + names[0]
+            sentence = "is missing; model.safetensors.index.json lists it"
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        return sentence
+    if what == "unfinished":
+        (folder / LIST).write_text("")
+        return "hf: an export that has not ended; expected a whole one"
     if what == "other width":
         described.write_text(json.dumps({**said, "hidden_size": 128}))
         return "config.json: hidden_size is 128, and by "
@@ -109,7 +179,10 @@ def damage(folder: Path, what: str) -> str:
     return "no such folder; expected one of Hugging Face, or a checkpoint of megatron.training"
 
 
-DAMAGES = ("other width", "other RoPE", "other class", "no JSON", "cut", "pickles", "missing", "shape", "more", "gone")
+DAMAGES = (
+    *("other width", "other RoPE", "other class", "no JSON", "cut", "pickles", "missing", "shape", "more", "gone"),
+    *("scaled RoPE", "shard gone", "shard cut", "shard elsewhere", "unfinished", *LIES),
+)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from mup_megatron import cli, export, runtime, upstream
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.export import export_megatron, export_safetensors, open_source
-from mup_megatron.export.megatron_core import megatron_options, refuse_unwritten
+from mup_megatron.export.megatron_core import megatron_options
 from mup_megatron.layout import resolve_layout
 from mup_megatron.ranks import Rank
 from mup_megatron.transformer_config import ACTIVATIONS
@@ -195,6 +195,15 @@ KEYS = {
 # Growth, keys, the softmax scale where nobody scales: 1 / sqrt(head size).
 ONLY_HERE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "experts": (MOE, {}, 8**-0.5),
+    "experts with biases": (
+        MOE,
+        {
+            "model__moe_router_enable_expert_bias": True,
+            "model__moe_router_bias_update_rate": 0.1,
+            "model__moe_router_score_function": "sigmoid",
+        },
+        8**-0.5,
+    ),
     "MLA": (MLA, {}, 20**-0.5),
     "MLA, queries not compressed": ({**MLA, "model": {**MLA["model"], "q_lora_rank": None}}, {}, 20**-0.5),
     "QK-norm": (HEAD_SIZE, {"model__qk_layernorm": True}, 24**-0.5),
@@ -223,6 +232,7 @@ def test_other_architectures(ranks: Ranks, name: str, tmp_path: Path) -> None:
     expected = own_logits(source)
     with own_model(source, plain, load=False) as model:
         named = {key: value for key, value in model.named_parameters() if not key.startswith("mtp.")}
+        named |= {key: value for key, value in model.named_buffers() if key.endswith("expert_bias")}
         assert set(named) == set(tensors)
         for key, tensor in tensors.items():
             named[key].data[: len(tensor)] = tensor
@@ -246,12 +256,6 @@ def test_other_architectures(ranks: Ranks, name: str, tmp_path: Path) -> None:
 def test_a_model_that_megatron_has_no_options_for(growth: Any, overrides: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.{key}: no options are written for it.*--to safetensors"):
         megatron_options(make(growth, "llama", **overrides), fused=False)
-
-
-def test_biases_of_experts() -> None:
-    keys = {"model__moe_router_enable_expert_bias": True, "model__moe_router_score_function": "sigmoid"}
-    with pytest.raises(ConfigError, match=r"model\.moe_router_enable_expert_bias: the experts' biases are no weights"):
-        refuse_unwritten(make(MOE, "llama", **keys))
 
 
 def test_options_that_the_target_lacks(

@@ -53,7 +53,7 @@ def initialize(
         training_data: as of deepspeed.initialize.
         lr_scheduler: a function of the optimizer; an object only where the optimizer's groups are µP's already.
         distributed_port: as of deepspeed.initialize.
-        mpu: an mpu as DeepSpeed wants it, or megatron-core's parallel_state, which is adapted.
+        mpu: an mpu as DeepSpeed wants it (of Ulysses too), or megatron-core's parallel_state, which is adapted.
         dist_init_required: as of deepspeed.initialize.
         collate_fn: as of deepspeed.initialize.
         config: a dictionary or a JSON file. Its `optimizer` and `scheduler` blocks are taken as base values. It is
@@ -72,7 +72,7 @@ def initialize(
         raise UserError("model: missing; expected a torch.nn.Module")
     args, settings = _settings(args, config if config is not None else config_params)
     mpu = adapted(mpu)
-    refuse(model, settings, mpu)
+    refuse(model, settings, mpu, mesh_param)
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         optimizer = _client(model, optimizer, model_parameters, lr_scheduler)

@@ -48,8 +48,11 @@ class Mpu:
 
 
 def adapted(mpu: Any) -> Any:
-    """An mpu that DeepSpeed can use, from parallel_state or from one that is such already."""
-    if mpu is None or hasattr(mpu, "get_model_parallel_world_size"):
+    """An mpu that DeepSpeed can use, from parallel_state or from one that is such already.
+
+    DeepSpeed's own parallel_state_sp, of Ulysses, has nothing but groups of sequences; DeepSpeed knows it by its name.
+    """
+    if mpu is None or hasattr(mpu, "get_model_parallel_world_size") or hasattr(mpu, "initialize_sequence_parallel"):
         return mpu
     if hasattr(mpu, "get_tensor_model_parallel_world_size"):
         return Mpu(mpu)

@@ -13,13 +13,14 @@ from mup_megatron.mup.foreign import check_gates
 from mup_megatron.setup.deepspeed import bf16_problem
 
 
-def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
+def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any, mesh: Any = None) -> None:
     """Refuses a combination before anything is built.
 
     Args:
         model: to be trained.
         settings: DeepSpeed's config.
         mpu: as DeepSpeed wants it; None without model parallelism.
+        mesh: `mesh_param` of deepspeed.initialize.
 
     Raises:
         UserError: names the key or parameter, and what works.
@@ -27,6 +28,7 @@ def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
     stage = (settings.get("zero_optimization") or {}).get("stage", 0)
     if problem := bf16_problem(_enabled(settings, "bf16"), stage):
         raise UserError(f"zero_optimization.stage: {problem}")
+    _refuse_mesh(settings, mesh, mpu, stage)
     if (settings.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
         raise UserError(
             "tensor_parallel.autotp_size: DeepSpeed would put layers of its own in the place of the model's, readouts "
@@ -48,6 +50,17 @@ def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any) -> None:
     pipeline = getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
     if pipeline > 1:
         raise UserError(f"mpu: {pipeline} pipeline stages, which DeepSpeed's engine does not run; expected 1")
+
+
+def _refuse_mesh(settings: dict[str, Any], mesh: Any, mpu: Any, stage: int) -> None:
+    """Below ZeRO 3 DeepSpeed averages gradients over the mesh's data-parallel ranks alone (utils/groups.py)."""
+    key = "mesh_param" if mesh else "sequence_parallel_size"
+    size = mesh[1] if mesh else settings.get(key, 1) if "data_parallel_size" in settings else 1
+    if size > 1 and stage < 3 and not hasattr(mpu, "get_sequence_data_parallel_group"):
+        raise UserError(
+            f"{key}: at ZeRO {stage} DeepSpeed would not sum gradients over the {size} ranks that share a sequence; "
+            "expected mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp, or zero_optimization.stage 3"
+        )
 
 
 def _refuse_experts(name: str, parameter: Any, stage: int) -> None:

@@ -25,6 +25,8 @@ LINES = {"mup": "µP", "standard": "standard", "fan_in": "1/sqrt(fan-in)"}
 
 Rows = list[list[str]]
 
+_MODELS = {"mlp": "MLP", "resnet": "ResNet"}
+
 
 def records() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every record of the folder, by its path there."""
@@ -115,9 +117,10 @@ def _all() -> Rows:
         elif "searches" in found:
             rows.append([link, "cost of a search", "", "", f"{_seeds(found)} searches", "", verdict(found)])
         elif "lines" in found:
-            asked = f"{found['over']} over {found['across']}, {_span(found)}"
+            of = f"{_MODELS[found['of']]} on {found['data']}: " if "of" in found else ""  # of docs/examples/images.py
+            asked = f"{of}{found['over']} over {found['across']}, {_span(found)}"
             start = str(found.get("from", found["sizes"][0]["size"]))
-            steps = str(found["config"]["training"]["train_steps"])
+            steps = str(found["steps"] if of else found["config"]["training"]["train_steps"])
             rows.append([link, asked, LINES[found["judged"]], steps, _seeds(found), start, verdict(found)])
         else:
             what = "depth" if found["axis"] == "depth" else "width"

@@ -1,8 +1,8 @@
 """Whether the best hyperparameter stays put while the model, the batch or the run grows.
 
-Public names: `stability`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. A question (question.py) names
-what is varied and what grows. Every size is trained with every value and seed, in the config's parametrization and in
-those that it is compared with; each run is one process (grid.py), as a tuning trial is.
+Public names: `stability`, `judge`, `plain`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. A question
+(question.py) names what is varied and what grows. Every size is trained with every value and seed, in the config's
+parametrization and in those that it is compared with; each run is one process (grid.py), as a tuning trial is.
 """
 
 from __future__ import annotations
@@ -170,6 +170,29 @@ def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Map
         }
         for parametrization in parametrizations
     }
+    result = {
+        **judge(curves, sizes, asked),
+        "failed": [f"{name}: {each.reason}" for name, each in outcomes.items() if each.state == "failed"],
+        "seconds": sum(each.seconds for each in outcomes.values()),
+        "config": config.model_dump(),
+    }
+    return plain(result)
+
+
+def judge(curves: Mapping[str, Mapping[int, Curve]], sizes: Mapping[int, int], asked: Question) -> dict[str, Any]:
+    """Where the minima of measured curves lie, and whether the first parametrization's stays.
+
+    Args:
+        curves: by parametrization, the judged one first, and by factor.
+        sizes: what each factor's size is called.
+        asked: the question that the curves answer.
+
+    Returns:
+        What `lines` and the picture (report.stability) read, but for `failed` and `seconds`.
+
+    Raises:
+        UserError: a curve has no finite loss.
+    """
     for parametrization, held in curves.items():
         for factor, curve in held.items():
             if not math.isfinite(min(curve.means)):
@@ -178,12 +201,13 @@ def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Map
                     "with every seed; expected --values with smaller ones"
                 )
     found = {parametrization: _line(held, sizes, asked) for parametrization, held in curves.items()}
-    judged = parametrizations[0]
-    result = {
+    judged = next(iter(curves))
+    verdict = _verdict(found[judged])
+    return {
         "judged": judged,
         "over": asked.over,
         "across": asked.across,
-        "verdict": (verdict := _verdict(found[judged])),
+        "verdict": verdict,
         "passed": verdict == "passed",
         "bounds": BOUNDS,
         "values": asked.values,
@@ -191,11 +215,7 @@ def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Map
         "seeds": asked.seeds,
         "from": sizes[asked.least],
         "lines": found,
-        "failed": [f"{name}: {each.reason}" for name, each in outcomes.items() if each.state == "failed"],
-        "seconds": sum(each.seconds for each in outcomes.values()),
-        "config": config.model_dump(),
     }
-    return _plain(result)
 
 
 def _line(held: Mapping[int, Curve], sizes: Mapping[int, int], asked: Question) -> dict[str, Any]:
@@ -312,10 +332,10 @@ def write(result: Mapping[str, Any], directory: Path) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The same as JSON has it: null for what is no finite number, names as keys."""
     if isinstance(value, dict):
-        return {str(key): _plain(held) for key, held in value.items()}
+        return {str(key): plain(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(held) for held in value]
+        return [plain(held) for held in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,7 +24,8 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
     """Draws means over seeds, their range as a band, and each curve's minimum as a star, hollow where it lies beyond.
 
     Args:
-        result: of proof.stability.
+        result: of proof.stability. `measured` names the loss where it is not the evaluation's in nats per token, `axis`
+            what the sizes are where they are no hidden sizes.
         path: of the picture.
 
     Returns:
@@ -65,8 +66,9 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
         panel.set_ylim(low, high)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("evaluation loss (nats per token)")
-    panels[0][-1].legend(title=_AXES[result["across"]], frameon=False, fontsize=8, title_fontsize=8)
+    panels[0][0].set_ylabel(result.get("measured", "evaluation loss (nats per token)"))
+    axis = result.get("axis", _AXES[result["across"]])
+    panels[0][-1].legend(title=axis, frameon=False, fontsize=8, title_fontsize=8)
     save_figure(figure, path)
     pyplot.close(figure)
     return path

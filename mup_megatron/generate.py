@@ -28,6 +28,7 @@ from mup_megatron.data.tokenizer import prompt_tokens
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.ranks import Rank
+from mup_megatron.saved_model import load_saved
 from mup_megatron.saved_run import open_run
 
 if TYPE_CHECKING:
@@ -274,24 +275,5 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     config = run.config
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
-    from mup_megatron.engines.saved_weights import read_into
-    from mup_megatron.model import build_model, parametrize
-
-    parametrization = parametrize(config, int(run.tokenizer.vocab_size))
-    (model,) = build_model(parametrization, layout, 0, device)
-    read_into(model, run.weights())
-    # Heads that predict further ahead are for training. Of megatron-core 0.16 they run while decoding too, and fail.
-    model.mtp_process, model.config.mtp_num_layers = False, None
-    if config.training.precision == "bf16":
-        _cast(model)
-    return config, model.eval(), run.tokenizer
-
-
-def _cast(model: GPTModel) -> None:
-    """All bf16 but a router's expert bias, as the engines cast a model that they train."""
-    from mup_megatron.global_names import named_buffers
-
-    kept = [(buffer, buffer.clone()) for _, buffer in named_buffers(model)]
-    model.bfloat16()
-    for buffer, value in kept:
-        buffer.data = value
+    (model,) = load_saved(run, layout, 0, device)
+    return config, model, run.tokenizer

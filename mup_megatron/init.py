@@ -3,7 +3,7 @@
 Upstream's own init depends on the layout (docs/upstream.md), so that no two layouts start from the same weights. Here
 the global tensor is drawn in chunks of its flattened index range, each from a generator of its own; a rank draws only
 the chunks that its slice touches. Values are bitwise the same in every layout on one kind of device (CPU, CUDA).
-Public names: `fill`, `local_shape`.
+Public names: `fill`, `local_shape`, `local_slice`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ def local_ranges(size: int, stride: int, rank: int, ranks: int) -> list[tuple[in
 def local_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
     """Shape of the slice that each of `ranks` ranks holds (`Layout.slice_of`)."""
     return tuple(size // ranks if i == spec.partition_dim else size for i, size in enumerate(spec.shape))
+
+
+def local_slice(whole: torch.Tensor, spec: TensorSpec, rank: int, ranks: int) -> torch.Tensor:
+    """The slice of a whole tensor that one of `ranks` ranks holds (`Layout.slice_of`)."""
+    dim = spec.partition_dim
+    if dim is None or ranks == 1:
+        return whole
+    ranges = local_ranges(spec.shape[dim], spec.partition_stride, rank, ranks)
+    return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 
 from mup_megatron.config import Model
+from mup_megatron.data.prepare import tokenizer_file
+from mup_megatron.data.tokenizer import tokenizer_digest
 from mup_megatron.errors import UserError, shown
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
@@ -89,7 +91,9 @@ class CheckpointManifest(BaseModel):
         key_prefix: what the names of its tensors begin with; only under `mup-megatron run`.
         fused_activation: whether bias and activation were one kernel; None where the random states tell the device.
         carried: factors of tensors on rate, epsilon and decay, beside the rules; only after a rebase.
+        tokenizer_sha256: of the tokenizer's files; None where it has none, or where Megatron knows them.
         tokenizer_type: what Megatron calls its tokenizer; only under `mup-megatron run`.
+        initialised_from: checkpoint that the weights of step 0 came from; None where they were initial values.
         applied: groups with their rates, forward multipliers, digest of the base; only under `mup-megatron run`.
         as_built: a user's entries about tensors; only of a model that was parametrised as a script builds it.
         files: every other file of the checkpoint; None where Megatron writes it.
@@ -111,8 +115,10 @@ class CheckpointManifest(BaseModel):
     vocabulary: StrictInt | None = None
     key_prefix: str | None = None
     fused_activation: bool | None = None
+    tokenizer_sha256: str | None = None
     tokenizer_type: str | None = None
     carried: dict[str, list[float]] | None = None
+    initialised_from: dict[str, Any] | None = None
     applied: dict[str, Any] | None = None
     as_built: list[str] | None = None
     files: list[str] | None = None
@@ -208,6 +214,7 @@ def make_manifest(parametrization: Parametrization, layout: Layout, data_digest:
         "layout": {name: value for name, value in dataclasses.asdict(layout).items() if name != "stages"},
         "data_digest": data_digest,
         "tokenizer": config.data.tokenizer.model_dump(),
+        "tokenizer_sha256": tokenizer_digest(tokenizer_file(config)),
         "samples": step * config.training.global_batch_size,
         "base_head_size": parametrization.base_head_size,
         "base_shapes": base_shapes_of(parametrization),

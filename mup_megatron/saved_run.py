@@ -1,6 +1,7 @@
 """A checkpoint as one process opens it, whatever wrote it: where it is, its config here, its tokenizer.
 
-Public names: `SavedRun`, `open_run`, `find_checkpoint`, `TRACKER`. `generate` and `export` begin here. What
+Public names: `SavedRun`, `open_run`, `find_checkpoint`, `check_same_tokenizer`, `TRACKER`. `generate`, `evaluate` and
+`export` begin here. What
 `mup-megatron run` and a patched tree wrote is a checkpoint too: Megatron's, with mup.json beside it.
 """
 
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from mup_megatron.checkpoint import SUMS, Checkpoints
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.study import Tokenizer
-from mup_megatron.data.prepare import prepared_tokenizer
+from mup_megatron.data.prepare import prepared_tokenizer, tokenizer_file
+from mup_megatron.data.tokenizer import tokenizer_digest
 from mup_megatron.errors import UserError, shown
 from mup_megatron.manifest import MANIFEST, CheckpointManifest
 from mup_megatron.runtime import computed_on_cuda
@@ -102,6 +104,26 @@ def _tokenizer_section(text: str) -> dict[str, Any]:
     if library == "null":
         return {"library": library, "vocab_size": int(path) if path.isdecimal() else None}
     return {"library": library, "path": path or None}
+
+
+def check_same_tokenizer(run: SavedRun) -> None:
+    """Whether the tokenizer is the one that the model was trained with, as far as the checkpoint tells.
+
+    Raises:
+        UserError: it is another one; says which was expected.
+    """
+    trained, section = run.manifest.tokenizer, run.config.data.tokenizer
+    if run.manifest.key_prefix is not None:
+        return  # Megatron's words for it are not ours; `open_run` compared the vocabularies
+    compared = ("library", "vocab_size") if section.library == "null" else ("library",)
+    same = all(getattr(section, key) == trained[key] for key in compared if trained.get(key))
+    expected = run.manifest.tokenizer_sha256
+    file = tokenizer_file(run.config)
+    if not same or (expected is not None and tokenizer_digest(file) != expected):
+        raise UserError(
+            f"{file or section.library}: another tokenizer than the one that {run.path} was trained with "
+            f"({shown(trained.get('library'))}, {shown(trained.get('path') or 'trained on its corpus')}); expected that"
+        )
 
 
 def find_checkpoint(path: Path) -> Path:

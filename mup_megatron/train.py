@@ -29,6 +29,7 @@ from mup_megatron.engines import Engine, build_engine
 from mup_megatron.errors import DiskFull, UserError, shown
 from mup_megatron.explain import explain
 from mup_megatron.files import write_whole
+from mup_megatron.init_from import check_same_start, check_start, find_start, load_start
 from mup_megatron.manifest import CheckpointManifest, check_resume, make_manifest
 from mup_megatron.metrics import Metrics
 from mup_megatron.optim import LearningRateSchedule
@@ -66,6 +67,8 @@ def train(
     *,
     watcher: Watcher | None = None,
     meeting: runtime.Meeting | None = None,
+    init_from: Path | None = None,
+    new_embeddings: bool = False,
 ) -> float | None:
     """Trains the run's model from its last checkpoint, or from the start. Collective.
 
@@ -75,6 +78,8 @@ def train(
         allowed_changes: keys that may differ from the checkpoint's.
         watcher: looks on; of a run of one process.
         meeting: where the ranks have met already.
+        init_from: a checkpoint whose weights the run begins with (init_from.py).
+        new_embeddings: whether word embeddings and readout keep their initial values then.
 
     Returns:
         The last evaluation's loss (nats per token), None if there was none.
@@ -96,21 +101,31 @@ def train(
             prepare(
                 config, progress.say, verified=directory / VERIFIED
             )  # the others wait for rank 0 where the process groups start
+        checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
+        begins = init_from is not None and not checkpoints.newest_first()
+        begin = find_start(init_from, new_embeddings=new_embeddings) if init_from is not None and begins else None
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
         parametrization = setup.parametrization(prepared.vocab_size)
         manifest = make_manifest(parametrization, layout, prepared.digest, step=0)
 
-        checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
         latest = _newest_sound(checkpoints, rank, progress)
         found = CheckpointManifest.read(latest) if latest else None
         if latest is not None and found is not None:
             changes = check_resume(found, manifest, latest, allowed_changes)
-            manifest = manifest.replaced(changes=[*(found.changes or ()), *changes])
+            manifest = manifest.replaced(
+                changes=[*(found.changes or ()), *changes], initialised_from=found.initialised_from
+            )
+            if init_from is not None:
+                check_same_start(found, latest, init_from, new_embeddings=new_embeddings)
+        if begin is not None:
+            check_start(begin, parametrization, manifest)
+            manifest = manifest.replaced(initialised_from=begin.as_json())
         if rank.is_first:
             explanation = explain(parametrization, layout)
             changed = [change.model_dump() for change in manifest.changes or ()]
-            _describe(directory, config, {**explanation, "changes": changed})
+            began = {"initialised_from": manifest.initialised_from} if manifest.initialised_from else {}
+            _describe(directory, config, {**explanation, "changes": changed, **began})
             progress.say(
                 f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
                 f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "
@@ -123,6 +138,9 @@ def train(
         chunks = build_model(parametrization, layout, rank.rank, device)
         if latest is not None:
             load_weights(chunks, parametrization, layout, rank.rank, latest)
+        if begin is not None:
+            load_start(begin, chunks, parametrization, layout, rank.rank)
+            progress.say(f"begins with the weights of {begin.path}")
         engine = build_engine(setup, parametrization, chunks)
         datasets = build_datasets(config, prepared, progress.say)
         batches, evaluation = (Batches(dataset, config, layout, rank.rank, device) for dataset in datasets)

@@ -259,7 +259,7 @@ def test_manifests_that_were_written_before(tmp_path: Path) -> None:
 def test_what_a_manifest_writes(tmp_path: Path) -> None:
     """Its parts in their order; one that is not there is not written, and one that is empty is."""
     parts = "format step config layout data_digest tokenizer samples base_head_size base_shapes multipliers versions"
-    made = manifest()
+    made = manifest().replaced(tokenizer_sha256=None)  # which is there where the tokenizer's file is
     assert list(made.as_json()) == parts.split()
     change = {"step": 3, "key": "hparams.lr", "before": 0.01, "now": None}
     resumed = made.replaced(changes=[change], files=[])
@@ -270,6 +270,8 @@ def test_what_a_manifest_writes(tmp_path: Path) -> None:
         "vocabulary",
         "key_prefix",
     ]
+    began = made.replaced(tokenizer_sha256="0", initialised_from={"step": 3})
+    assert list(began.as_json()) == [*parts.split(), "tokenizer_sha256", "initialised_from"]
     with pytest.raises(ValidationError, match="frozen"):
         made.step = 4
 

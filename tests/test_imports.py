@@ -22,8 +22,8 @@ LEVELS = [
     {"tuning"},
     {"rebase", "importing"},
     {"reexpress"},
-    {"train", "launch", "generate", "export"},
-    {"samples"},
+    {"train", "launch", "generate", "export", "evaluation"},
+    {"samples", "saved_model", "init_from"},
     {"explain", "metrics", "saved_run"},
     {"checkpoint", "progress", "run_directory"},
     {"manifest"},
@@ -62,6 +62,7 @@ BESIDE = {
     "cli",
     "setup",
     "export",
+    "evaluation",
 }  # packages: their own modules
 ALSO = {("optim", "parametrization")}
 

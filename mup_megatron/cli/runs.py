@@ -92,14 +92,24 @@ def train(
     overrides: Overrides = None,
     nproc_per_node: Processes = None,
     allow_change: AllowChange = None,
+    init_from: Annotated[
+        str | None,
+        typer.Option(metavar="CHECKPOINT", help="Begin with its weights: step 0, a fresh optimizer (fine-tuning)."),
+    ] = None,
+    new_embeddings: Annotated[
+        bool, typer.Option("--new-embeddings", help="But for embedding and readout, which another tokenizer needs.")
+    ] = False,
 ) -> int:
     """Train the target with the config's hyperparameters, from the last checkpoint if there is one."""
+    if new_embeddings and init_from is None:
+        raise UserError("--new-embeddings: leaves out weights of a checkpoint; expected --init-from CHECKPOINT too")
+    begin: dict[str, Any] = {"init_from": Path(init_from) if init_from else None, "new_embeddings": new_embeddings}
 
     def body(settings: Any, rank: Any) -> None:
         from mup_megatron import train as training  # on ranks alone: it takes seconds to import
         from mup_megatron.setup import resolve
 
-        training.train(resolve(settings, rank.world_size), rank, allow_change or [])
+        training.train(resolve(settings, rank.world_size), rank, allow_change or [], **begin)
 
     return _on_ranks(config, overrides, nproc_per_node, body)
 

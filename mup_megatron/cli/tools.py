@@ -1,4 +1,4 @@
-"""Commands about what is there: report, generate, export, rebase, import, run, patch, slurm, doctor."""
+"""Commands about what is there: report, generate, evaluate, export, rebase, import, run, patch, slurm, doctor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, app, read_config
+from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, app, console, read_config, start_typed
 from mup_megatron.errors import UserError
 
 
@@ -91,6 +91,94 @@ def generate(
         "sampling": asdict(sampling),
     }
     print(json.dumps(result, indent=1))
+
+
+@app.command(
+    epilog="Each FILE holds JSON lines, an example each; every option of files can be repeated (docs/evaluate.md). "
+    "Example: mup-megatron evaluate runs/demo --perplexity corpus.jsonl --choice hellaswag.jsonl --output figures.json"
+)
+def evaluate(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY.PATH=VALUE]...", help="Of parallel:, the layout here; the run's own unless given."
+        ),
+    ] = None,
+    perplexity: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help='{"text": ...}: exp of the mean negative log-likelihood per token of the tokenizer, per word (between '
+            "white space) and per byte (of UTF-8).",
+        ),
+    ] = None,
+    last_word: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help='{"text": ...}: is the last word the most likely one? LAMBADA\'s form.'),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help='{"context": ..., "endings": [...], "label": 0}: the likeliest ending, as it is, per character of it, '
+            "per token of it. HellaSwag's form.",
+        ),
+    ] = None,
+    cloze: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help='{"text": "a ___ in it", "options": [...], "label": 0}: the option with which the text is likeliest.',
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a document at once; the run's sequence length unless given.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences that a process computes at once.")] = 8,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start where no launcher did; one unless given.")
+    ] = None,
+    tokenizer: TokenizerOf = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the figures as JSON; not there yet.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Score a checkpoint: perplexity, last words, multiple choice, cloze, each from local files."""
+    from mup_megatron import upstream
+    from mup_megatron.config import parse_overrides
+    from mup_megatron.files import write_output
+    from mup_megatron.ranks import read_rank
+
+    rank = read_rank()
+    asked = {"perplexity": perplexity, "last_word": last_word, "choice": choice, "cloze": cloze}
+    if not any(asked.values()):
+        raise UserError("no task; expected --perplexity, --last-word, --choice or --cloze with a FILE")
+    if output is not None and Path(output).exists():
+        raise UserError(f"--output: {output} is there already; expected the name of a file that is not there yet")
+    if not rank.launched and (nproc_per_node or 1) > 1:
+        return start_typed(nproc_per_node or 1)
+    upstream.prepare_process()
+    from mup_megatron.evaluation import Task
+    from mup_megatron.evaluation import evaluate as score
+    from mup_megatron.evaluation.table import print_results
+
+    tasks = [Task(kind=kind, path=Path(file)) for kind, files in asked.items() for file in files or ()]
+    given: dict[str, Any] = {"batch_size": batch_size, "window": window, "tokenizer": tokenizer}
+    found = score(Path(checkpoint), tasks, rank, parse_overrides(overrides or []), **given)
+    if not rank.is_first:
+        return 0
+    text = json.dumps(found, indent=1)
+    if output is not None:
+        write_output(Path(output), text + "\n", "--output")
+    if as_json:
+        print(text)
+    else:
+        print_results(found, console())
+    return 0
 
 
 @app.command(epilog="Example: mup-megatron export runs/demo exported --to hf --dtype bf16")

@@ -1,6 +1,6 @@
 """`mup-megatron prepare`: train the tokenizer, write megatron-core's indexed dataset. Done once, then found again.
 
-Public names: `prepare`, `Prepared`, `prepared_tokenizer`, `blend_of`.
+Public names: `prepare`, `Prepared`, `prepared_tokenizer`, `tokenizer_file`, `blend_of`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mup_megatron.errors import UserError, no_such_file, shown
 from mup_megatron.locks import hold
 
 _RECORD = "prepared.json"
+_TRAINED = "tokenizer.model"
 _LOCK = ".prepare.lock"
 _FORMAT = 2
 _TOKENS = 1  # of the digest: changes when the same input gives other tokens
@@ -113,10 +114,10 @@ def _make(config: Config, directory: Path, digest: str, say: Callable[[str], Non
 
     try:
         if section.library == "sentencepiece" and section.path is None and section.vocab_size is not None:
-            trained = directory / "tokenizer.model"
+            trained = directory / _TRAINED
             say(f"training a SentencePiece model of {section.vocab_size} pieces")
             train_sentencepiece(_non_empty(config), section.vocab_size, partial(trained.name))
-        tokenizer = load_tokenizer(config, partials.get("tokenizer.model"))
+        tokenizer = load_tokenizer(config, partials.get(_TRAINED))
         vocab_size = _checked_vocab_size(config, tokenizer)
         if config.data.data_path:
             blend = blend_of(config)
@@ -180,7 +181,7 @@ def prepared_tokenizer(config: Config, digest: str | None) -> Any:
     if section.library != "sentencepiece" or section.path is not None:
         return load_tokenizer(config)
     directory = data_directory(config)
-    trained, record = directory / "tokenizer.model", directory / _RECORD
+    trained, record = directory / _TRAINED, directory / _RECORD
     try:
         found = json.loads(record.read_text(encoding="utf-8")).get("digest")
     except (OSError, ValueError, AttributeError):
@@ -193,6 +194,14 @@ def prepared_tokenizer(config: Config, digest: str | None) -> Any:
     if found != digest:
         raise UserError(f"{record}: prepared anew for other data than the checkpoint was trained on")
     return load_tokenizer(config, trained)
+
+
+def tokenizer_file(config: Config) -> Path | None:
+    """What the run's tokenizer is read from: a file, a folder of transformers, or None for one that needs neither."""
+    section = config.data.tokenizer
+    if section.path is not None:
+        return Path(section.path)
+    return data_directory(config) / _TRAINED if section.library == "sentencepiece" else None
 
 
 def known_vocab_size(config: Config) -> int:

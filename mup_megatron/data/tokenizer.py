@@ -1,10 +1,11 @@
 """Tokenizers of any library that megatron-core knows; SentencePiece models can be trained here.
 
-Public names: `train_sentencepiece`, `load_tokenizer`, `prompt_tokens`.
+Public names: `train_sentencepiece`, `load_tokenizer`, `prompt_tokens`, `tokenizer_digest`, `HUGGING_FACE_FILES`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ from mup_megatron.config import Config
 from mup_megatron.errors import UserError, no_such_file
 
 _TRAINING_CHARACTERS = 4_000_000
+HUGGING_FACE_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+)
+"""What transformers' own tokenizers keep in their folder."""
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
@@ -115,6 +121,24 @@ def _null_tokenizer(vocab_size: int) -> Any:
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=vocab_size - 1)
     except AssertionError:
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=vocab_size)
+
+
+def tokenizer_digest(path: Path | None) -> str | None:
+    """SHA-256 of what a tokenizer is read from; None where that is no file.
+
+    Args:
+        path: a file, or a folder of transformers, of which only the tokenizer's files count; None has none.
+    """
+    if path is None:
+        return None
+    files = [path / name for name in HUGGING_FACE_FILES] if path.is_dir() else [path]
+    digest, found = hashlib.sha256(), False
+    for file in files:
+        if file.is_file():
+            content = file.read_bytes()
+            digest.update(f"{file.name if path.is_dir() else ''} {len(content)}\n".encode() + content)
+            found = True
+    return digest.hexdigest() if found else None
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, name: str) -> list[int]:

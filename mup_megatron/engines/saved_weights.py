@@ -17,7 +17,7 @@ import json
 import pickle
 import pickletools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +32,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from mup_megatron.engines import WEIGHT
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_buffers, named_parameters
+from mup_megatron.init import local_slice
+from mup_megatron.layers.tensor_spec import spec_of
+from mup_megatron.layout import Layout
 
 BUFFER = "buffer"
 """What keys of a model's buffers begin with."""
@@ -109,19 +112,38 @@ class SavedWeights:
 
 
 @torch.no_grad()
-def read_into(model: GPTModel, weights: SavedWeights) -> None:
-    """Reads weights, and what the model keeps beside them, into a whole model; multi-token prediction stays as it is.
+def read_into(
+    chunks: Sequence[GPTModel], weights: SavedWeights, layout: Layout, rank: int, left_out: Collection[str] = ()
+) -> None:
+    """Reads weights, and what the model keeps beside them, into this rank's part of a model.
+
+    Every rank reads whole tensors and keeps its slices. Multi-token prediction stays as it is.
+
+    Args:
+        chunks: this rank's part.
+        weights: of the checkpoint.
+        layout: how ranks split the model.
+        rank: of this process.
+        left_out: global names of tensors that stay as they are.
 
     Raises:
         UserError: the checkpoint lacks a tensor, has another shape, or is damaged.
     """
-    for name, value in (*named_parameters(model), *named_buffers(model)):
-        if name.startswith("mtp."):
-            continue
-        if weights.shapes.get(name) != tuple(value.shape):
-            found = f"of shape {list(weights.shapes[name])}" if name in weights.shapes else "missing"
-            raise UserError(f"{weights.directory}: {name} is {found}; expected {list(value.shape)}")
-        value.copy_(weights.read(name))
+    for name, parameter in named_parameters(chunks):
+        spec = spec_of(parameter)
+        if spec is not None and name not in left_out and not name.startswith("mtp."):
+            whole = _read(weights, name, spec.shape)
+            parameter.copy_(local_slice(whole, spec, *layout.slice_of(spec, rank)))
+    for name, buffer in named_buffers(chunks):
+        if not name.startswith("mtp."):
+            buffer.copy_(_read(weights, name, tuple(buffer.shape)))
+
+
+def _read(weights: SavedWeights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if weights.shapes.get(name) != shape:
+        found = f"of shape {list(weights.shapes[name])}" if name in weights.shapes else "missing"
+        raise UserError(f"{weights.directory}: {name} is {found}; expected {list(shape)}")
+    return weights.read(name)
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:

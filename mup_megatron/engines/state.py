@@ -13,7 +13,7 @@ and not a `Setup` alone, since a control's parametrization is not the one that i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -102,16 +102,30 @@ def load_state(
 
 @torch.no_grad()
 def load_weights(
-    chunks: list[GPTModel], parametrization: Parametrization, layout: Layout, rank: int, directory: Path
+    chunks: list[GPTModel],
+    parametrization: Parametrization,
+    layout: Layout,
+    rank: int,
+    directory: Path,
+    left_out: Collection[str] = (),
 ) -> None:
     """Reads weights alone into a model, with what it keeps beside them, whatever layout wrote them. Collective.
+
+    Args:
+        chunks: this rank's part.
+        parametrization: of the model.
+        layout: of this run.
+        rank: of this process.
+        directory: what `save_state` wrote.
+        left_out: global names of tensors that stay as they are.
 
     Raises:
         UserError: as for `load_state`.
     """
-    specs = {name: parametrization.tensors[name].shape.spec for name, _ in named_parameters(chunks)}
+    parameters = [(name, parameter) for name, parameter in named_parameters(chunks) if name not in left_out]
+    specs = {name: parametrization.tensors[name].shape.spec for name, _ in parameters}
     loaded = _load(directory, specs, [WEIGHT], layout, rank)
-    for name, parameter in named_parameters(chunks):
+    for name, parameter in parameters:
         parameter.copy_(loaded[f"{WEIGHT}.{name}"])
     buffers = dict(named_buffers(chunks))
     loaded = _load(directory, {name: _buffer_spec(b) for name, b in buffers.items()}, [BUFFER], layout, rank)

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.data.prepare import data_directory
+from mup_megatron.data.tokenizer import HUGGING_FACE_FILES
 from mup_megatron.saved_run import SavedRun
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-# What transformers' own tokenizers keep in their folder.
-_HUGGING_FACE = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
-)
 
 
 def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
@@ -41,7 +37,7 @@ def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
             )
         return files | made, None
     if library == "huggingface" and path and Path(path).is_dir():
-        found = [Path(path) / name for name in _HUGGING_FACE]
+        found = [Path(path) / name for name in HUGGING_FACE_FILES]
         return {file.name: file.read_bytes() for file in found if file.is_file()}, None
     if library == "tiktoken" and path:
         return {"tokenizer.tiktoken": Path(path).read_bytes()}, (

@@ -1,6 +1,7 @@
 """transfer.json: the tuned values, what each becomes on the target, and what they were found with.
 
-Public names: `TransferRecord`, `make_record`, `write_record`, `read_record`, `record_path`, `becomes`, `remarks`.
+Public names: `TransferRecord`, `make_record`, `write_record`, `read_record`, `record_path`, `becomes`, `remarks`,
+`not_transferred`.
 
 A record belongs to a family (family.py). A config whose digest differs is refused with the keys that differ.
 """
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,24 @@ def extrapolated(config: Config, found: TransferRecord | None = None) -> list[st
     return said
 
 
+_REGULARISERS = ("weight_decay",)
+"""Of what can be tuned, what Tensor Programs V (arXiv 2203.03466, table 1 and section 6) counts among regularisers."""
+
+
+def not_transferred(names: Iterable[str]) -> list[str]:
+    """Which of the tuned hyperparameters µTransfer does not move, in words.
+
+    Args:
+        names: of what was searched.
+    """
+    return [
+        f"{name} was tuned: it regularises, and how much of it is best depends on the size of model and data, so its "
+        "value need not transfer (docs/what-transfers.md)"
+        for name in names
+        if name in _REGULARISERS
+    ]
+
+
 _MEASURES = {
     "train_steps": "optimizer steps",
     "global_batch_size": "global batch size",
@@ -116,7 +135,8 @@ class TransferRecord:
         family: what must be equal for the values to transfer, by dotted key (family.py).
         values: every hyperparameter at the base, by name.
         tuned: names of those that were searched; the others are as the config had them.
-        target: of the run that tuned: its name, its sizes, what the values become there, where it is extrapolated.
+        target: of the run that tuned: its name, its sizes, what the values become there, where it is extrapolated, and
+            which of the values µTransfer does not move.
         proxy: its sizes, and on how many steps, tokens and layers it was trained.
         rules: the parametrization and the optimizer's update rule.
         study: what the values were found with (outcome.Choice.as_json).
@@ -180,6 +200,7 @@ def make_record(
             "sizes": {name: getattr(config.model, name) for name in (*config.base.sizes, "num_layers")},
             "becomes": becomes(parametrization, layout),
             "extrapolated": extrapolated(config),
+            "not_transferred": not_transferred(config.tuning.search),
         },
         "proxy": {
             "sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")},
@@ -283,7 +304,7 @@ def remarks(study: Mapping[str, Any], extrapolated: Sequence[str]) -> list[str]:
     said = [line for name in study["interior"] for line in _open(study, name)]
     said.append(_noise(study))
     said += [f"extrapolated, {line}" for line in extrapolated]
-    return said
+    return said + not_transferred(study["interior"])
 
 
 def _open(study: Mapping[str, Any], name: str) -> list[str]:

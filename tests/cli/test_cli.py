@@ -194,7 +194,7 @@ def test_help_is_quick_and_has_examples() -> None:
         assert cli.run([command, "--help"]) == 0
 
 
-@pytest.mark.parametrize("command", ["prepare", "explain", "train", "generate", "doctor"])
+@pytest.mark.parametrize("command", ["prepare", "explain", "train", "generate", "evaluate", "doctor"])
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert cli.run([command, "--help"]) == 0
     assert f"Example: mup-megatron {command}" in " ".join(capsys.readouterr().out.split())

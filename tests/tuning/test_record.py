@@ -68,6 +68,28 @@ def test_what_it_says(record: TransferRecord) -> None:
     assert record.rules["weight_decay"] == "independent"
 
 
+def test_a_regulariser_that_was_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The record says so, and the command that shows it; of other values neither says anything."""
+    sentence = "weight_decay was tuned: it regularises, and how much of it is best depends on the size of model and"
+    for names in (["lr", "weight_decay"], ["lr"]):
+        path = tmp_path / "-".join(names)
+        path.mkdir()
+        search = {name: {"log_uniform": [1e-3, 1e-1]} for name in names}
+        config = make(MIXED, "gpt3", run__dir=str(path), tuning__search=search)
+        study = {**STUDY, "interior": dict.fromkeys(names, False), "values": {**VALUES, "weight_decay": 0.1}}
+        made = make_record(
+            parametrize(config, 375), resolve_layout(config, 1), VALUES, study=study, budget={"spent": {}}
+        )
+        write_record(path / "transfer.json", made)
+        (path / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
+        assert cli.run(["transfer", str(path / "run.yaml"), "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)["remarks"]
+        stored = json.loads((path / "transfer.json").read_text())["target"]["not_transferred"]
+        tuned = "weight_decay" in names
+        assert [line.startswith(sentence) for line in stored] == [True] * tuned
+        assert sum(line.startswith(sentence) for line in said) == tuned
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

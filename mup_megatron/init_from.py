@@ -115,11 +115,12 @@ def _check_base(start: Start, current: CheckpointManifest, config: Config) -> No
         before = start.manifest.base_shapes.get(name)
         if before != base and name not in start.left_out:
             raise UserError(f"{start.path}: {name} has the base {before} there, and {base} by {config.source}; {hint}")
-    for what, before, now in (
-        ("base_head_size", start.manifest.base_head_size, current.base_head_size),
-        ("carried", start.manifest.carried or {}, current.carried or {}),
-    ):
-        if before != now and before is not None:
+    others = {
+        "base_head_size": (start.manifest.base_head_size, current.base_head_size),
+        "carried": (start.manifest.carried or {}, current.carried or {}),
+    }
+    for what, (there, here) in others.items():
+        if there is not None and there != here:
             raise UserError(f"{start.path}: {what} is another than by {config.source}; {hint}")
 
 

@@ -83,6 +83,7 @@ def tuned(source: Path, tmp_path: Path) -> Callable[..., Config]:
             "run__seed": 11,
             "hparams__lr": 2e-3,
             "training__global_batch_size": 4,
+            "training__micro_batch_size": 2,
             "training__train_steps": 1,
             "training__lr_decay_steps": 9,
             "training__lr_warmup_steps": 4,

@@ -41,9 +41,10 @@ class Tokenizer(Section):
 class Data(Section):
     """Where the text comes from: one of `files` (your own text), `data_path` (Megatron datasets) and `corpus`."""
 
-    corpus: Literal["stdlib"] | None = None
-    """A built-in corpus: `stdlib` is the Python standard library's source. If unset: `files` or `data_path` is given;
-    where there is no `data:` section at all, `stdlib`."""
+    corpus: Literal["stdlib", "english"] | None = None
+    """A corpus that needs no file of yours: `stdlib` is the Python standard library's source; `english` is a book, a
+    dictionary and a program's help from Debian packages, which `apt-get download` fetches (50 MB; needs a network, no
+    root). If unset: `files` or `data_path` is given; where there is no `data:` section at all, `stdlib`."""
     files: list[str] = []
     """Your own text: UTF-8 files, relative to the working directory. A line of a .jsonl file is a document, any other
     file is one. Only where that leaves a part of `split` empty (a single .txt, a few of them) is each file cut into

@@ -29,6 +29,8 @@ def problem_ahead(config: Config) -> str | None:
             vocab_size = known_vocab_size(config)
             counts = [check_indexed_dataset(prefix, vocab_size)[0] for prefix in blend_of(config)[0]]
         else:
+            if config.data.corpus == "english" and not source_files(config)[0].exists():
+                return None  # only `prepare` fetches it
             sizes = [path.stat().st_size for path in source_files(config)]
             if sum(sizes) > _READ_BYTES:
                 return None

@@ -1,4 +1,4 @@
-"""Where documents come from. Public names: `documents`, `source_files`, `cuts_files`, `cut`."""
+"""Where documents come from. Public names: `documents`, `source_files`, `data_directory`, `cuts_files`, `cut`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mup_megatron.config import Config
+from mup_megatron.data.english import ENGLISH
 from mup_megatron.data.parts import is_left_empty
 from mup_megatron.errors import UserError, no_such_file, shown
 
@@ -17,6 +18,11 @@ _DOCUMENTS = 100
 """That a text is cut into, so that two of a hundred are for validation."""
 _SMALLEST_DOCUMENT = 200
 """In characters."""
+
+
+def data_directory(config: Config) -> Path:
+    """Where prepared data lives: `data.dir`, else inside the run's folder."""
+    return Path(config.data.dir or Path(config.run.dir) / "data")
 
 
 def source_files(config: Config) -> list[Path]:
@@ -29,6 +35,8 @@ def source_files(config: Config) -> list[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts)]
         return sorted(files)
+    if config.data.corpus == "english":
+        return [data_directory(config) / ENGLISH]  # which `prepare` fetches
     files = [Path(name) for name in config.data.files]
     for path in files:
         if not path.is_file():
@@ -45,7 +53,7 @@ def documents(config: Config) -> Iterator[str]:
     cuts = cuts_files(config)
     for path in source_files(config):
         if path.suffix in _JSON_LINES:
-            yield from _json_lines(path, config)
+            yield from _json_lines(path, "text" if config.data.corpus else config.data.json_key)
             continue
         errors = "replace" if config.data.corpus else "strict"
         try:
@@ -84,8 +92,7 @@ def cut(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _json_lines(path: Path, config: Config) -> Iterator[str]:
-    key = config.data.json_key
+def _json_lines(path: Path, key: str) -> Iterator[str]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -18,6 +18,8 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.data.corpus import cuts_files, documents, source_files
+from mup_megatron.data.corpus import data_directory as data_directory
+from mup_megatron.data.english import ENGLISH, fetch_english
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from mup_megatron.data.whole import File, partial_name, problem, put_in_place, remove_partials, write
@@ -56,11 +58,6 @@ class Prepared:
     files: dict[str, File] = field(default_factory=dict)
 
 
-def data_directory(config: Config) -> Path:
-    """Where prepared data lives: `data.dir`, else inside the run's folder."""
-    return Path(config.data.dir or Path(config.run.dir) / "data")
-
-
 def prepare(
     config: Config, say: Callable[[str], None] = lambda _line: None, *, verified: Path | None = None
 ) -> Prepared:
@@ -80,6 +77,8 @@ def prepare(
         UserError: a file is missing, empty, truncated or foreign, or the tokenizer does not fit the config.
     """
     directory = data_directory(config)
+    if config.data.corpus == "english":
+        _fetch(config, directory, say)
     digest = _digest(config)
     found = _read_record(directory / _RECORD, digest)
     if found and problem(directory, found.files, verified) is None:
@@ -100,6 +99,19 @@ def prepare(
     except OSError as error:
         if error.filename != str(directory / _LOCK):
             raise
+        raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
+
+
+def _fetch(config: Config, directory: Path, say: Callable[[str], None]) -> None:
+    """Has the English corpus in the folder; one process fetches, the others wait."""
+    if (directory / ENGLISH).is_file():
+        return
+    _make_directory(directory)
+    try:
+        with hold(directory / _LOCK, say, f"fetches text into {directory}"):
+            if not (directory / ENGLISH).is_file():
+                fetch_english(config, directory, say)
+    except OSError as error:
         raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
 
 
@@ -230,14 +242,17 @@ def _digest(config: Config) -> str:
     files = [Path(f"{prefix}.bin") for prefix in blend_of(config)[0]] if config.data.data_path else source_files(config)
     if config.data.tokenizer.path:
         files.append(Path(config.data.tokenizer.path))
-    stamps = []
+    stamps: list[tuple[str, int | str, int]] = []
     for path in files:
         try:
             stat = path.stat()
         except OSError:
             raise config.error("data", no_such_file(path)) from None
         stamps.append((str(path), stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
-    version = sys.version if config.data.corpus else ""
+    if config.data.corpus == "english":  # wherever the folder is, and whichever Python read the packages
+        with files[0].open("rb") as file:
+            stamps = [(ENGLISH, hashlib.file_digest(file, "sha256").hexdigest(), 0)]
+    version = sys.version if config.data.corpus == "stdlib" else ""
     tokens = _TOKENS_OF_CUT_FILES if cuts_files(config) else _TOKENS
     return hashlib.sha256(json.dumps([tokens, data, stamps, version]).encode()).hexdigest()
 

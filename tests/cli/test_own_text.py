@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,10 @@ def test_a_file_as_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path.write_text(yaml.safe_dump(data))
     assert cli.run(["plan", str(path)]) == 2
     said = capsys.readouterr().err
-    assert "data.corpus: expected 'stdlib', found 'my.txt'; text of your own goes under data.files" in said
+    assert (
+        "data.corpus: expected one of 'stdlib' or 'english', found 'my.txt'; text of your own goes under data.files"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,3 +180,22 @@ def test_a_vocabulary_that_does_not_fit(tmp_path: Path, text: str, size: int, se
         train_sentencepiece([text], named[-1], tmp_path / "tokenizer.model")
         with pytest.raises(UserError):
             train_sentencepiece([text], named[-1] + (1 if size > named[-1] else -1), tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize("text", [PARAGRAPH * 300, "x" * 12_000], ids=["paragraphs", "a line without end"])
+def test_a_single_file_trains_and_is_evaluated(tmp_path: Path, text: str) -> None:
+    """With the default split: a step, then an evaluation on the text that was kept for it."""
+    path = tmp_path / "run.yaml"
+    settings = own(
+        tmp_path,
+        text,
+        run__dir=str(tmp_path / "run"),
+        training__train_steps=1,
+        training__lr_warmup_steps=0,
+        training__eval_interval=1,
+        training__eval_steps=1,
+    )
+    path.write_text(yaml.safe_dump(settings.model_dump()))
+    assert cli.run(["train", str(path)]) == 0
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [set(line) & {"loss", "eval_loss"} for line in found] == [{"loss"}, {"eval_loss"}]

@@ -19,7 +19,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.export import export_hugging_face, export_megatron, open_source
 from mup_megatron.generate import generate, load_model
 from mup_megatron.saved_run import find_checkpoint, open_run
-from tests import native
+from tests import bodies, native
 from tests.distributed import Ranks
 from tests.export.sources import deviation
 from tests.export.test_hugging_face import load
@@ -154,6 +154,66 @@ def test_generate_has_the_same_model(ran: Callable[[str], Native]) -> None:
     finally:
         runtime.stop_distributed()
     assert len(said) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama, TP 2", "mixtral, EP 2"])
+def test_evaluate_has_the_same_model_in_any_layout(
+    ran: Callable[[str], Native], ranks: Ranks, name: str, tmp_path: Path
+) -> None:
+    """Of numbers as text, from Megatron's own logits; in one process, and split over two ranks, experts and all."""
+    one = ran(name)
+    lines = [{"text": " ".join(map(str, row[1:].tolist()))} for row in TOKENS]
+    (tmp_path / "numbers.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = ["evaluate", str(one.saved), "--perplexity", str(tmp_path / "numbers.jsonl"), "--json", "--window", "16"]
+    parts = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    if "mixtral" in name:
+        parts = ["parallel.expert_model_parallel_size=2"]
+    found = []
+    for count, given in ((1, []), (2, parts)):
+        status, out, err = ranks.run(count, bodies.command, arguments=[*words, *given])[0]
+        assert status == 0, err
+        found.append(json.loads(out)["results"][0]["metrics"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    # Each document begins after the last entry, which ends others.
+    model, told = load_model(one.saved, torch.device("cpu"))[1:]
+    try:
+        begun = torch.cat([torch.full((4, 1), told.eod), TOKENS[:, 1:]], dim=1)
+        logits = native._logits(model, begun)[:, :-1, :ENTRIES].double()
+    finally:
+        runtime.stop_distributed()
+    expected = logits.log_softmax(-1).gather(-1, begun[:, 1:, None]).sum().item()
+    assert found[0]["log_likelihood"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama, TP 2"])
+def test_fine_tuning_begins_with_its_weights(
+    ran: Callable[[str], Native], ranks: Ranks, name: str, tmp_path: Path
+) -> None:
+    """In one process and at TP 2: the first step has rate 0, so that what is saved is what was read."""
+    run = open_run(ran(name).saved)
+    line = json.dumps({"text": " ".join(map(str, range(97)))})
+    (tmp_path / "numbers.jsonl").write_text(f"{line}\n" * 40)
+    keys = {
+        "data": {"files": [str(tmp_path / "numbers.jsonl")], "tokenizer": {"library": "null", "vocab_size": ENTRIES}},
+        "training.train_steps": 1,
+        "training.lr_warmup_steps": 4,
+        "training.lr_decay_steps": 9,
+        "training.checkpoint_interval": 1,
+        "training.eval_interval": None,
+    }
+    for count in (1, 2):
+        folder = tmp_path / f"tuned-{count}"
+        folder.mkdir()
+        given = {**keys, "run.dir": str(folder / "run"), "parallel.tensor_model_parallel_size": count}
+        (folder / "run.yaml").write_text(yaml.safe_dump(run.config.derive(given).model_dump()))
+        words = ["train", str(folder / "run.yaml"), "--init-from", str(run.path)]
+        status, _, err = ranks.run(count, bodies.command, arguments=words)[0]
+        assert status == 0, err
+        tuned = open_run(folder / "run").weights()
+        theirs = run.weights()
+        assert all(torch.equal(tuned.read(key), theirs.read(key)) for key in tuned.shapes)
 
 
 @pytest.mark.slow

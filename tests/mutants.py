@@ -1028,6 +1028,41 @@ EXPORT = (
     ),
 )
 
+EVALUATION = (
+    _mutant(
+        "evaluate: a shifted label",
+        "each token is scored by the probability of the one that was fed",
+        "mup_megatron/evaluation/likelihood.py",
+        "torch.tensor(request.tokens[1:])",
+        "torch.tensor(request.tokens[:-1])",
+        "evaluation/test_evaluate.py::test_transformers_computes_the_same",
+    ),
+    _mutant(
+        "evaluate: a window without its context",
+        "the last window of a document begins where the one before it ended",
+        "mup_megatron/evaluation/requests.py",
+        "tokens[end - window - 1 : end]",
+        "tokens[start - 1 : end]",
+        "evaluation/test_scores.py",
+    ),
+    _mutant(
+        "evaluate: another tokenizer",
+        "a tokenizer of as many entries that was trained on other text is taken",
+        "mup_megatron/saved_run.py",
+        "tokenizer_digest(file) != expected",
+        "file is None",
+        "evaluation/test_evaluate.py::test_another_tokenizer_is_refused",
+    ),
+    _mutant(
+        "init-from: another base",
+        "weights go on at the rates of a base that they were not trained with",
+        "mup_megatron/init_from.py",
+        "if before != base and name not in start.left_out:",
+        "if before != base and not name:",
+        "test_init_from.py::test_another_model_is_refused",
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *RULES,
     *SHAPES,
@@ -1043,5 +1078,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *TORCH,
     *SCRIPTS,
     *EXPORT,
+    *EVALUATION,
     *NATIVE,
 )

@@ -187,6 +187,7 @@ def test_a_run_that_goes_on_does_not_read_the_source(
     assert json.loads((checkpoint(tmp_path / "run") / "mup.json").read_text())["initialised_from"]["asked"] == str(copy)
 
 
+@pytest.mark.slow
 def test_new_embeddings(tuned: Callable[..., Config], source: Path, tmp_path: Path) -> None:
     """Under another vocabulary they have the run's own initial values; everything else is the source's."""
     config = tuned(data__tokenizer={"library": "sentencepiece", "vocab_size": 350})  # 384 rows too

@@ -238,6 +238,7 @@ def test_a_shifted_label_is_seen(
     assert asked_again(runs, oracles, tasks) >= LIKELIHOODS
 
 
+@pytest.mark.slow
 def test_a_dropped_last_token_is_seen(
     runs: Callable[[str], Path], oracles: Callable[[str], Any], tasks: list[Task], batch_of: Any
 ) -> None:

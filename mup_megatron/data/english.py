@@ -62,7 +62,7 @@ def fetch_english(config: Config, directory: Path, say: Callable[[str], None]) -
             found: dict[str, str] = {}
             for package in PACKAGES:
                 say(f"fetching {package} (apt-get download)")
-                folder = _unpack(config, package, Path(scratch))
+                folder = _unpack(config, package, Path(scratch).resolve())
                 texts = {hashlib.sha256(text.encode()).hexdigest(): text for text in _DOCUMENTS[package](folder)}
                 if not texts:
                     raise _unfetched(config, package, "this version of it holds no text where others do")

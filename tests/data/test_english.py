@@ -85,7 +85,10 @@ def english(folder: Path, **overrides: Any) -> Config:
 def test_it_is_fetched_once_and_holds_the_prose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive(tmp_path, monkeypatch, FILES)
     said: list[str] = []
-    prepared = prepare(english(tmp_path), said.append)
+    monkeypatch.chdir(tmp_path)
+    relative = prepare(english(Path("relative")), said.append)
+    prepared = prepare(english(tmp_path))
+    assert (prepared.digest, prepared.tokens) == (relative.digest, relative.tokens)
     assert [line for line in said if "fetching" in line] == [f"fetching {p} (apt-get download)" for p in PACKAGES]
     texts = [json.loads(line)["text"] for line in (tmp_path / "data" / "english.jsonl").read_text().splitlines()]
     assert prepared.documents == len(texts) == 3

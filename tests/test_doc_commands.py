@@ -120,13 +120,12 @@ def torchruns(words: list[str]) -> None:
 
 
 def pythons(words: list[str]) -> None:
-    assert words[0] == "-m", words
-    if words[1] == "mup_megatron.run":
+    if words[:2] == ["-m", "mup_megatron.run"]:
         megatrons(words[2:])
         return
-    source = ROOT / (words[1].replace(".", "/") + ".py")
+    source = ROOT / (words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0])
     assert source.is_file(), words
-    options = {word for word in words[2:] if word.startswith("--")}
+    options = {word for word in words[1:] if word.startswith("--")}
     assert all(f'"{option}"' in source.read_text() for option in options), options
 
 

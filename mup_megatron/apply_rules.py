@@ -76,9 +76,11 @@ def base_std(config: Config, init: Init) -> float:
     return {
         Init.WEIGHT: hparams.init_method_std,
         Init.OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(2.0 * layers),
+        Init.HYBRID_OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(layers),
         Init.EMBEDDING: hparams.embedding_init_method_std or hparams.init_method_std,
         Init.ZEROS: 0.0,
         Init.ONES: 0.0,
+        Init.OWN: 0.0,
     }[init]
 
 
@@ -145,7 +147,8 @@ class Rules:
 
     def _ratios(self, shape: TensorShape) -> rules.Ratios:
         """Those of the tensor; all 1 where µP's rules do not hold."""
-        return shape.ratios if _is_mup(self._config) else rules.Ratios(m_outs=dict.fromkeys(shape.fan_outs, rules.ONE))
+        held = _is_mup(self._config) and not shape.spec.standard
+        return shape.ratios if held else rules.Ratios(m_outs=dict.fromkeys(shape.fan_outs, rules.ONE))
 
     def _readout(self) -> rules.Ratios:
         """Ratios of the head. A tied head has no tensor of its own; its fan-in is the embedding's fan-out."""
@@ -158,7 +161,7 @@ class Rules:
     def _group(self, shape: TensorShape, ratios: rules.Ratios) -> GroupKey:
         spec, config = shape.spec, self._config
         rule = self._rule_of(spec)
-        depth = self._depth if shape.layer is not None else rules.DepthFactors()
+        depth = self._depth if shape.layer is not None and not spec.standard else rules.DepthFactors()
         if rule == "sgd" and len(set(ratios.m_outs.values())) > 1:
             raise UserError(
                 f"optimizer.name: sgd needs one learning rate per tensor, but the blocks of "
@@ -168,7 +171,7 @@ class Rules:
             )
         if spec.frozen:
             lr: Fraction | float = Fraction(0)
-        elif rule == "muon" and _is_mup(config):
+        elif rule == "muon" and _is_mup(config) and not spec.standard:
             lr = _muon_rate(shape) * _exact(depth.lr)
         else:
             lr = rules.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
@@ -201,6 +204,8 @@ class Rules:
         if (config.zero_init_readout and spec.readout) or (config.zero_init_query and spec.is_query(block)):
             return 0.0
         std = base_std(self._config, spec.init)
+        if spec.standard:
+            return std
         if config.name == "fan_in":
             return std * rules.init_std(m_in=self._fan_in_of_the_product(shape))
         output_like = self.is_output_like(shape, block)

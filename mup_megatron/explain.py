@@ -224,6 +224,8 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
 
 def _init(tensor: TensorHyperparameters) -> str:
     """What a tensor starts as."""
+    if tensor.shape.spec.init is Init.OWN:
+        return "its own"
     return "ones" if tensor.shape.spec.init is Init.ONES else "normal" if any(tensor.init_std.values()) else "zeros"
 
 

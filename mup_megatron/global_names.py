@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from mup_megatron.errors import UserError
 from mup_megatron.layers.moe import global_expert_names
@@ -17,7 +17,7 @@ from mup_megatron.layers.tensor_spec import spec_of
 from mup_megatron.parametrization import WORD_EMBEDDINGS
 
 
-def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(model: LanguageModule | Sequence[LanguageModule]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters by global name: layers and experts counted over the whole model, not over this rank's part.
 
     The copy of a tied embedding that the last pipeline stage holds as its head bears the embedding's name.
@@ -28,7 +28,7 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
     Raises:
         UserError: a parameter without a TensorSpec; names it.
     """
-    for chunk in [model] if isinstance(model, GPTModel) else model:
+    for chunk in [model] if isinstance(model, LanguageModule) else model:
         global_name = global_names(chunk)
         for local_name, parameter in chunk.named_parameters():
             name = global_name(local_name)
@@ -39,18 +39,18 @@ def named_parameters(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str
             yield name, parameter
 
 
-def named_modules(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_modules(model: LanguageModule | Sequence[LanguageModule]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Modules by global name, as `named_parameters`; lists of modules and the chunks themselves are left out."""
-    for chunk in [model] if isinstance(model, GPTModel) else model:
+    for chunk in [model] if isinstance(model, LanguageModule) else model:
         global_name = global_names(chunk)
         for name, module in chunk.named_modules():
             if name and not isinstance(module, torch.nn.ModuleList):
                 yield global_name(f"{name}.").removesuffix("."), module
 
 
-def named_buffers(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_buffers(model: LanguageModule | Sequence[LanguageModule]) -> Iterator[tuple[str, torch.Tensor]]:
     """What a model keeps beside its parameters (a router's expert bias), by global name; the same on every rank."""
-    for chunk in [model] if isinstance(model, GPTModel) else model:
+    for chunk in [model] if isinstance(model, LanguageModule) else model:
         global_name = global_names(chunk)
         for prefix, module in chunk.named_modules():
             for name, buffer in module._buffers.items():
@@ -58,7 +58,7 @@ def named_buffers(model: GPTModel | Sequence[GPTModel]) -> Iterator[tuple[str, t
                     yield global_name(f"{prefix}.{name}"), buffer
 
 
-def global_names(chunk: GPTModel) -> Callable[[str], str]:
+def global_names(chunk: LanguageModule) -> Callable[[str], str]:
     """From a chunk's own names of parameters and modules to those of the whole model."""
     global_expert_name = global_expert_names(chunk)
 

@@ -56,7 +56,7 @@ def fill(
     rank: int = 0,
     ranks: int = 1,
 ) -> None:
-    """Fills a rank's slice of a parameter.
+    """Fills a rank's slice of a parameter; one whose layer drew its own values keeps them.
 
     Args:
         tensor: the slice, of shape `local_shape(spec, ranks)`, on its device.
@@ -71,6 +71,8 @@ def fill(
         raise ValueError(f"{name} has local shape {tuple(tensor.shape)}, expected {local_shape(spec, ranks)}")
     if spec.init in (Init.ZEROS, Init.ONES):
         tensor.fill_(1.0 if spec.init is Init.ONES else 0.0)
+        return
+    if spec.init is Init.OWN:
         return
     tensor = tensor.view(tensor.shape[0], -1)
     rows, columns = spec.shape[0], math.prod(spec.shape[1:])

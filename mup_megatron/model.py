@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -47,6 +48,11 @@ def parametrize(config: Config, vocab_size: int) -> Parametrization:
     Raises:
         UserError: base and target do not belong to one family.
     """
+    if config.model.as_built is not None:
+        raise config.error(
+            "model.as_built",
+            "the layers of this model are a script's own, which mup-megatron run alone builds; expected that, or none",
+        )
     vocabulary = config.model.padded_vocab_size(vocab_size)
     target = _specs(config, config.model, vocabulary)
     if config.base.file is not None:
@@ -78,7 +84,7 @@ def build_model(parametrization: Parametrization, layout: Layout, rank: int, dev
 
 
 def initialise(
-    model: GPTModel | Sequence[GPTModel], parametrization: Parametrization, layout: Layout, rank: int
+    model: LanguageModule | Sequence[LanguageModule], parametrization: Parametrization, layout: Layout, rank: int
 ) -> None:
     """Fills this rank's part of the model with its initial values.
 
@@ -138,7 +144,7 @@ def _chunks(parametrization: Parametrization, layout: Layout, rank: int, device:
     return chunks
 
 
-def check_specs(model: GPTModel, parametrization: Parametrization, layout: Layout, rank: int, chunk: int) -> None:
+def check_specs(model: LanguageModule, parametrization: Parametrization, layout: Layout, rank: int, chunk: int) -> None:
     """Whether a chunk holds the layers that the layout says, and every TensorSpec is that of the unsharded model.
 
     Args:
@@ -280,7 +286,7 @@ def _gpt_model(
     return built.to(device) if device.type == "cuda" else built
 
 
-def attach(built: GPTModel, forward: ForwardMultipliers) -> None:
+def attach(built: LanguageModule, forward: ForwardMultipliers) -> None:
     """Records and scales what no layer spec reaches: embedding and readout."""
     if hasattr(built, "embedding"):
         set_embedding_specs(built.embedding)

@@ -34,9 +34,11 @@ class Init(Enum):
 
     WEIGHT = "weight"  # N(0, init_method_std²)
     OUTPUT_PROJECTION = "output_projection"  # N(0, init_method_std² / 2L), L the base depth
+    HYBRID_OUTPUT_PROJECTION = "hybrid_output_projection"  # N(0, init_method_std² / L): layers of one branch each
     EMBEDDING = "embedding"  # N(0, embedding_init_method_std²)
     ZEROS = "zeros"
     ONES = "ones"
+    OWN = "own"  # what the layer's own constructor drew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class TensorSpec:
         query: its output is attention's query (in a fused tensor: the output of the block `query`).
         expert: it belongs to an expert, so that expert tensor parallelism splits it.
         frozen: it is not trained.
+        standard: no rule holds for it: it has its base values at every width, as in the standard parametrization.
     """
 
     shape: tuple[int, ...]
@@ -96,6 +99,7 @@ class TensorSpec:
     query: bool = False
     expert: bool = False
     frozen: bool = False
+    standard: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError where the blocks do not fill dimension 0."""

@@ -68,6 +68,14 @@ def entry_patches(entry: ModuleType) -> tuple[Patch, ...]:
             "script's own model provider calls it",
         ),
         patch(
+            "mup-hybrid-model",
+            "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+            entry.builds_model,
+            "what `mup-model` does to GPTModel, for the model of --hybrid-layer-pattern",
+            "`--spec` reaches the stack alone; embedding, readout and softmax scale are the constructor's",
+            needed=">=0.19",
+        ),
+        patch(
             "mup-optimizer",
             "megatron.training.training:get_megatron_optimizer",
             entry.builds_optimizer,

@@ -81,6 +81,7 @@ def native(
     initial: dict[str, np.ndarray] | None = None,
     dropout_seed: int | None = None,
     tokens: torch.Tensor | None = None,
+    script: Path = SCRIPT,
 ) -> dict[str, Any]:
     """Runs a user's script to its end.
 
@@ -91,6 +92,7 @@ def native(
         initial: values by parameter to start from, instead of those that are drawn.
         dropout_seed: of what is drawn once the model is there. Initial values take their numbers from elsewhere in µP.
         tokens: to compute logits of, once the run has ended.
+        script: the user's.
 
     Returns:
         Exit status, what was said on stderr and what was printed, the losses of micro-batches to the last bit and as
@@ -120,10 +122,10 @@ def native(
             prepare()
             training.setup_model_and_optimizer = _observed(setup, found, initial, dropout_seed)
             if plainly:
-                sys.argv = [str(SCRIPT), *words]
-                runpy.run_path(str(SCRIPT), run_name="__main__")
+                sys.argv = [str(script), *words]
+                runpy.run_path(str(script), run_name="__main__")
             else:
-                run_script([str(SCRIPT), *words])
+                run_script([str(script), *words])
                 current = megatron_training.current()
                 assert current is not None
                 words_of = current.parametrization.tensors[parametrization.WORD_EMBEDDINGS]

@@ -6,8 +6,10 @@ from tests.mutant import Mutant, mutant
 
 _TRANSLATE = "mup_megatron/megatron_training/translate.py"
 _RUN = "mup_megatron/megatron_training/megatron_run.py"
+_FAMILY = "mup_megatron/megatron_training/family.py"
 _CHECK = "mup_megatron/megatron_training/option_check.py"
 _OPTIONS = "mup_megatron/megatron_training/options.py"
+_TENSORS = "mup_megatron/as_built/tensors.py"
 _TESTS = "megatron_training/test_megatron"
 
 NATIVE: tuple[Mutant, ...] = (
@@ -112,7 +114,7 @@ NATIVE: tuple[Mutant, ...] = (
     mutant(
         "native: a record of another family",
         "values that were tuned for another family are taken",
-        _RUN,
+        _FAMILY,
         "    read_record(path, config)",
         "    read_record(path, None)",
         f"{_TESTS}_run.py::test_a_record_of_another_family",
@@ -284,5 +286,29 @@ NATIVE: tuple[Mutant, ...] = (
         "as_built=reason is not None)",
         "as_built=False)",
         f"{_TESTS}_as_built.py::test_a_spec_of_the_users_own",
+    ),
+    mutant(
+        "hybrid: projections of layers with two branches",
+        "in a hybrid model output projections are drawn with std/sqrt(2L), as in a GPTModel",
+        _TENSORS,
+        'said["init"] = Init.HYBRID_OUTPUT_PROJECTION',
+        'said["init"] = Init.OUTPUT_PROJECTION',
+        f"{_TESTS}_hybrid.py::test_rates_at_four_times_the_width",
+    ),
+    mutant(
+        "standard: a rule holds all the same",
+        "a tensor that is to have the base's values gets the epsilon of a tensor that grows",
+        "mup_megatron/apply_rules.py",
+        "held = _is_mup(self._config) and not shape.spec.standard",
+        "held = _is_mup(self._config)",
+        f"{_TESTS}_hybrid.py::test_tensors_in_the_standard_parametrization",
+    ),
+    mutant(
+        "as built: a digest of names alone",
+        "values that were tuned with another base of a script's layers are taken",
+        "mup_megatron/as_built/chunks.py",
+        "*_at_base(row.shape)",
+        "*()",
+        "as_built/test_own_layers.py::test_a_digest_tells_one_family_from_another",
     ),
 )

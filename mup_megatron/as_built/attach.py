@@ -11,13 +11,15 @@ import functools
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mup_megatron import init
+from mup_megatron.as_built.tensors import stride_of
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import global_names
 from mup_megatron.layers.attention import MLASelfAttention
@@ -31,6 +33,7 @@ from mup_megatron.transformer_config import INIT_METHODS
 
 # A branch of upstream's layer: what computes it, and what adds it to the residual stream.
 _BRANCHES = {"self_attention": "self_attn_bda", "cross_attention": "cross_attn_bda", "mlp": "mlp_bda"}
+_BRANCHES_OF_MAMBA = {"mixer": "mamba_bda"}
 
 
 def prepare_config(config: TransformerConfig, parametrization: Parametrization) -> None:
@@ -81,7 +84,7 @@ def own_softmax_scale(spec: Any) -> Any:
     return made
 
 
-def attach_to_built(model: GPTModel, parametrization: Parametrization, layout: Layout, rank: int) -> None:
+def attach_to_built(model: LanguageModule, parametrization: Parametrization, layout: Layout, rank: int) -> None:
     """Puts the table's records and the multipliers on a chunk that was built, its specs with `own_softmax_scale`.
 
     Args:
@@ -101,7 +104,7 @@ def attach_to_built(model: GPTModel, parametrization: Parametrization, layout: L
         _sum_gradients_of_down_projections(model)
 
 
-def _record(model: GPTModel, parametrization: Parametrization, layout: Layout, rank: int) -> None:
+def _record(model: LanguageModule, parametrization: Parametrization, layout: Layout, rank: int) -> None:
     """Sets every parameter's TensorSpec, once it is a share of the tensor that the table is about."""
     to_global = global_names(model)
     for local_name, parameter in model.named_parameters():
@@ -125,7 +128,8 @@ def _split_alike(parameter: torch.nn.Parameter, spec: TensorSpec) -> bool:
     """Whether what upstream says of a parameter's partition is what the table has."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return True  # then its shape decides
-    return (parameter.partition_dim, parameter.partition_stride) == (spec.partition_dim, spec.partition_stride)  # type: ignore[attr-defined]
+    strides = {spec.partition_stride, 1} if spec.expert else {spec.partition_stride}  # a grouped layer says 1
+    return parameter.partition_dim == spec.partition_dim and stride_of(parameter) in strides  # type: ignore[attr-defined]
 
 
 def _told(parameter: torch.nn.Parameter) -> str:
@@ -139,7 +143,7 @@ def _said(spec: TensorSpec) -> str:
     return f"the model's {list(spec.shape)} {split}"
 
 
-def _scale_branches(model: GPTModel, parametrization: Parametrization) -> None:
+def _scale_branches(model: LanguageModule, parametrization: Parametrization) -> None:
     """Multiplies what each residual branch adds; multi-token prediction's layers have a depth of their own."""
     outside = parametrization.config.hparams.residual_multiplier
     decoder = list(model.decoder.layers)
@@ -157,13 +161,14 @@ def _scale_layer(layer: torch.nn.Module, multiplier: float) -> None:
         UserError: it has none.
     """
     where = f"layer {getattr(layer, 'layer_number', '?')} ({type(layer).__name__})"
-    if not isinstance(layer, TransformerLayer):
+    branches = _BRANCHES_OF_MAMBA if isinstance(layer, MambaLayer) else _BRANCHES
+    if not isinstance(layer, (TransformerLayer, MambaLayer)):
         raise UserError(
             f"{where}: the multiplier {multiplier:g} of residual branches belongs into self_attn_bda and mlp_bda, "
             "which megatron-core's TransformerLayer has; expected such a layer, or "
             "residual_multiplier: 1 and no depth rule"
         )
-    for branch, place in _BRANCHES.items():
+    for branch, place in branches.items():
         add = getattr(layer, place)
         if isinstance(add, IdentityFuncOp) and isinstance(getattr(layer, branch), IdentityOp):
             continue
@@ -176,7 +181,7 @@ def _scale_layer(layer: torch.nn.Module, multiplier: float) -> None:
         setattr(layer, place, scaled_branch(add, multiplier))
 
 
-def _check_softmax_scale(model: GPTModel, scale: float) -> None:
+def _check_softmax_scale(model: LanguageModule, scale: float) -> None:
     """Checks that attention takes the scale.
 
     Raises:
@@ -200,7 +205,7 @@ def _of_transformer_engine(core: Any) -> bool:
     return any(kind.__name__ == "TEDotProductAttention" for kind in type(core).mro())
 
 
-def _sum_gradients_of_down_projections(model: GPTModel) -> None:
+def _sum_gradients_of_down_projections(model: LanguageModule) -> None:
     """As the shim of multi-latent attention does (`MLASelfAttention`), where tensor parallelism splits the rows."""
     for module in model.modules():
         down = getattr(module, "linear_kv_down_proj", None) if isinstance(module, MultiLatentAttention) else None

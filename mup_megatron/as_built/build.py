@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mup_megatron.apply_rules import apply_rules
+from mup_megatron.as_built.hybrid import PATTERN, hybrid_model, hybrid_parts
 from mup_megatron.as_built.tensors import Entry, classify
 from mup_megatron.base_file import shapes_from_file
 from mup_megatron.config import Config, Model
@@ -191,6 +192,31 @@ def _build(
     core: TransformerConfig, given: Mapping[str, Any], layers: Sequence[int], entries: Sequence[Entry]
 ) -> dict[str, Any]:
     """The tensors of one build, by the global names that they have in the script's model."""
+    is_hybrid = PATTERN in given
+    alike, changed = (hybrid_parts if is_hybrid else _gpt_parts)(core, given, layers)
+    groups = one_rank_groups()
+    if is_hybrid:
+        groups.pp = None  # which upstream counts there as one stage
+    own = {**given, "config": core, **changed}
+    own |= {"pre_process": True, "post_process": True, "vp_stage": None, "pg_collection": groups}
+    with unsharded(groups=True):
+        model = (hybrid_model() if is_hybrid else GPTModel)(**own)
+    found = classify(model, entries)
+    here = {name: value for name, value in found.items() if layer_number(name) is None and _holds(name, given, layers)}
+    by_kind: list[dict[str, Any]] = [{} for _ in range(core.num_layers)]
+    for name, value in found.items():
+        number = layer_number(name)
+        if number is not None:
+            by_kind[number][name.split(".", 3)[3]] = value
+    for layer, kind in zip(layers, alike, strict=True):
+        here |= {f"decoder.layers.{layer}.{rest}": value for rest, value in by_kind[kind].items()}
+    return here
+
+
+def _gpt_parts(
+    core: TransformerConfig, given: Mapping[str, Any], layers: Sequence[int]
+) -> tuple[list[int], dict[str, Any]]:
+    """As `hybrid_parts`, of a GPTModel: of layers with equal specs one is built."""
     block = _block(given["transformer_layer_spec"], len(layers))
     if len(block.layer_specs) != len(layers):
         raise UserError(
@@ -202,27 +228,14 @@ def _build(
         if spec not in kinds:
             kinds.append(spec)
     core.num_layers = len(kinds)  # upstream tells the last layer, which the final norm follows, by its number
-    own = {**given, "config": core, "transformer_layer_spec": _with_layers(block, kinds)}
-    own |= {"pre_process": True, "post_process": True, "vp_stage": None, "pg_collection": one_rank_groups()}
-    with unsharded(groups=True):
-        model = GPTModel(**own)
-    found = classify(model, entries)
-    here = {name: value for name, value in found.items() if layer_number(name) is None and _holds(name, given, layers)}
-    by_kind: list[dict[str, Any]] = [{} for _ in kinds]
-    for name, value in found.items():
-        number = layer_number(name)
-        if number is not None:
-            by_kind[number][name.split(".", 3)[3]] = value
-    for layer, spec in zip(layers, block.layer_specs, strict=True):
-        tensors = by_kind[kinds.index(spec)].items()
-        here |= {f"decoder.layers.{layer}.{rest}": value for rest, value in tensors}
-    return here
+    changed = {"transformer_layer_spec": _with_layers(block, kinds)}
+    return [kinds.index(spec) for spec in block.layer_specs], changed
 
 
 def _holds(name: str, given: Mapping[str, Any], layers: Sequence[int]) -> bool:
     """Whether the script's chunk has this tensor outside the layers; the build has them all."""
     if name.startswith("embedding."):
-        return bool(given["pre_process"] or given["mtp_block_spec"] is not None)
+        return bool(given["pre_process"] or given.get("mtp_block_spec") is not None)
     last = given["config"].num_layers - 1 in layers
     return bool(given["post_process"] or (last and name.startswith("decoder.")))
 

@@ -1,17 +1,18 @@
 """The table of a model whose chunks a script builds one after the other, on all ranks of a pipeline at once.
 
-Public name: `BuiltModel`.
+Public names: `BuiltModel`, `digest_of`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from mup_megatron.as_built.attach import attach_to_built, own_softmax_scale, prepare_config
 from mup_megatron.as_built.build import Builds, builds_of, join_builds, parametrize_builds
@@ -20,6 +21,11 @@ from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.shapes import Init, TensorShape
+
+_LAYER = re.compile(r"layers\.\d+\.")
+_DIGITS = 16
+_SPECS = ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec")
 
 
 class BuiltModel:
@@ -53,7 +59,7 @@ class BuiltModel:
         numbers, so no rank may wait for another here once it has built a chunk. `finish` gathers the rest.
 
         Args:
-            given: what GPTModel is constructed with, by parameter name.
+            given: what the model is constructed with, by parameter name.
             layers: global numbers of the chunk's layers, from 0.
             first: whether it is the first chunk on this rank; then all ranks of the pipeline are here.
 
@@ -90,7 +96,12 @@ class BuiltModel:
         return parametrize_builds(self._config, whole)
 
     def construct(
-        self, init: Any, model: GPTModel, given: Mapping[str, Any], parametrization: Parametrization, layout: Layout
+        self,
+        init: Any,
+        model: LanguageModule,
+        given: Mapping[str, Any],
+        parametrization: Parametrization,
+        layout: Layout,
     ) -> None:
         """Builds a chunk by upstream's constructor, and puts records and multipliers on it.
 
@@ -104,9 +115,31 @@ class BuiltModel:
         prepare_config(given["config"], parametrization)
         own = dict(given)
         if given["config"].multi_latent_attention:
-            own |= {name: own_softmax_scale(given[name]) for name in ("transformer_layer_spec", "mtp_block_spec")}
+            own |= {name: own_softmax_scale(given[name]) for name in _SPECS if name in given}
         init(model, **own)
         attach_to_built(model, parametrization, layout, torch.distributed.get_rank())
+
+
+def digest_of(parametrization: Parametrization) -> str:
+    """What the layers of a model as built are, at the base: two runs with one digest are one family.
+
+    Rows of vocabulary and positions are left out, for other keys say them; under a depth rule layers have no numbers.
+    """
+    deep = parametrization.config.parametrization.depth != "none"
+    rows = {
+        repr((_LAYER.sub("layers.*.", name) if deep else name, *_at_base(row.shape)))
+        for name, row in parametrization.tensors.items()
+    }
+    return hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()[:_DIGITS]
+
+
+def _at_base(shape: TensorShape) -> tuple[Any, ...]:
+    spec = shape.spec
+    blocks = [(name, dim.base_dim or dim.dim) for name, dim in (shape.blocks or {}).items()]
+    of_words = spec.readout or spec.init is Init.EMBEDDING
+    sizes = [dim.base_dim or (None if of_words else dim.dim) for dim in shape.infshape]
+    rules = (spec.fixed_fan_out, spec.block_fixed_fan_out, spec.readout, spec.standard, spec.frozen)
+    return sizes, blocks, spec.fan_in, spec.fan_out, spec.init.value, *rules
 
 
 def _gathered(builds: Callable[[], list[Builds]]) -> list[Builds]:

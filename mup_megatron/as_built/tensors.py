@@ -11,14 +11,16 @@ others. A parameter without an entry is refused, so that no tensor is left to a 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.identity_op import IdentityOp
 
+from mup_megatron.as_built.ready_made import READY_FOR
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import global_names
 from mup_megatron.layers.linear import FC1, QKV, KeyValueUp, QueryUp
@@ -100,6 +102,16 @@ def _rows_of(kind: Any) -> Callable[[_Tensor], dict[str, Any]]:
     return fields
 
 
+def _grouped_gate_up(tensor: _Tensor) -> dict[str, Any]:
+    """As an expert of its own has it: under expert tensor parallelism each rank's rows are its gate, then its up."""
+    halves = 2 if tensor.config.gated_linear_unit else 1
+    return {**_rows_of(FC1)(tensor), "partition_dim": 0, "partition_stride": halves}
+
+
+def _grouped_output_projection(tensor: _Tensor) -> dict[str, Any]:
+    return {**_output_projection(tensor), "partition_dim": 1}
+
+
 def _qkv(tensor: _Tensor) -> dict[str, Any]:
     """The fused QKV; whether queries and keys are normed is what the attention has, whatever the config says."""
     fields, attention = _rows_of(QKV)(tensor), tensor.owner
@@ -128,6 +140,11 @@ def _embedding(tensor: _Tensor) -> dict[str, Any]:
     return {"fan_in": 0, "fan_out": 1, "init": Init.EMBEDDING}
 
 
+def _standard(tensor: _Tensor) -> dict[str, Any]:
+    """No rule: rates, epsilon and decay of the base at every width, and the values that the layer itself drew."""
+    return {"fan_in": None, "fan_out": 0, "init": Init.OWN, "standard": True}
+
+
 def _router(tensor: _Tensor) -> dict[str, Any]:
     return {**_matrix(tensor), "fixed_fan_out": "output_like"}
 
@@ -150,7 +167,7 @@ def _sink(tensor: _Tensor) -> dict[str, Any]:
     return {**_vector(Init.WEIGHT)(tensor), "partition_dim": 0}  # by heads, which upstream does not say
 
 
-VECTORS = ("gain", "bias", "vector", "sink")
+VECTORS = ("gain", "bias", "vector", "sink", "standard")
 """The kinds without a fan-in."""
 
 KINDS: Mapping[str, Callable[[_Tensor], dict[str, Any]]] = {
@@ -158,6 +175,8 @@ KINDS: Mapping[str, Callable[[_Tensor], dict[str, Any]]] = {
     "output_projection": _output_projection,
     "qkv": _qkv,
     "gate_up": _rows_of(FC1),
+    "grouped_gate_up": _grouped_gate_up,
+    "grouped_output_projection": _grouped_output_projection,
     "query_up": _rows_of(QueryUp),
     "key_value_up": _rows_of(KeyValueUp),
     "query_down": _query_down,
@@ -169,6 +188,7 @@ KINDS: Mapping[str, Callable[[_Tensor], dict[str, Any]]] = {
     "bias": _vector(Init.ZEROS),
     "vector": _vector(Init.WEIGHT),
     "sink": _sink,
+    "standard": _standard,
 }
 """What a tensor can be: a function to the fields of its TensorSpec."""
 
@@ -184,7 +204,7 @@ def _entries(*lines: tuple[str, str, str]) -> tuple[Entry, ...]:
 
 UPSTREAM: Sequence[Entry] = _entries(
     ("LanguageModelEmbedding", "word_embeddings.weight position_embeddings.weight", "embedding"),
-    ("GPTModel", "output_layer.weight", "readout"),
+    ("GPTModel HybridModel", "output_layer.weight", "readout"),
     ("SelfAttention", "linear_qkv.weight", "qkv"),
     ("SelfAttention MLASelfAttention", "linear_proj.weight", "output_projection"),
     ("MLASelfAttention", "linear_q_proj.weight linear_q_up_proj.weight", "query_up"),
@@ -194,6 +214,9 @@ UPSTREAM: Sequence[Entry] = _entries(
     ("DotProductAttention", "softmax_offset", "sink"),
     ("MLP", "linear_fc1.weight", "gate_up"),
     ("MLP", "linear_fc2.weight", "output_projection"),
+    ("TEGroupedMLP", "linear_fc1.weight", "grouped_gate_up"),  # of each expert, as all that have a number
+    ("TEGroupedMLP", "linear_fc2.weight", "grouped_output_projection"),
+    ("TEGroupedLinear", "bias", "bias"),
     ("TopKRouter", "weight", "router"),
     ("TopKRouter", "bias", "vector"),  # megatron-core draws it as it draws the weight
     ("SharedExpertMLP", "gate_weight", "router"),
@@ -207,7 +230,12 @@ UPSTREAM: Sequence[Entry] = _entries(
 """The entries for modules of megatron-core, torch's norms, Apex and Transformer Engine."""
 
 
-def classify(model: GPTModel, entries: Sequence[Entry] = ()) -> dict[str, Classified]:
+def stride_of(parameter: torch.nn.Parameter) -> int:
+    """`partition_stride`, which some of upstream's layers leave out where it is 1."""
+    return int(getattr(parameter, "partition_stride", 1))
+
+
+def classify(model: LanguageModule, entries: Sequence[Entry] = ()) -> dict[str, Classified]:
     """What every tensor of a model is, by global name in the model's order.
 
     Args:
@@ -258,11 +286,14 @@ def _own_entry(name: str, above: _Above, entries: Sequence[Entry]) -> tuple[Entr
 
 
 _KNOWN = {(entry.module, entry.parameter): entry for entry in UPSTREAM}
+_OF_AN_EXPERT = re.compile(r"\b(weight|bias)\d+$")
 _OF_LINEAR = {
     "matrix",
     "output_projection",
     "qkv",
     "gate_up",
+    "grouped_gate_up",
+    "grouped_output_projection",
     "query_up",
     "key_value_up",
     "query_down",
@@ -275,7 +306,7 @@ def _upstreams_entry(above: _Above) -> tuple[Entry, torch.nn.Module] | None:
     """The entry of megatron-core's for a parameter, and the module that it is below."""
     for module, path in above:
         for kind in _known_classes(module):
-            entry = _KNOWN.get((kind, path))
+            entry = _KNOWN.get((kind, _OF_AN_EXPERT.sub(r"\1", path)))
             if entry is None:
                 continue
             if entry.kind in _OF_LINEAR and not set(_known_classes(above[0][0])) & set(_LINEAR):
@@ -294,6 +325,12 @@ def _unknown(name: str, above: _Above) -> UserError:
     own = [pair for pair in above if type(pair[0]).__module__.split(".")[0] not in _PACKAGES]
     module, path = (own or above[1:] or above)[0]
     kind = type(module).__name__
+    ready = next((kind for kind in [type(one).__name__ for one, _ in above] if kind in READY_FOR), None)
+    if ready is not None:
+        return UserError(
+            f"{name}: no rule of µP is tested for the tensors of {ready}; expected --mup-tensors {READY_FOR[ready]}, "
+            "which keeps them in the standard parametrization, or entries of your own"
+        )
     return UserError(
         f"{name}: no entry says what this tensor of {kind} is, so no rule can be applied to it; expected one in "
         f"--mup-tensors FILE, such as {{module: {kind}, parameter: {path}, kind: matrix}}"
@@ -305,7 +342,7 @@ def _spec(name: str, parameter: torch.nn.Parameter, tensor: _Tensor, entry: Entr
     shape = tensor.shape
     said: dict[str, Any] = {"partition_dim": None, "partition_stride": 1}
     if getattr(parameter, "tensor_model_parallel", False):
-        said = {"partition_dim": parameter.partition_dim, "partition_stride": parameter.partition_stride}  # type: ignore[attr-defined]
+        said = {"partition_dim": parameter.partition_dim, "partition_stride": stride_of(parameter)}  # type: ignore[attr-defined]
     has_fan_in = entry.kind not in VECTORS
     needed = 1 + max(
         int(has_fan_in), *(dim for dim in (entry.fan_in, entry.fan_out, entry.split) if dim is not None), 0
@@ -328,6 +365,13 @@ def _spec(name: str, parameter: torch.nn.Parameter, tensor: _Tensor, entry: Entr
                 f"{name}: has {shape[0]} rows, which are no {len(entry.blocks)} equal blocks as {entry.source} says"
             )
         said["fused"] = Fused(runs=tuple((block, shape[0] // len(entry.blocks)) for block in entry.blocks))
+    if said["init"] is Init.OUTPUT_PROJECTION and getattr(tensor.config, "is_hybrid_model", False):
+        said["init"] = Init.HYBRID_OUTPUT_PROJECTION  # as TransformerConfig has it: a layer there has one branch
+    if said["init"] is Init.OWN and name.endswith(".weight") and set(_known_classes(tensor.module)) & set(_LINEAR):
+        raise UserError(
+            f"{name}: megatron-core draws it by the config's init_method, whose place the rules take; expected init: "
+            f"weight or init: output_projection beside kind: {entry.kind} in {entry.source}"
+        )
     try:
         return TensorSpec(shape=shape, expert=".experts." in name, frozen=not parameter.requires_grad, **said)
     except ValueError as error:

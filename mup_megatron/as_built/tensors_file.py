@@ -14,7 +14,9 @@ from mup_megatron.errors import UserError
 from mup_megatron.files import parse_yaml
 from mup_megatron.shapes import FixedFanOut, Init
 
-OwnKind = Literal["matrix", "output_projection", "qkv", "gate_up", "embedding", "router", "gain", "bias", "vector"]
+OwnKind = Literal[
+    "matrix", "output_projection", "qkv", "gate_up", "embedding", "router", "gain", "bias", "vector", "standard"
+]
 OWN_KINDS: tuple[str, ...] = OwnKind.__args__  # type: ignore[attr-defined]
 """The kinds that a user may name. The readout is the model's `output_layer`, which carries a forward multiplier."""
 
@@ -30,7 +32,7 @@ class _Said(BaseModel):
     kind: OwnKind
     fan_in: StrictInt | None = Field(None, ge=0)
     fan_out: StrictInt | None = Field(None, ge=0)
-    init: Literal["weight", "output_projection", "embedding", "zeros", "ones"] | None = None
+    init: Literal["weight", "output_projection", "embedding", "zeros", "ones", "own"] | None = None
     blocks: list[str] | None = Field(None, min_length=2)
     fixed_fan_out: FixedFanOut | None = None
     split: StrictInt | None = Field(None, ge=0)

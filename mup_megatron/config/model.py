@@ -45,6 +45,9 @@ class Model(Section):
     architecture: Literal["gpt3", "llama"]
     """Chooses defaults: `gpt3` is LayerNorm, GELU, learned positions, biases, a tied head; `llama` is RMSNorm, SwiGLU,
     RoPE, no biases, a head of its own. Every one of them can be set by itself."""
+    as_built: str | None = None
+    """Digest of the layers that a script of megatron.training builds in the place of megatron-core's own. `tune
+    --native` and checkpoints hold it; it is not written by hand. If unset: the layers are megatron-core's own."""
     num_layers: Count
     """Transformer layers of the target. A number other than the base's needs `parametrization.depth`. Unit: layers."""
     hidden_size: Width

@@ -58,7 +58,16 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "fp16-lm-cross-entropy loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis",
         "how a loss in fp16 is scaled: gradients are scaled back before norms, moments and epsilon see them",
     ),
-    ("spec", "the script's own layers, which are kept and parametrised as they are built"),
+    (
+        "spec hybrid-layer-pattern is-hybrid-model",
+        "the script's own layers, which are kept and parametrised as they are built",
+    ),
+    (
+        "mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads mamba-inference-conv-states-dtype "
+        "mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype disable-mamba-mem-eff-path "
+        "linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads linear-num-value-heads",
+        "sizes and kernels of Mamba layers and gated delta nets in a hybrid model, which are kept as they are built",
+    ),
     ("fp32-residual-connection", "the precision of the residual stream"),
     (
         "muon-use-nesterov muon-nesterov muon-fp32-matmul-prec muon-num-ns-steps muon-coefficient-type "
@@ -78,10 +87,7 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss "
         "dsa-indexer-topk-freq dsa-indexer-skip-topk-offset dsa-kernel-backend dsa-indexer-rope-interleaved "
         "no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu dsa-indexer-k-norm-epsilon "
-        "dsa-indexer-k-norm-fp32 linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim "
-        "linear-num-key-heads linear-num-value-heads mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads "
-        "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype "
-        "disable-mamba-mem-eff-path relative-attention-num-buckets relative-attention-max-distance "
+        "dsa-indexer-k-norm-fp32 relative-attention-num-buckets relative-attention-max-distance "
         "mrope-section mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim "
         "mup-attn-scale-power "
         ""

@@ -26,6 +26,7 @@ from mup_megatron.explain import print_table, without_numbers
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
+from mup_megatron.megatron_training.telemetry import standard_tensors
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from mup_megatron.model import parametrize
@@ -66,14 +67,19 @@ def explain_elsewhere(
     Raises:
         UserError: upstream refuses the options, or they belong to no family.
     """
-    own = "--spec" if getattr(args, "spec", None) else "--mup-model as-built" if settings.model == "as-built" else None
+    check_options(args, defaults, known(), here=False)
+    asked = {
+        "--spec": getattr(args, "spec", None),
+        "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
+        "--mup-model as-built": settings.model == "as-built",
+    }
+    own = next((option for option, value in asked.items() if value), None)
     if own or settings.tensors:
         raise UserError(
             f"{own or '--mup-tensors'}: what the script's layer spec builds is seen only where it can be built, and "
             "this machine cannot run the command line; expected its processes and kernels, or "
             "--transformer-impl local on one process"
         )
-    check_options(args, defaults, known(), here=False)
     refused = refused_in_a_run(args, defaults, known())
     args.rank, args.world_size = 0, max(args.world_size, _processes(args))
     with _said_by_upstream(), _checked_as_elsewhere():
@@ -124,6 +130,8 @@ def show(
     print_table(parametrization, layout, console)
     if built is not None:
         _print_entries(built, console)
+    if standard := standard_tensors(parametrization):
+        console.print(standard, style="yellow", highlight=False)
     for sentence in refused:
         console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
     if settings.written is not None:

@@ -1,10 +1,11 @@
 """A run of megatron.training in µP: what the decorators of this package do, from its arguments on.
 
-Public names: `MegatronRun`, `gpt_models`, `KEY_PREFIX`.
+Public name: `MegatronRun`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -16,22 +17,24 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from mup_megatron.as_built.chunks import BuiltModel
+from mup_megatron.as_built.chunks import BuiltModel, digest_of
+from mup_megatron.as_built.hybrid import PATTERN, hybrid_stages
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
-from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.layout import Layout, Stages, resolve_layout
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
 from mup_megatron.megatron_training import watched
 from mup_megatron.megatron_training.elsewhere import show
+from mup_megatron.megatron_training.family import MULTIPLE, check_family
+from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.megatron_training.telemetry import applied, tell
+from mup_megatron.megatron_training.telemetry import applied, standard_tensors, tell
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.model import attach, check_specs, initialise, parametrize
 from mup_megatron.optim import megatron_overrides
@@ -39,11 +42,9 @@ from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.runtime import point_to_point
 from mup_megatron.setup import resolve_auto
 from mup_megatron.transformer_config import INIT_METHODS, core_config
-from mup_megatron.tuning.record import read_record, write_record
+from mup_megatron.tuning.record import write_record
 
 _AS_ASKED = "--mup-model as-built"
-KEY_PREFIX = "mup_megatron."
-"""What the names of tensors in a checkpoint begin with."""
 
 
 class MegatronRun:
@@ -59,6 +60,7 @@ class MegatronRun:
         self._made: tuple[Config, Parametrization, Layout] | None = None
         self._fused: bool | None = None
         self._built: BuiltModel | None = None
+        self._digests = False
         self.building = False
         """Whether the models at hand are the unsharded ones that shapes are read from."""
 
@@ -81,7 +83,8 @@ class MegatronRun:
     def _parts(self) -> tuple[Config, Parametrization, Layout]:
         if self._made is None:
             raise UserError(
-                "the script built no GPTModel before it was asked for; mup-megatron run knows no other model"
+                "the script built no GPTModel before it was asked for, nor a HybridModel under mup-megatron run; "
+                "expected one of them"
             )
         return self._made
 
@@ -90,8 +93,8 @@ class MegatronRun:
         """Rows of the embedding."""
         return self.parametrization.tensors[WORD_EMBEDDINGS].shape.spec.shape[0]
 
-    def build(self, init: Callable[..., None], model: GPTModel, *args: Any, **kwargs: Any) -> None:
-        """Builds a chunk of GPTModel with the shims in its layer specs; then attaches multipliers and initial values.
+    def build(self, init: Callable[..., None], model: LanguageModule, *args: Any, **kwargs: Any) -> None:
+        """Builds a chunk of the model, with shims in its layer specs or as it is; then multipliers and initial values.
 
         Args:
             init: upstream's.
@@ -125,7 +128,7 @@ class MegatronRun:
             arguments = {name: value for name, value in given.items() if name != "self"}
             self._built.construct(init, model, arguments, self.parametrization, self.layout)
         rank = torch.distributed.get_rank()
-        _name_in_checkpoints(model)
+        name_in_checkpoints(model)
         check_specs(model, self.parametrization, self.layout, rank, chunk)
         initialise(model, self.parametrization, self.layout, rank)
         if not torch.cuda.is_available():
@@ -135,6 +138,11 @@ class MegatronRun:
 
     def _begin(self, given: dict[str, Any]) -> None:
         """Decides which way the model is parametrised (on all ranks alike), and makes what the run is in our terms."""
+        if PATTERN not in given and getattr(given["config"], "is_hybrid_model", False):
+            raise UserError(
+                "--hybrid-layer-pattern: the script builds a GPTModel, which has no pattern; expected a script that "
+                "builds a HybridModel, or none"
+            )
         left_out, reason = self._compare(given)
         everyones: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyones, (left_out, reason))
@@ -146,6 +154,8 @@ class MegatronRun:
     def _compare(self, given: dict[str, Any]) -> tuple[list[str], str | None]:
         """The norms that the script's layer spec leaves out; or why the model is parametrised as it is built."""
         try:
+            if PATTERN in given:
+                raise UserError(f"it is a HybridModel, of the layers {given[PATTERN]}; expected a GPTModel")
             left_out = self._norms_left_out(given)
             return (left_out, None) if self._settings.model != "as-built" else ([], _AS_ASKED)
         except UserError as error:
@@ -178,13 +188,12 @@ class MegatronRun:
         """
         if reason == _AS_ASKED:
             return
-        if self._settings.record is not None:
+        if self._settings.written is not None and not self._settings.command:
             raise UserError(
-                f"--mup-hparams: the record's proxy has megatron-core's own layers, this model has not ({reason}); "
-                "expected the values as options, from a proxy that the script builds"
+                f"--mup-write-config: no config says the script's layers ({reason}); expected none, or mup-megatron "
+                "tune --native, whose proxies the script builds"
             )
-        if self._settings.written is not None:
-            raise UserError(f"--mup-write-config: no config says the script's layers ({reason}); expected none")
+        self._digests = True
         if torch.distributed.get_rank() == 0:
             print(f"mup-megatron: the model is parametrised as the script builds it: {reason}", file=sys.stderr)
 
@@ -200,27 +209,44 @@ class MegatronRun:
             )
         vocab_size = self._args.vocab_size or get_tokenizer().vocab_size
         config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, left_out))
-        watched.check(config)
-        if self._settings.record is not None:
-            _check_family(self._settings.record, config)
         layout = resolve_layout(
             config,
             torch.distributed.get_world_size(),
-            stages=stages_of(given["config"]),
+            stages=_stages(given),
             pipeline_before_data=bool(self._args.use_tp_pp_dp_mapping),
         )
         if as_built:
             self._built = BuiltModel(config, self._settings.tensors)
-            parametrization = self._parametrize_chunk(self._built, given, layout)
+            parametrization = self._named(self._parametrize_chunk(self._built, given, layout))
         else:
             self.building = True
             try:
                 parametrization = parametrize(config, given["vocab_size"])
             finally:
                 self.building = False
+        self._check_asked(parametrization.config, layout)
         ours = core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
         check_translation(given["config"], ours)
-        return config, watched.without_rule(parametrization, layout), layout
+        return parametrization.config, watched.without_rule(parametrization, layout), layout
+
+    def _check_asked(self, config: Config, layout: Layout) -> None:
+        """Whether the run is the one that a study asked for, and of the record's family."""
+        compared = self._settings.record is not None or watched.task() is not None
+        if compared and self._digests and layout.virtual_pipeline > 1:
+            raise UserError(
+                "--mup-hparams, tune --native: of a model as built a rank knows one chunk at a time, and a record is "
+                "compared with all of them; expected no virtual pipeline, or the values as options"
+            )
+        watched.check(config)
+        if self._settings.record is not None:
+            check_family(self._settings.record, config)
+
+    def _named(self, parametrization: Parametrization) -> Parametrization:
+        """The table with the digest of the script's layers in its config, where they are not megatron-core's own."""
+        if not self._digests:
+            return parametrization
+        config = parametrization.config.derive({"model.as_built": digest_of(parametrization)})
+        return dataclasses.replace(parametrization, config=config)
 
     def _parametrize_chunk(self, built: BuiltModel, given: dict[str, Any], layout: Layout) -> Parametrization:
         """The table with one more chunk of the model as it is built."""
@@ -256,7 +282,8 @@ class MegatronRun:
     def _finish(self) -> None:
         """Makes the table of a model as built whole; all ranks call it once every chunk is there."""
         if self._built is not None:
-            self._made = self.config, watched.without_rule(self._built.finish(), self.layout), self.layout
+            table = watched.without_rule(self._named(self._built.finish()), self.layout)
+            self._made = table.config, table, self.layout
 
     def _explain_and_leave(self) -> None:
         if self._built is not None and self.layout.virtual_pipeline > 1:
@@ -287,7 +314,9 @@ class MegatronRun:
                 f"{self._args.optimizer}; rates depend on it: expected the same"
             )
         self._finish()
-        chunks = gpt_models(model_chunks)
+        chunks = chunks_of(model_chunks)
+        if (standard := standard_tensors(self.parametrization)) and torch.distributed.get_rank() == 0:
+            print(f"mup-megatron: {standard}", file=sys.stderr, flush=True)
         overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
         for override in overrides.values():
             # Up to 0.18 megatron-core tells the groups of a checkpoint apart by four keys. `lr_mult` is one of them and
@@ -300,7 +329,7 @@ class MegatronRun:
 
     def tell(self, model_chunks: Any, optimizer: Any) -> None:
         """Says what was applied to the model and the optimizer. Collective."""
-        tell(self.parametrization, gpt_models(model_chunks), optimizer)
+        tell(self.parametrization, chunks_of(model_chunks), optimizer)
 
     def write_record(self, iteration: int) -> None:
         """Writes what the weights were made with beside a checkpoint."""
@@ -347,7 +376,7 @@ class MegatronRun:
                     f"expected {expected}"
                 )
             if rows is not None:
-                allowed = (*allowed, f"model.{_MULTIPLE}")
+                allowed = (*allowed, f"model.{MULTIPLE}")
             advice = "change the options back, choose another --save and --load, or name a deliberate change with"
             check_resume(found, self._manifest(0), path, allowed, advice=f"{advice} --mup-allow-change KEY")
 
@@ -365,60 +394,7 @@ class MegatronRun:
         )
 
 
-def _name_in_checkpoints(model: GPTModel) -> None:
-    """Gives the model's tensors, and with them the optimizer's state, names of their own in checkpoints.
-
-    A checkpoint does not hold the forward multipliers, so a model without them would compute another function from
-    these weights. megatron-core's load stops when it does not find a tensor by the name that it asks for.
-    """
-    original = model.sharded_state_dict
-
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        add_prefix_for_sharding(result, KEY_PREFIX)
-        return result
-
-    model.sharded_state_dict = sharded_state_dict
-
-
-def gpt_models(model_chunks: Any) -> list[GPTModel]:
-    """megatron-core's models in whatever they are wrapped.
-
-    Raises:
-        UserError: one is no GPTModel.
-    """
-    chunks = []
-    for chunk in model_chunks:
-        while not isinstance(chunk, GPTModel) and hasattr(chunk, "module"):
-            chunk = chunk.module
-        if not isinstance(chunk, GPTModel):
-            raise UserError(
-                f"the script trains a {type(chunk).__name__}; mup-megatron run knows megatron-core's GPTModel"
-            )
-        chunks.append(chunk)
-    return chunks
-
-
-_MULTIPLE = "make_vocab_size_divisible_by"
-
-
-def _check_family(path: Path, config: Config) -> None:
-    """Whether a transfer record belongs to the family of this run.
-
-    Two keys may differ. A tokenizer that the tuning run trained has no path in the record. Two values of
-    make_vocab_size_divisible_by may pad the vocabulary to the same number of rows.
-
-    Raises:
-        UserError: the record belongs to another family; says which keys differ.
-    """
-    record = read_record(path, None)
-    family = {} if record is None else record["family"]
-    loaded = config.data.tokenizer.library in ("huggingface", "tiktoken")
-    if record is not None and not loaded and family.get("data.tokenizer.path") is None:
-        config = config.derive({"data.tokenizer.path": None})
-    multiple, entries = family.get(f"model.{_MULTIPLE}"), config.vocab_size or 0
-    if isinstance(multiple, int) and multiple > 0:
-        padded = config.derive({f"model.{_MULTIPLE}": multiple})
-        if padded.model.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
-            config = padded
-    read_record(path, config)
+def _stages(given: dict[str, Any]) -> Stages:
+    if PATTERN in given:
+        return hybrid_stages(given["config"], given[PATTERN])
+    return stages_of(given["config"])

@@ -102,7 +102,12 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
         default="auto",
         help="Keep the script's layer spec (as-built), or put shims into megatron-core's own (recorded).",
     )
-    group.add_argument("--mup-tensors", metavar="FILE", help="YAML that says what tensors of the script's own are.")
+    group.add_argument(
+        "--mup-tensors",
+        metavar="FILE",
+        action="append",
+        help="YAML that says what tensors of the script's own are, or standard:mamba, standard:gated-delta-net.",
+    )
     return parser
 
 
@@ -200,9 +205,11 @@ def _read_tensors(args: Namespace) -> tuple[Entry, ...]:
         return ()
     if args.mup_model == "recorded":
         raise UserError("--mup-tensors: --mup-model recorded knows every tensor; expected one of the two")
+    from mup_megatron.as_built.ready_made import READY_MADE
     from mup_megatron.as_built.tensors_file import read_tensors
 
-    return read_tensors(args.mup_tensors, _text(args.mup_tensors))
+    texts = {path: READY_MADE.get(path) or _text(path) for path in args.mup_tensors}
+    return tuple(entry for path, text in texts.items() for entry in read_tensors(path, text))
 
 
 def _text(path: str) -> str:

@@ -35,9 +35,13 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("transformer-impl", "no shims are known for its layers", ("local",)),
     (
         "use-legacy-models heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json "
-        "hybrid-layer-pattern hybrid-override-pattern is-hybrid-model hybrid-attention-ratio hybrid-mlp-ratio "
         "mtp-hybrid-override-pattern experimental-attention-variant linear-attention-freq moe-latent-size",
         "no shim is known for its layers",
+        (),
+    ),
+    (
+        "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio",
+        "layers of a hybrid model are read off --hybrid-layer-pattern, of megatron-core 0.19; give that",
         (),
     ),
     (

@@ -1,6 +1,6 @@
 """What was applied to a run of megatron.training: one line at its start, Megatron's own writers, and mup.json.
 
-Public names: `applied`, `tell`.
+Public names: `applied`, `standard_tensors`, `tell`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mup_megatron.errors import UserError
+from mup_megatron.explain import without_numbers
 from mup_megatron.global_names import named_parameters
 from mup_megatron.manifest import base_shapes_of
 from mup_megatron.parametrization import Parametrization
@@ -41,6 +42,15 @@ def applied(parametrization: Parametrization) -> dict[str, Any]:
         "forward": dict(vars(parametrization.forward)),
         "base_digest": digest(base_shapes_of(parametrization)),
     }
+
+
+def standard_tensors(parametrization: Parametrization) -> str:
+    """The sentence that names the tensors for which no rule holds; empty where there are none."""
+    tensors = parametrization.tensors.items()
+    names = list(dict.fromkeys(without_numbers(name) for name, row in tensors if row.shape.spec.standard))
+    if not names:
+        return ""
+    return f"in the standard parametrization, with the base's rates at every width, as asked for: {', '.join(names)}"
 
 
 def tell(parametrization: Parametrization, chunks: Sequence[Any], optimizer: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mup_megatron.as_built.hybrid import PATTERN
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.schema import PRESETS
 from mup_megatron.errors import UserError
@@ -79,6 +80,11 @@ def config_of(
         },
     }
     config = parse_config(data, SOURCE)
+    if PATTERN in given and config.parametrization.depth != "none":
+        raise UserError(
+            "--hybrid-layer-pattern: a base of another depth would have another pattern, which no key says; expected "
+            "parametrization.depth: none"
+        )
     if given["config"].apply_residual_connection_post_layernorm and config.parametrization.depth != "none":
         raise UserError(
             "--apply-residual-connection-post-layernorm: no depth rule is known where the residual stream goes on "

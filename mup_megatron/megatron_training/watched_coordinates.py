@@ -22,7 +22,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.files import write_whole
 from mup_megatron.layout import Layout
 from mup_megatron.megatron_training import watched
-from mup_megatron.megatron_training.megatron_run import gpt_models
+from mup_megatron.megatron_training.models import chunks_of
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.coordinates import Probe
 
@@ -38,7 +38,7 @@ class WatchedCoordinates:
     """
 
     def __init__(self, steps: int, model: Sequence[Any], parametrization: Parametrization, layout: Layout) -> None:
-        chunks = gpt_models(model)
+        chunks = chunks_of(model)
         device = next(chunks[0].parameters()).device
         self._steps, self._step = steps, 0
         self._probe = Probe(parametrization, layout, torch.distributed.get_rank(), device, chunks)

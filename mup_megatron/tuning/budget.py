@@ -138,6 +138,8 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         workers: processes that tune, and that then train the target.
         measure: whether to time a matrix product of each model's size on this machine, for hours.
         layout: the target's, for its memory per process.
+
+    A model whose layers are a script's own costs what megatron-core's own of the same sizes would.
     """
     from mup_megatron.model import parametrize
 
@@ -150,7 +152,9 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         expected += going * (step - before)
         going /= tuning.reduction_factor
     repetitions = tuning.repeat_best * tuning.repeat_seeds
-    proxy_parametrization, target_parametrization = parametrize(proxy, vocab_size), parametrize(config, vocab_size)
+    proxy_parametrization, target_parametrization = (
+        parametrize(one.derive({"model.as_built": None}), vocab_size) for one in (proxy, config)
+    )
     return Plan(
         trials=tuning.trials,
         repetitions=repetitions,

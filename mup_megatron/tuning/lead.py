@@ -5,6 +5,7 @@ Public names: `tune` (all ranks of one launch, of which the first leads), `join_
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -302,8 +303,9 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
     chosen = with_values(config, values)
     vocab_size = known_vocab_size(config)
     plan = budget.plan(config, vocab_size, rank.world_size)
+    table = parametrize(chosen.derive({"model.as_built": None}), vocab_size)
     written = record.make_record(
-        parametrize(chosen, vocab_size),
+        dataclasses.replace(table, config=chosen),
         setup.layout,
         values,
         study={"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()},

@@ -198,7 +198,7 @@ def make_record(
         "target": {
             "name": config.run.name,
             "sizes": {name: getattr(config.model, name) for name in (*config.base.sizes, "num_layers")},
-            "becomes": becomes(parametrization, layout),
+            "becomes": {**becomes(parametrization, layout), **({"tensors": {}} if config.model.as_built else {})},
             "extrapolated": extrapolated(config),
             "not_transferred": not_transferred(config.tuning.search),
         },

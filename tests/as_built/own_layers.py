@@ -1,7 +1,8 @@
-"""Layer specs as a user writes them: an MLP with one more linear layer, norms at other places."""
+"""Layer specs as a user writes them: an MLP with one more linear layer, norms at other places, experts in a loop."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class ExtraMLP(MLP):
@@ -30,6 +32,12 @@ class ExtraMLP(MLP):
         output, bias = super().forward(hidden_states, *args, **kwargs)
         beside, _ = self.beside(hidden_states)
         return output + beside * self.beside_gain, bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Upstream's MLP writes the modules in it, and no parameter of its own."""
+        gain = {"beside_gain": self.beside_gain}
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return found | make_sharded_tensors_for_checkpoint(gain, prefix, {}, sharded_offsets)
 
 
 def _local(config: Any) -> ModuleSpec:
@@ -50,4 +58,42 @@ def normed_queries(config: Any) -> ModuleSpec:
     layer = _local(config)
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm, attention.k_layernorm = WrappedTorchNorm, IdentityOp
+    return layer
+
+
+class LoopedLinear(torch.nn.Module):
+    """A linear layer for each of several experts, which runs on a CPU: what TEGroupedMLP is built of."""
+
+    def __init__(self, experts: int, rows_in: int, rows_out: int, **given: Any) -> None:
+        super().__init__()
+        self._bias = given["skip_bias_add"]
+        for number in range(experts):
+            weight = torch.nn.Parameter(torch.empty(rows_out, rows_in))
+            given["init_method"](weight)
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, tokens: torch.Tensor, counts: Any) -> tuple[torch.Tensor, None]:
+        """Each expert's tokens times its weight; [tokens, rows_in] to [tokens, rows_out]."""
+        parts = torch.split(tokens, [int(count) for count in counts])
+        weights = list(self.parameters())
+        return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)]), None
+
+    def backward_dw(self) -> None:
+        """Nothing is put off."""
+
+
+LOOPED = """
+- {module: TEGroupedMLP, parameter: linear_fc1.weight*, kind: gate_up}
+- {module: TEGroupedMLP, parameter: linear_fc2.weight*, kind: output_projection}
+"""
+
+
+def looped_experts(config: Any) -> ModuleSpec:
+    """megatron-core's local layer with experts, which are its TEGroupedMLP over `LoopedLinear`."""
+    from megatron.core.transformer.moe import experts
+
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    parts = experts.GroupedMLPSubmodules(linear_fc1=LoopedLinear, linear_fc2=LoopedLinear)
+    of_moe = layer.submodules.mlp.keywords["submodules"]
+    of_moe.experts = functools.partial(experts.TEGroupedMLP, submodules=parts)
     return layer

@@ -7,20 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP as MegatronMLP
+from megatron.core.transformer.moe import experts
 
 from mup_megatron import upstream
 from mup_megatron.as_built.build import builds_of, join_builds, parametrize_builds
+from mup_megatron.as_built.chunks import digest_of
 from mup_megatron.as_built.tensors import Entry, _upstreams_entry
 from mup_megatron.as_built.tensors_file import read_tensors
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
+from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.patches import ALL_PATCHES, revert_patches
 from tests.as_built import bodies, own_layers
 from tests.as_built.given import given_of
-from tests.configs import MIXED, make
+from tests.configs import MIXED, MOE, make
 from tests.distributed import Ranks
 
 TENSORS = """
@@ -61,6 +65,22 @@ def test_rates_of_an_extra_layer() -> None:
     assert extra.shape.layer == 1
 
 
+def test_a_digest_tells_one_family_from_another() -> None:
+    """The target's width and the seed do not matter; another base, and another kind of one tensor do."""
+    entries = read_tensors("tensors.yaml", TENSORS)
+
+    def digest(text: str = TENSORS, **changed: Any) -> str:
+        config = make(MIXED, "gpt3", **changed)
+        return digest_of(table(config, own_layers.extra_mlp, read_tensors("tensors.yaml", text)))
+
+    first = digest()
+    assert digest(model__ffn_hidden_size=256, run__seed=5) == first
+    assert digest_of(table(make(MIXED, "gpt3"), own_layers.extra_mlp, entries)) == first
+    other_base = {**MIXED["base"], "ffn_hidden_size": 80}
+    others = {digest(base=other_base), digest(TENSORS.replace("kind: matrix", "kind: router"))}
+    assert len(others | {first}) == 3
+
+
 def test_norms_that_no_option_says() -> None:
     """Normed queries keep 0.05/sqrt(m_in) where their fan-out is fixed; keys, whose norm is left out, do not."""
     growth = {**MIXED, "base": {"hidden_size": 64}}  # m_in 3/2; heads and their size fixed
@@ -92,6 +112,59 @@ def test_a_class_of_the_same_name_has_no_entry() -> None:
     found = _upstreams_entry([(own.linear_fc2, "weight"), (theirs(), "linear_fc2.weight")])
     assert found is not None
     assert found[0].kind == "output_projection"
+
+
+grouped = pytest.mark.skipif(
+    not hasattr(experts, "GroupedMLPSubmodules"),
+    reason="before 0.17 megatron-core's grouped experts are built otherwise",
+)
+
+
+@grouped
+def test_grouped_experts_have_the_rows_of_single_ones() -> None:
+    """Each weight inside a grouped layer has the name and the row that the recorded model has for that expert."""
+    config = make(MOE, "llama", model__moe_layer_freq=1)
+    built = table(config, own_layers.looped_experts, read_tensors("tensors.yaml", own_layers.LOOPED)).tensors
+    recorded = parametrize(config, 384).tensors
+    assert sorted(built) == sorted(recorded)
+    of_experts = [name for name in recorded if ".local_experts." in name]
+    assert len(of_experts) == 2 * config.model.num_layers * (config.model.num_moe_experts or 0)
+    for name in of_experts:
+        ours, theirs = built[name], recorded[name]
+        assert (ours.group, ours.init_std, ours.shape.infshape) == (
+            theirs.group,
+            theirs.init_std,
+            theirs.shape.infshape,
+        )
+        assert (ours.shape.blocks, ours.shape.spec.expert) == (theirs.shape.blocks, True)
+
+
+@grouped
+def test_entries_for_grouped_layers_of_transformer_engine() -> None:
+    """How they would be called where Transformer Engine is: the layers are megatron-core's names, none of a user's."""
+    known = type("TEGroupedLinear", (torch.nn.Module,), {"__module__": "megatron.core.extensions.transformer_engine"})
+    of_experts = type("TEGroupedMLP", (torch.nn.Module,), {"__module__": "megatron.core.transformer.moe.experts"})
+    for path, kind in (("linear_fc1.weight12", "grouped_gate_up"), ("linear_fc2.weight0", "grouped_output_projection")):
+        found = _upstreams_entry([(known(), path.split(".")[1]), (of_experts(), path)])
+        assert found is not None
+        assert found[0].kind == kind
+    users = type("TEGroupedLinear", (torch.nn.Module,), {"__module__": "users.model"})
+    assert _upstreams_entry([(users(), "weight0"), (of_experts(), "linear_fc1.weight0")]) is None
+
+
+@pytest.mark.skipif(not hasattr(experts, "GroupedMLP"), reason="later releases have no such class")
+def test_the_legacy_grouped_experts_cannot_be_built() -> None:
+    """Without CUDA's grouped_gemm megatron-core 0.16 does not build them; that is said in a sentence."""
+
+    def spec(core: Any) -> Any:
+        return get_gpt_layer_local_spec(
+            num_experts=core.num_moe_experts, moe_grouped_gemm=True, moe_use_legacy_grouped_gemm=True
+        )
+
+    with pytest.raises(
+        UserError, match=r"the model cannot be built on the meta device .*Grouped GEMM is not available"
+    ):
+        table(make(MOE, "llama"), spec)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.megatron_run import MegatronRun
@@ -107,6 +109,48 @@ def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path
         assert np.array_equal(ours["final"][tensor], value), tensor
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [((), BUILT), (BUILT, ())])
+def test_a_checkpoint_of_the_other_way(
+    before: tuple[str, ...], after: tuple[str, ...], ranks: Ranks, tmp_path: Path
+) -> None:
+    """Its record says which way it was parametrised; where the change is named it goes on to the last bit."""
+    (whole,) = run(ranks, tmp_path, *before, "--save", str(tmp_path / "saved"), "--save-interval", "2", train_iters=4)
+    assert whole["status"] == 0, whole["said"]
+    loads = (*after, "--load", str(tmp_path / "saved"), "--ckpt-step", "2")
+    (refused,) = run(ranks, tmp_path, *loads, train_iters=4)
+    assert refused["status"] == 2
+    assert "iter_0000002: the checkpoint does not belong to this config" in refused["said"]
+    assert [line.split()[0] for line in refused["said"].splitlines() if line.startswith("  ")] == ["key", "as_built"]
+    (rest,) = run(ranks, tmp_path, *loads, "--mup-allow-change", "as_built", train_iters=4)
+    assert rest["status"] == 0, rest["said"]
+    assert rest["steps"] == whole["steps"][2:]
+    for tensor, value in whole["final"].items():
+        assert np.array_equal(rest["final"][tensor], value), tensor
+
+
+@pytest.mark.slow
+def test_a_base_shape_file(ranks: Ranks, tmp_path: Path) -> None:
+    """The base as shapes of the model as built gives the rates that it gives as sizes, and the same losses."""
+    words = (*EXTRA, *tensors(tmp_path))
+    (sizes,) = run(ranks, tmp_path, *words, "--save", str(tmp_path / "saved"), "--save-interval", "3")
+    assert sizes["status"] == 0, sizes["said"]
+    shapes = json.loads((tmp_path / "saved" / "iter_0000003" / "mup.json").read_text())["base_shapes"]
+    (tmp_path / "base.bsh").write_text(yaml.safe_dump(shapes))
+    (tmp_path / "mup.yaml").write_text("base: {kv_channels: 16}\n")
+    file = ("--mup-config", str(tmp_path / "mup.yaml"))
+    (found,) = run(ranks, tmp_path, *words, *file, mup_base=tmp_path / "base.bsh")
+    assert found["status"] == 0, found["said"]
+    assert found["steps"] == sizes["steps"]
+    assert found["groups"] == sizes["groups"]
+
+    name = "decoder.layers.1.mlp.beside.weight"  # negative control: a base of its own, as large as the tensor
+    (tmp_path / "base.bsh").write_text(yaml.safe_dump({**shapes, name: [64, 64]}))
+    (other,) = run(ranks, tmp_path, *words, *file, mup_base=tmp_path / "base.bsh")
+    rates = {tensor: group["max_lr"] for tensor, group in other["groups"].items()}
+    assert rates == {tensor: group["max_lr"] for tensor, group in sizes["groups"].items()} | {name: 1e-2}
+
+
 def test_a_spec_of_the_users_own(ranks: Ranks, tmp_path: Path) -> None:
     """At the base the losses of plain Megatron with the same spec; at twice the base's width the rules by hand."""
     words = (*EXTRA, *tensors(tmp_path))
@@ -127,23 +171,13 @@ def test_a_spec_of_the_users_own(ranks: Ranks, tmp_path: Path) -> None:
     assert np.isfinite(wide["steps"]).all()
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        (
-            "record",
-            "--mup-hparams: the record's proxy has megatron-core's own layers, this model has not (layer 0: mlp",
-        ),
-        ("written", "--mup-write-config: no config says the script's layers (layer 0: mlp"),
-    ],
-)
-def test_a_proxy_would_have_other_layers(option: str, said: str) -> None:
+def test_no_config_of_ours_says_these_layers() -> None:
+    """A config is written for trials that are runs of the script alone."""
     plain = Settings(base={}, parametrization={}, hparams={}, record=None, explain=False, allowed=(), sizes={})
-    named: dict[str, Any] = {option: Path("x")}
-    settings = dataclasses.replace(plain, **named)
-    with pytest.raises(UserError) as problem:
-        MegatronRun(Namespace(), settings)._check_as_built("layer 0: mlp is ExtraMLP")
-    assert said in str(problem.value)
+    run_of = MegatronRun(Namespace(), dataclasses.replace(plain, written=Path("x")))
+    said = r"--mup-write-config: no config says the script's layers \(layer 0: mlp is ExtraMLP"
+    with pytest.raises(UserError, match=said):
+        run_of._check_as_built("layer 0: mlp is ExtraMLP")
 
 
 @pytest.mark.parametrize(

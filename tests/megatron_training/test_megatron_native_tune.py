@@ -33,6 +33,7 @@ from mup_megatron.tuning.space import proxy_config
 from tests import native
 from tests.commands import Background, mup, run, until
 from tests.configs import MIXED, make
+from tests.megatron_training.test_megatron_as_built import TENSORS
 from tests.megatron_training.test_megatron_run import needs_training
 
 TORCHRUN = ["torchrun", "--nproc-per-node", "2", "-m", "mup_megatron.run"]
@@ -313,6 +314,31 @@ def test_two_ranks_and_no_validation(command: list[str], tmp_path: Path) -> None
     steps = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert loss == (steps[7] + steps[8]) / 2
     assert reports["2"] == (steps[1] + steps[2]) / 2
+
+
+@pytest.mark.slow
+@needs_training
+def test_layers_of_the_scripts_own(command: list[str], tmp_path: Path) -> None:
+    """Proxies have them too: the target takes the record, and a run of megatron-core's own layers does not.
+
+    The record holds no rows of tensors: the engine, which works them out, does not know these layers.
+    """
+    (tmp_path / "tensors.yaml").write_text(TENSORS)
+    own = ["--spec", "tests.as_built.own_layers", "extra_mlp", "--mup-tensors", str(tmp_path / "tensors.yaml")]
+    found = mup(*tune(tmp_path, [*command, *own], "tuning.trials=1"))
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
+    record = json.loads((tmp_path / "tuned.json").read_text())
+    family = record["family"]["model.as_built"]
+    assert re.fullmatch("[0-9a-f]{16}", family)
+    assert load_config(tmp_path / "proxy.yaml").model.as_built == family
+    assert record["target"]["becomes"]["tensors"] == {}
+    target = [word for word in command if word not in ("--lr", "0.01", "--init-method-std", "0.05", "--weight-decay")]
+    taken = mup("run", *target, *own, "--mup-hparams", tmp_path / "tuned.json")
+    assert taken.returncode == 0, taken.stderr[-3000:]
+    assert set(re.findall(r"learning rate: (\S+)", taken.stdout)) == {f"{record['values']['lr']:.6E}"}
+    other = mup("run", *target, "--mup-hparams", tmp_path / "tuned.json")
+    assert other.returncode == 2
+    assert f"model.as_built: '{family}' in the record, None in the config" in other.stderr
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mup_megatron import upstream
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout
-from mup_megatron.megatron_training.megatron_run import KEY_PREFIX, MegatronRun, _check_family
+from mup_megatron.megatron_training.family import check_family
+from mup_megatron.megatron_training.megatron_run import MegatronRun
+from mup_megatron.megatron_training.models import KEY_PREFIX
 from mup_megatron.megatron_training.options import Settings
 from mup_megatron.megatron_training.script import run_script
 from mup_megatron.model import parametrize
@@ -40,7 +42,7 @@ def run_of(**args: Any) -> MegatronRun:
 
 
 def test_no_model_was_built() -> None:
-    with pytest.raises(UserError, match="the script built no GPTModel before it was asked for; mup-megatron run knows"):
+    with pytest.raises(UserError, match="the script built no GPTModel before it was asked for, nor a Hyb"):
         _ = run_of().parametrization
 
 
@@ -82,11 +84,11 @@ def test_a_record_of_another_family(tmp_path: Path) -> None:
     study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
     record = make_record(parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={})
     write_record(tmp_path / "transfer.json", record)
-    _check_family(tmp_path / "transfer.json", make(MIXED, data__tokenizer__path="trained.model"))
+    check_family(tmp_path / "transfer.json", make(MIXED, data__tokenizer__path="trained.model"))
     with pytest.raises(
         UserError, match=r"belongs to another family .*model\.kv_channels: 8 in the record, 16 in the c"
     ):
-        _check_family(tmp_path / "transfer.json", make(MIXED, model__kv_channels=16))
+        check_family(tmp_path / "transfer.json", make(MIXED, model__kv_channels=16))
 
 
 def test_a_record_of_a_vocabulary_padded_otherwise(tmp_path: Path) -> None:
@@ -96,9 +98,9 @@ def test_a_record_of_a_vocabulary_padded_otherwise(tmp_path: Path) -> None:
     study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
     record = make_record(parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={})
     write_record(tmp_path / "transfer.json", record)
-    _check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=64))
+    check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=64))
     with pytest.raises(UserError, match=r"model\.make_vocab_size_divisible_by: 128 in the record, 256 in the config"):
-        _check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=256))
+        check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=256))
 
 
 @needs_training

@@ -136,9 +136,7 @@ REFUSED = """
 --transformer-impl inference_optimized | no shims are known
 --heterogeneous-layers-config-path a.json | no shim is known for its layers
 --heterogeneous-layers-config-encoded-json {} | no shim is known for its layers
---hybrid-layer-pattern M*M* | no shim is known for its layers
---hybrid-override-pattern M*M* | no shim is known for its layers
---is-hybrid-model | no shim is known for its layers
+--hybrid-override-pattern M*M* | give that
 --mtp-hybrid-override-pattern MM | no shim is known for its layers
 --experimental-attention-variant dsa | no shim is known for its layers
 --linear-attention-freq 2 | no shim is known for its layers

@@ -1,0 +1,36 @@
+"""Whether a transfer record belongs to the family of a run of megatron.training.
+
+Public names: `check_family`, `MULTIPLE`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mup_megatron.config import Config
+from mup_megatron.tuning.record import read_record
+
+MULTIPLE = "make_vocab_size_divisible_by"
+"""The key of `model:` by which the vocabulary is padded."""
+
+
+def check_family(path: Path, config: Config) -> None:
+    """Whether a transfer record belongs to the family of this run.
+
+    Two keys may differ. A tokenizer that the tuning run trained has no path in the record. Two values of
+    make_vocab_size_divisible_by may pad the vocabulary to the same number of rows.
+
+    Raises:
+        UserError: the record belongs to another family; says which keys differ.
+    """
+    record = read_record(path, None)
+    family = {} if record is None else record["family"]
+    loaded = config.data.tokenizer.library in ("huggingface", "tiktoken")
+    if record is not None and not loaded and family.get("data.tokenizer.path") is None:
+        config = config.derive({"data.tokenizer.path": None})
+    multiple, entries = family.get(f"model.{MULTIPLE}"), config.vocab_size or 0
+    if isinstance(multiple, int) and multiple > 0:
+        padded = config.derive({f"model.{MULTIPLE}": multiple})
+        if padded.model.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
+            config = padded
+    read_record(path, config)

@@ -1,0 +1,245 @@
+"""`mup-megatron run` with --hybrid-layer-pattern: megatron-core's HybridModel, parametrised as it is built."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.as_built.hybrid import hybrid_stages
+from mup_megatron.as_built.ready_made import READY_FOR, READY_MADE
+from mup_megatron.as_built.tensors_file import read_tensors
+from mup_megatron.errors import UserError
+from tests import native
+from tests.distributed import Ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+SCRIPT = Path(__file__).parent / "pretrain_hybrid.py"
+STACK = ("--spec", "tests.as_built.hybrid_stack", "local_stack", "--disable-bias-linear")
+EXPERTS = ("--num-experts", "4")
+PATTERN = "*-E"
+BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
+# A quarter of every size; the head size stays.
+QUARTER = "hidden_size: 16\nnum_attention_heads: 1\nffn_hidden_size: 32\n"
+MIXER = """
+- {module: Recurrence, parameter: in_proj.weight, kind: standard, init: weight}
+- {module: Recurrence, parameter: out_proj.weight, kind: standard, init: output_projection}
+- {module: Recurrence, parameter: '*', kind: standard}
+"""
+
+
+def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, pattern: str = PATTERN, **changed: Any) -> list[Any]:
+    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
+    own = {"base": BASE, "train_iters": 3, "clip_grad": 0, "num_layers": None, **changed}
+    experts = EXPERTS if "E" in pattern else ()
+    said = native.words(folder, *STACK, *experts, "--hybrid-layer-pattern", pattern, *extra, **own)
+    if asked.get("plainly"):
+        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
+    return ranks.run(count, native.native, words=said, script=SCRIPT, **asked)
+
+
+def entries(folder: Path, text: str = MIXER) -> tuple[str, str]:
+    (folder / "tensors.yaml").write_text(text)
+    return "--mup-tensors", str(folder / "tensors.yaml")
+
+
+def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
+    """From the same weights the same losses and the same weights after three steps, to the last bit."""
+    (ours,) = run(ranks, tmp_path)
+    assert ours["status"] == 0, ours["said"]
+    assert "parametrised as the script builds it: it is a HybridModel, of the layers *-E" in ours["said"]
+    (plain,) = run(ranks, tmp_path, plainly=True, initial=ours["initial"])
+    assert plain["status"] == 0, plain["said"]
+    assert plain["steps"] == ours["steps"]
+    assert len(plain["steps"]) == 3
+    for tensor, value in plain["final"].items():
+        assert np.array_equal(ours["final"][tensor], value), tensor
+    moved = [tensor for tensor, value in ours["initial"].items() if not np.array_equal(ours["final"][tensor], value)]
+    assert len(moved) == len(ours["initial"])
+
+
+def test_rates_at_four_times_the_width(ranks: Ranks, tmp_path: Path) -> None:
+    """By hand: m_in is 4 but for the embedding; a layer has one branch, so its projection is drawn with std/sqrt(3)."""
+    (wide,) = run(ranks, tmp_path, base=QUARTER)
+    assert wide["status"] == 0, wide["said"]
+    rates = {name: group["max_lr"] for name, group in wide["groups"].items()}
+    read = {
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.1.mlp.linear_fc1.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight",
+        "decoder.layers.2.mlp.router.weight",
+        *(f"decoder.layers.2.mlp.experts.local_experts.{n}.linear_fc{k}.weight" for n in range(4) for k in (1, 2)),
+    }
+    assert {name for name, rate in rates.items() if rate == pytest.approx(1e-2 / 4)} == read
+    assert {rate for name, rate in rates.items() if name not in read} == {1e-2}
+    assert len(wide["groups"]) == len(wide["initial"])
+    first = wide["initial"]
+    for name in ("decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.1.mlp.linear_fc2.weight"):
+        assert first[name].std() == pytest.approx(0.05 / 3**0.5 / 4**0.5, rel=0.05)
+    assert first["decoder.layers.1.mlp.linear_fc1.weight"].std() == pytest.approx(0.05 / 4**0.5, rel=0.05)
+    assert first["decoder.layers.2.mlp.router.weight"].std() == pytest.approx(0.05 / 4, rel=0.2)
+    assert np.isfinite(wide["steps"]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "sizes"),
+    [
+        ("*-|E-", {"pipeline_model_parallel_size": 2}),
+        ("*-*-", {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
+        ("*-E-", {"expert_model_parallel_size": 2}),
+    ],
+)
+def test_layouts(pattern: str, sizes: dict[str, int], ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks start from one rank's values and have its losses.
+
+    Under tensor parallelism experts would need sequence parallelism, which torch's norms do not have.
+    """
+    common: dict[str, Any] = {"base": QUARTER, "global_batch_size": 4, "micro_batch_size": 2}
+    (one,) = run(ranks, tmp_path, pattern=pattern.replace("|", ""), **common)
+    two = run(ranks, tmp_path, count=2, pattern=pattern, **common, **sizes)
+    assert one["status"] == 0, one["said"]
+    assert [rank["status"] for rank in two] == [0, 0], two[0]["said"] + two[1]["said"]
+    logged = max((rank["losses"] for rank in two), key=len)
+    assert len(logged) == len(one["losses"]) == 3
+    assert logged == pytest.approx(one["losses"], rel=1e-5)
+    if "pipeline_model_parallel_size" in sizes:
+        last = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+        expected = one["initial"][last.replace("layers.0", "layers.2")]
+        np.testing.assert_array_equal(two[1]["initial"][last], expected)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    """From its checkpoint to the last bit; with another pattern it is refused by the tensors."""
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
+    (whole,) = run(ranks, tmp_path, *saves, train_iters=4)
+    assert whole["status"] == 0, whole["said"]
+    loads = ("--load", str(tmp_path / "saved"), "--ckpt-step", "2")
+    (rest,) = run(ranks, tmp_path, *loads, train_iters=4)
+    assert rest["status"] == 0, rest["said"]
+    assert rest["steps"] == whole["steps"][2:]
+    (other,) = run(ranks, tmp_path, *loads, train_iters=4, pattern="*E-")
+    assert other["status"] == 2
+    assert "the checkpoint does not belong to this config" in other["said"]
+    assert "base_shapes.decoder.layers.1.mlp.linear_fc1.weight" in other["said"]
+
+
+def test_tensors_in_the_standard_parametrization(ranks: Ranks, tmp_path: Path) -> None:
+    """A recurrent layer at four times the base's width keeps the base's rates, and its own values; all else does not.
+
+    Its decay is in [1, 16] as the layer drew it, its input matrix N(0, 0.05²), its output matrix N(0, 0.05²/2).
+    """
+    own = entries(tmp_path)
+    (wide,) = run(ranks, tmp_path, *own, pattern="M-", base=QUARTER)
+    assert wide["status"] == 0, wide["said"]
+    mixer = "decoder.layers.0.mixer."
+    sentence = re.search(r"in the standard parametrization, .*: (.*)", wide["said"])
+    assert sentence is not None
+    kept = {"in_proj.weight", "out_proj.weight", "A_log", "D"}
+    assert set(sentence[1].split(", ")) == {f"decoder.layers.*.mixer.{name}" for name in kept}
+    rates = {name: group["max_lr"] for name, group in wide["groups"].items()}
+    assert {rates[mixer + name] for name in kept} == {1e-2}
+    assert rates["decoder.layers.1.mlp.linear_fc1.weight"] == pytest.approx(1e-2 / 4)
+    assert {wide["groups"][mixer + name]["eps"] for name in kept} == {1e-8}
+    values = {name: wide["initial"][mixer + name] for name in kept}
+    assert values["A_log"].min() >= 0
+    assert 1 < values["A_log"].max() <= np.log(16)
+    assert np.array_equal(values["D"], np.ones(64))
+    assert values["in_proj.weight"].std() == pytest.approx(0.05, rel=0.05)
+    assert values["out_proj.weight"].std() == pytest.approx(0.05 / 2**0.5, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_recurrent_layer_at_the_base(ranks: Ranks, tmp_path: Path) -> None:
+    (ours,) = run(ranks, tmp_path, *entries(tmp_path), pattern="M*-")
+    assert ours["status"] == 0, ours["said"]
+    (plain,) = run(ranks, tmp_path, pattern="M*-", plainly=True, initial=ours["initial"])
+    assert plain["steps"] == ours["steps"]
+    for tensor, value in plain["final"].items():
+        assert np.array_equal(ours["final"][tensor], value), tensor
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern", "said"),
+    [
+        ((), "M-", "decoder.layers.0.mixer.A_log: no entry says what this tensor of Recurrence is"),
+        ((), "*-/-", "--hybrid-layer-pattern *-/-: multi-token prediction of hybrid models is not tested under µP"),
+        pytest.param(
+            ("--mup-model", "recorded"),
+            PATTERN,
+            "it is a HybridModel, of the layers *-E; expected a GPTModel",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--hybrid-override-pattern", "*-"),
+            PATTERN,
+            "--hybrid-override-pattern *-: not under µP here",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_refused(words: tuple[str, ...], pattern: str, said: str, ranks: Ranks, tmp_path: Path) -> None:
+    mtp = ("--mtp-num-layers", "1", "--position-embedding-type", "rope") if "/" in pattern else ()
+    (found,) = run(ranks, tmp_path, *words, *mtp, pattern=pattern)
+    assert found["status"] == 2
+    assert said in found["said"]
+    assert "Traceback" not in found["said"]
+
+
+@pytest.mark.slow
+def test_a_pattern_without_a_hybrid_model(ranks: Ranks, tmp_path: Path) -> None:
+    """A script of GPTModel would ignore it, but for the initial values of its projections."""
+    words = native.words(tmp_path, "--hybrid-layer-pattern", "*-", num_layers=None, base=BASE)
+    (found,) = ranks.run(1, native.native, words=words)
+    assert found["status"] == 2
+    assert "--hybrid-layer-pattern: the script builds a GPTModel, which has no pattern" in found["said"]
+
+
+def test_a_linear_layer_cannot_have_values_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    """What megatron-core draws by the config's init method is drawn by nobody else here."""
+    text = "- {module: Recurrence, parameter: '*', kind: standard}"
+    (found,) = run(ranks, tmp_path, *entries(tmp_path, text), pattern="M-")
+    assert found["status"] == 2
+    assert "mixer.in_proj.weight: megatron-core draws it by the config's init_method" in found["said"]
+    assert "expected init: weight or init: output_projection beside kind: standard in" in found["said"]
+
+
+def test_stages_by_hand() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 7, "hidden_size": 8, "num_attention_heads": 1, "use_cpu_initialization": True}
+    one = TransformerConfig(**sizes)
+    assert hybrid_stages(one, "M*-") == ((range(3),),)
+    two = TransformerConfig(**sizes, pipeline_model_parallel_size=2, pipeline_dtype=__import__("torch").float32)
+    assert hybrid_stages(two, "M*|-") == ((range(2),), (range(2, 3),))
+    assert hybrid_stages(two, "M|*-|E|M*-") == ((range(1), range(3, 4)), (range(1, 3), range(4, 7)))
+    with pytest.raises(UserError, match="does not say which layers are on which of 2 pipeline stages"):
+        hybrid_stages(two, "M*")
+
+
+@pytest.mark.parametrize("kind", READY_FOR)
+def test_ready_made_entries_are_about_tensors_that_there_are(kind: str) -> None:
+    """Their two linear layers and the rest stand in upstream's constructor, which only CUDA can run."""
+    from megatron.core.ssm import gated_delta_net, mamba_mixer
+
+    owner = getattr(mamba_mixer if kind == "MambaMixer" else gated_delta_net, kind)
+    source = "".join(inspect.getsource(base) for base in owner.mro() if base.__module__.startswith("megatron.core.ssm"))
+    found = read_tensors("ready", READY_MADE[READY_FOR[kind]])
+    assert [(entry.module, entry.kind) for entry in found] == [(kind, "standard")] * 3
+    names = [str(entry.parameter) for entry in found]
+    assert names == ["in_proj.weight", "out_proj.weight", "*"]
+    for name, method in (("in_proj", "self.config.init_method"), ("out_proj", "self.config.output_layer_init_method")):
+        built = source[source.index(f"self.{name} = build_module(") :]
+        assert method in built[: built.index("\n        )\n")]
+    linear = set(re.findall(r"self\.(\w+) = build_module\(\n\s+submodules\.\1,\n\s+self\.", source))
+    assert linear == {"in_proj", "out_proj"}

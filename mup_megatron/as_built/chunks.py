@@ -120,16 +120,21 @@ class BuiltModel:
         attach_to_built(model, parametrization, layout, torch.distributed.get_rank())
 
 
-def digest_of(parametrization: Parametrization) -> str:
+def digest_of(parametrization: Parametrization, beside: Mapping[str, Any] | None = None) -> str:
     """What the layers of a model as built are, at the base: two runs with one digest are one family.
 
     Rows of vocabulary and positions are left out, for other keys say them; under a depth rule layers have no numbers.
+
+    Args:
+        parametrization: of the whole model.
+        beside: what else tells families apart, by name.
     """
     deep = parametrization.config.parametrization.depth != "none"
     rows = {
         repr((_LAYER.sub("layers.*.", name) if deep else name, *_at_base(row.shape)))
         for name, row in parametrization.tensors.items()
     }
+    rows |= {repr(pair) for pair in (beside or {}).items()}
     return hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()[:_DIGITS]
 
 

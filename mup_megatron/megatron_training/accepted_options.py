@@ -63,6 +63,10 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "the script's own layers, which are kept and parametrised as they are built",
     ),
     (
+        "mtp-use-repeated-layer moe-router-quantile-balancing-ema",
+        "no key of a config says them: with them the model is parametrised as it is built",
+    ),
+    (
         "mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads mamba-inference-conv-states-dtype "
         "mamba-inference-ssm-states-dtype mamba-training-ssm-states-dtype disable-mamba-mem-eff-path "
         "linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads linear-num-value-heads",

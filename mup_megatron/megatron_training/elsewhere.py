@@ -24,6 +24,7 @@ from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.explain import print_table, without_numbers
 from mup_megatron.layout import Layout, resolve_layout
+from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.telemetry import standard_tensors
@@ -73,13 +74,8 @@ def explain_elsewhere(
         "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
         "--mup-model as-built": settings.model == "as-built",
     }
-    own = next((option for option, value in asked.items() if value), None)
-    if own or settings.tensors:
-        raise UserError(
-            f"{own or '--mup-tensors'}: what the script's layer spec builds is seen only where it can be built, and "
-            "this machine cannot run the command line; expected its processes and kernels, or "
-            "--transformer-impl local on one process"
-        )
+    asked |= {"--mup-tensors": settings.tensors}
+    _check_recorded(asked)
     refused = refused_in_a_run(args, defaults, known())
     args.rank, args.world_size = 0, max(args.world_size, _processes(args))
     with _said_by_upstream(), _checked_as_elsewhere():
@@ -87,12 +83,13 @@ def explain_elsewhere(
         args.apply_rope_fusion = args.moe_permute_fusion = False  # kernels, which upstream looks for here
         given = _given(args)
     check_config(given["config"], known(), here=False)
+    _check_recorded(built_alone(given["config"]))
     vocabulary = _vocabulary(args)
     config = config_of(args, given, settings, vocabulary)
     layout = resolve_layout(
         config,
         args.world_size,
-        stages=stages_of(given["config"]),
+        stages=stages_of(given),
         pipeline_before_data=bool(args.use_tp_pp_dp_mapping),
     )
     parametrization = parametrize(config, given["vocab_size"])
@@ -100,6 +97,15 @@ def explain_elsewhere(
         given["config"], core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
     )
     return config, parametrization, layout, refused
+
+
+def _check_recorded(asked: Mapping[str, Any]) -> None:
+    """Refuses what only a model as built tells, which needs the run's processes and kernels."""
+    if own := next((option for option, value in asked.items() if value is not None and value not in (False, ())), None):
+        raise UserError(
+            f"{own}: such a model is parametrised as it is built, and this machine cannot run the command line; "
+            "expected its processes and kernels, or --transformer-impl local on one process"
+        )
 
 
 def show(

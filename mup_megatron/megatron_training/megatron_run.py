@@ -20,15 +20,16 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from mup_megatron.as_built.chunks import BuiltModel, digest_of
-from mup_megatron.as_built.hybrid import PATTERN, hybrid_stages
+from mup_megatron.as_built.hybrid import PATTERN
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_parameters
 from mup_megatron.layers.given import norms_left_out
 from mup_megatron.layers.spec import block_spec, mtp_spec
-from mup_megatron.layout import Layout, Stages, resolve_layout
+from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
 from mup_megatron.megatron_training import watched
+from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.family import MULTIPLE, check_family
 from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
@@ -61,6 +62,7 @@ class MegatronRun:
         self._fused: bool | None = None
         self._built: BuiltModel | None = None
         self._digests = False
+        self._beyond: dict[str, Any] = {}
         self.building = False
         """Whether the models at hand are the unsharded ones that shapes are read from."""
 
@@ -138,11 +140,7 @@ class MegatronRun:
 
     def _begin(self, given: dict[str, Any]) -> None:
         """Decides which way the model is parametrised (on all ranks alike), and makes what the run is in our terms."""
-        if PATTERN not in given and getattr(given["config"], "is_hybrid_model", False):
-            raise UserError(
-                "--hybrid-layer-pattern: the script builds a GPTModel, which has no pattern; expected a script that "
-                "builds a HybridModel, or none"
-            )
+        self._beyond = built_alone(given["config"])
         left_out, reason = self._compare(given)
         everyones: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyones, (left_out, reason))
@@ -156,6 +154,8 @@ class MegatronRun:
         try:
             if PATTERN in given:
                 raise UserError(f"it is a HybridModel, of the layers {given[PATTERN]}; expected a GPTModel")
+            if self._beyond:
+                raise UserError(f"{next(iter(self._beyond))} is in no shim; expected none, or --mup-model auto")
             left_out = self._norms_left_out(given)
             return (left_out, None) if self._settings.model != "as-built" else ([], _AS_ASKED)
         except UserError as error:
@@ -212,7 +212,7 @@ class MegatronRun:
         layout = resolve_layout(
             config,
             torch.distributed.get_world_size(),
-            stages=_stages(given),
+            stages=stages_of(given),
             pipeline_before_data=bool(self._args.use_tp_pp_dp_mapping),
         )
         if as_built:
@@ -245,7 +245,7 @@ class MegatronRun:
         """The table with the digest of the script's layers in its config, where they are not megatron-core's own."""
         if not self._digests:
             return parametrization
-        config = parametrization.config.derive({"model.as_built": digest_of(parametrization)})
+        config = parametrization.config.derive({"model.as_built": digest_of(parametrization, self._beyond)})
         return dataclasses.replace(parametrization, config=config)
 
     def _parametrize_chunk(self, built: BuiltModel, given: dict[str, Any], layout: Layout) -> Parametrization:
@@ -392,9 +392,3 @@ class MegatronRun:
             applied=applied(self.parametrization),
             as_built=None if self._built is None else [str(entry) for entry in self._built.own_entries],
         )
-
-
-def _stages(given: dict[str, Any]) -> Stages:
-    if PATTERN in given:
-        return hybrid_stages(given["config"], given[PATTERN])
-    return stages_of(given["config"])

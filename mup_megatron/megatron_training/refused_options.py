@@ -58,11 +58,10 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("attention-backend", "megatron-core takes it with --spec local alone", ("flash", "fused", "unfused")),
     (
-        "mtp-use-repeated-layer mtp-standalone",
-        "multi-token prediction is tested in its usual form alone",
+        "mtp-standalone",
+        "multi-token prediction is tested beside the last layers alone; leave it out",
         (),
     ),
-    ("moe-router-quantile-balancing-ema", "this way of balancing is not translated", ()),
     (
         "fp8-param-gather fp4-param-gather",
         "initial values are drawn into weights, and such a weight is quantized where it is made; leave it out, and "

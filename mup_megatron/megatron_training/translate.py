@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from mup_megatron.as_built.hybrid import PATTERN
+from mup_megatron.as_built.hybrid import PATTERN, hybrid_stages
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.schema import PRESETS
 from mup_megatron.errors import UserError
 from mup_megatron.layout import Stages
+from mup_megatron.megatron_training.built_alone import balances_by_quantiles
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.transformer_config import ACTIVATIONS, YARN
 
@@ -80,6 +81,11 @@ def config_of(
         },
     }
     config = parse_config(data, SOURCE)
+    if PATTERN not in given and getattr(given["config"], "is_hybrid_model", False):
+        raise UserError(
+            "--hybrid-layer-pattern: the script builds a GPTModel, which has no pattern; expected a script that builds "
+            "a HybridModel, or none"
+        )
     if PATTERN in given and config.parametrization.depth != "none":
         raise UserError(
             "--hybrid-layer-pattern: a base of another depth would have another pattern, which no key says; expected "
@@ -158,6 +164,8 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
             value = "alltoall"  # which sends the same tokens, and does not need the kernels of some GPUs
         if name == "moe_grouped_gemm" and args.transformer_impl == "local":
             value = False  # local layers have no such product, and upstream takes experts one by one
+        if name == "moe_router_load_balancing_type" and balances_by_quantiles(config):
+            value = "none"  # no auxiliary loss; such a model is parametrised as it is built
         if value != Model.model_fields[name].default:
             fields[name] = value
     architecture = max(PRESETS, key=lambda name: sum(fields[key] == value for key, value in PRESETS[name].items()))
@@ -200,6 +208,8 @@ def check_translation(theirs: Any, ours: Any) -> None:
         unread |= {"kv_channels", "num_query_groups", *(() if theirs.rope_type == "yarn" else _LATENT_YARN)}
     if getattr(theirs, "moe_token_dispatcher_type", None) == "flex":
         unread.add("moe_token_dispatcher_type")
+    if balances_by_quantiles(theirs):
+        unread.add("moe_router_load_balancing_type")
     for field in dataclasses.fields(ours):
         name = field.name
         rule = known().rule(name)
@@ -213,12 +223,15 @@ def check_translation(theirs: Any, ours: Any) -> None:
             )
 
 
-def stages_of(config: Any) -> Stages:
+def stages_of(given: Mapping[str, Any]) -> Stages:
     """Where upstream puts the decoder's layers: per pipeline stage, per chunk of it.
 
     Args:
-        config: the TransformerConfig that upstream, or the script, made.
+        given: what the model is constructed with, by parameter name.
     """
+    config = given["config"]
+    if PATTERN in given:
+        return hybrid_stages(config, given[PATTERN])
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset

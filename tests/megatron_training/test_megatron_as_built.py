@@ -109,6 +109,50 @@ def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path
         assert np.array_equal(ours["final"][tensor], value), tensor
 
 
+# By option: how it is typed, a run without it, and what is named where that run loads a checkpoint of the first.
+BEYOND = {
+    "--mtp-use-repeated-layer": (
+        "--mtp-num-layers 2 --position-embedding-type rope --mtp-use-repeated-layer",
+        "--mtp-num-layers 2 --position-embedding-type rope",
+        "base_shapes.mtp.layers.1.",
+    ),
+    "--moe-router-load-balancing-type quantile_balancing": (
+        f"{ARCHITECTURES['experts']} --moe-router-load-balancing-type quantile_balancing "
+        "--moe-router-quantile-balancing-ema 0.5",
+        ARCHITECTURES["experts"],
+        "model.as_built",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", BEYOND)
+def test_what_no_shim_has(option: str, ranks: Ranks, tmp_path: Path) -> None:
+    """At the base the plain run to the last bit; at twice its width the rates of what reads hidden vectors are halved.
+
+    Shims are refused, and so is a checkpoint of a run without the option.
+    """
+    words, without, named = BEYOND[option][0].split(), BEYOND[option][1].split(), BEYOND[option][2]
+    (ours,) = run(ranks, tmp_path, *words, base=BASE)
+    assert ours["status"] == 0, ours["said"]
+    assert f"the model is parametrised as the script builds it: {option} is in no shim" in ours["said"]
+    (plain,) = run(ranks, tmp_path, *words, base=BASE, plainly=True, initial=ours["initial"])
+    assert plain["steps"] == ours["steps"]
+    for tensor, value in plain["final"].items():
+        assert np.array_equal(ours["final"][tensor], value), tensor
+    (wide,) = run(ranks, tmp_path, *words, "--save", str(tmp_path / "saved"), "--save-interval", "2")
+    rates = {name: group["max_lr"] for name, group in wide["groups"].items()}
+    read = [name for name in rates if name.endswith(("linear_qkv.weight", "router.weight", "eh_proj.weight"))]
+    assert len(read) == 4
+    assert {rates[name] for name in read} == {1e-2 / 2}
+    (recorded,) = run(ranks, tmp_path, *words, "--mup-model", "recorded")
+    assert recorded["status"] == 2
+    assert f"{option} is in no shim; expected none, or --mup-model auto" in recorded["said"]
+    (other,) = run(ranks, tmp_path, *without, "--load", str(tmp_path / "saved"), "--ckpt-step", "2")
+    assert other["status"] == 2
+    assert named in other["said"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((), BUILT), (BUILT, ())])
 def test_a_checkpoint_of_the_other_way(

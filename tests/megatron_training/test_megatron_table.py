@@ -151,9 +151,7 @@ REFUSED = """
 --moe-single-grouped-weight | other modules
 --moe-single-grouped-bias | other modules
 --attention-backend local | --spec local alone
---mtp-use-repeated-layer | multi-token
 --mtp-standalone | multi-token
---moe-router-quantile-balancing-ema 0.9 | not translated
 --moe-paged-stash | the same unfused; leave it out
 --fp8-param-gather | quantized where it is made
 --fp4-param-gather | quantized where it is made

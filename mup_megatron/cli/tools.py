@@ -168,6 +168,8 @@ def evaluate(
 
     tasks = [Task(kind=kind, path=Path(file)) for kind, files in asked.items() for file in files or ()]
     given: dict[str, Any] = {"batch_size": batch_size, "window": window, "tokenizer": tokenizer}
+    if rank.is_first:
+        given["say"] = lambda line: print(line, file=sys.stderr, flush=True)
     found = score(Path(checkpoint), tasks, rank, parse_overrides(overrides or []), **given)
     if not rank.is_first:
         return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ def evaluate(
     batch_size: int = 8,
     window: int | None = None,
     tokenizer: str | None = None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, Any]:
     """Scores task files by a checkpoint's model. Collective; starts the process groups.
 
@@ -68,6 +69,7 @@ def evaluate(
         batch_size: sequences that a rank computes at once.
         window: tokens of a document that are fed at once; the run's sequence length unless given.
         tokenizer: `LIBRARY:PATH`, where the checkpoint does not tell it; never another one than the checkpoint's.
+        say: takes lines of progress.
 
     Returns:
         What `--json` shows: checkpoint, step, layout, and per task its figures.
@@ -94,7 +96,7 @@ def evaluate(
     chunks = load_saved(run, layout, rank.rank, device)
     vocabulary, eod = int(run.tokenizer.vocab_size), int(run.tokenizer.eod)
     scorer = Scorer(
-        chunks, layout, rank.rank, batch_size=batch_size, vocabulary=vocabulary, pad=eod, positions=positions
+        chunks, layout, rank.rank, batch_size=batch_size, vocabulary=vocabulary, pad=eod, positions=positions, say=say
     )
     results = [
         {

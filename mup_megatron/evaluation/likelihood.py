@@ -12,7 +12,8 @@ v entries of the vocabulary that a tensor-parallel rank holds, n scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1024
 """Tokens whose logits are taken as float32 at once."""
+_SAY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Scorer:
         vocabulary: entries of the tokenizer.
         pad: a token that fills up shorter sequences; nothing attends to it.
         positions: of the model, where it learned them.
+        say: takes lines of progress.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class Scorer:
         vocabulary: int,
         pad: int,
         positions: int | None,
+        say: Callable[[str], None] = lambda _line: None,
     ) -> None:
+        self._say = say
         self._chunks, self._layout, self._rank = chunks, layout, rank
         self._size, self._vocabulary, self._pad, self._positions = batch_size, vocabulary, pad, positions
         self._device = next(chunks[0].parameters()).device
@@ -95,8 +100,12 @@ class Scorer:
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
         step = self._size * self._count * self._layout.data
         own: dict[int, Answer] = {}
+        told = time.monotonic()
         for first in range(0, len(order), step):
             own.update(self._answers(requests, order[first : first + step]))
+            if time.monotonic() - told > _SAY_SECONDS:
+                told = time.monotonic()
+                self._say(f"{min(first + step, len(order)):,} of {len(order):,} sequences, the longest first")
         parts: list[dict[int, Answer]] = [{}] * self._layout.data
         torch.distributed.all_gather_object(parts, own, group=parallel_state.get_data_parallel_group())
         found = {number: answer for part in parts for number, answer in part.items()}

@@ -393,15 +393,23 @@ def say(runs: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> Call
     return run
 
 
-def test_a_table_and_a_file(say: Callable[..., tuple[int, str, str]], tasks: list[Task], tmp_path: Path) -> None:
+def test_a_table_and_a_file(
+    say: Callable[..., tuple[int, str, str]], tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "figures.json"
-    status, out, _ = say("--perplexity", tasks[0].path, "--cloze", tasks[3].path, "--output", path)
+    monkeypatch.setattr(likelihood, "_SAY_SECONDS", 0.0)
+    status, out, err = say("--perplexity", tasks[0].path, "--cloze", tasks[3].path, "--output", path)
     assert status == 0
     found = json.loads(path.read_text())
     assert [result["task"] for result in found["results"]] == ["perplexity", "cloze"]
     assert (found["step"], found["layout"], found["window"]) == (3, "TP 1, DP 1, ZeRO 1", 32)
     assert f"{found['results'][0]['metrics']['byte_perplexity']:,.4f}" in out
     assert "accuracy per character" in out
+    # 7 options in one batch; 823 tokens of 5 documents, in windows of 32: 29 windows, eight at a time.
+    assert err.splitlines()[-5:] == [
+        *(f"{done} of 29 sequences, the longest first" for done in (8, 16, 24, 29)),
+        "7 of 7 sequences, the longest first",
+    ]
     status, _, err = say("--perplexity", tasks[0].path, "--output", path)
     assert (status, err.count("\n")) == (2, 1)
     assert "is there already" in err

@@ -13,16 +13,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from mup_megatron import cli, export, runtime, upstream
 from mup_megatron.errors import UserError
 from mup_megatron.export import export_hugging_face, export_megatron, open_source
 from mup_megatron.generate import generate, load_model
+from mup_megatron.patches import trees
 from mup_megatron.saved_run import find_checkpoint, open_run
 from tests import bodies, native
 from tests.distributed import Ranks
 from tests.export.sources import deviation
 from tests.export.test_hugging_face import load
+from tests.megatron_training.test_megatron_training import copy_of_megatron, saw
+from tests.native import SCRIPT
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -248,6 +252,48 @@ def test_plain_megatron_goes_on_from_it(
         losses[kind] = plain["steps"][0]
     assert losses["folded"] == pytest.approx(own["steps"][0], rel=1e-6)
     assert abs(losses["bare"] - own["steps"][0]) > 1e-2
+
+
+@pytest.mark.slow
+def test_a_patched_trees_checkpoint(ran: Callable[[str], Native], tmp_path: Path) -> None:
+    """The same run from a tree that `mup-megatron patch` changed: export and generate read what it saved.
+
+    That both runs are one to the last bit is tested in tests/megatron_training; so are their checkpoints' exports, and
+    Megatron's own logits are transformers' of the tree's.
+    """
+    one = ran("llama")
+    tree = copy_of_megatron(tmp_path)
+    trees.apply_tree(tree)
+    saved = tmp_path / "saved"
+    told = [*one.words, "--save", str(saved), "--save-interval", "100", "--train-iters", "3"]
+    status, said, found = saw(tmp_path, str(tree), str(SCRIPT), *told)
+    assert status == 0, said[-4000:]
+    assert found["file"].startswith(str(tree))
+    export_hugging_face(open_source(saved), tmp_path / "hf")
+    export_hugging_face(open_source(one.saved), tmp_path / "run")
+    own, runs = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "run"))
+    assert set(own) == set(runs)
+    assert all(torch.equal(own[name], runs[name]) for name in own)
+    with torch.no_grad():
+        assert deviation(load(tmp_path / "hf")(TOKENS).logits, one.logits) < 1e-5
+    try:
+        _, model, tokenizer = load_model(saved, torch.device("cpu"))
+        assert deviation(native._logits(model, TOKENS)[..., :ENTRIES], one.logits) < 1e-6
+        assert len(list(generate(model, tokenizer, "3 14 15", max_new_tokens=8))) == 8
+    finally:
+        runtime.stop_distributed()
+
+
+def test_it_is_not_rebased(ran: Callable[[str], Native], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its optimizer's state is Megatron's: refused in one sentence, and no folder is made."""
+    saved = ran("llama").saved
+    (tmp_path / "base.yaml").write_text("hidden_size: 16\nffn_hidden_size: 64\nkv_channels: 8\nnum_layers: 1\n")
+    capfd.readouterr()
+    assert cli.run(["rebase", str(saved), str(tmp_path / "out"), "--base", str(tmp_path / "base.yaml")]) == 2
+    found = capfd.readouterr().err.strip().splitlines()
+    sentence = "written by megatron.training; expected a checkpoint of mup-megatron train"
+    assert found == [f"mup-megatron: error: {saved / 'iter_0000003'}: {sentence}"]
+    assert [path.name for path in tmp_path.iterdir()] == ["base.yaml"]
 
 
 # --- which checkpoint, whose tokenizer ---

@@ -6,12 +6,12 @@ checkpoint of plain megatron.training. export/hugging_face.py says where each te
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from safetensors import SafetensorError, safe_open
 from mup_megatron.checkpoint import Checkpoints, hash_files
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
+from mup_megatron.disk import full_disk
 from mup_megatron.engines import WEIGHT
-from mup_megatron.engines.saved_weights import BUFFER, SavedWeights, write_tensors
+from mup_megatron.engines.saved_weights import BUFFER, SavedWeights, Tensor, write_tensors
 from mup_megatron.errors import UserError, shown
 from mup_megatron.export.architecture import Architecture
 from mup_megatron.export.deepseek import DEEPSEEK
-from mup_megatron.export.fold import FoldedWeights, expert_biases, fold, row_factors
+from mup_megatron.export.fold import Factors, FoldedWeights, expert_biases, fold, row_factors
 from mup_megatron.export.folder import Part
 from mup_megatron.export.hugging_face import activation_name, architecture_of
 from mup_megatron.export.unfinished import LIST
@@ -36,6 +37,7 @@ from mup_megatron.optim import MOMENTS
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.saved_run import TRACKER
 from mup_megatron.setup import resolve
+from mup_megatron.shapes import TensorSpec
 
 _MOMENTS = "optimizer.state."
 # What config.json says that no logit depends on, or that a tensor's shape says.
@@ -53,7 +55,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 def import_checkpoint(source: Path, config: Config, say: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
     """Writes a checkpoint into the run's folder, from which `mup-megatron train` goes on.
 
-    Call `upstream.prepare_process` before. All weights are in memory at once. Prepares the run's data, by whose
+    Call `upstream.prepare_process` before. Tensors are read and written one by one. Prepares the run's data, by whose
     tokenizer the vocabulary is known.
 
     Args:
@@ -77,18 +79,34 @@ def import_checkpoint(source: Path, config: Config, say: Callable[[str], None] =
     read = _reader(source)
     prepared = prepare(config, say)
     parametrization = setup.parametrization(prepared.vocab_size)
-    step, tensors = read(source, parametrization, prepared.vocab_size)
-    partial = checkpoints.begin(step)
-    write_tensors(partial, tensors)
+    with ExitStack() as stack:
+        step, tensors = read(source, parametrization, prepared.vocab_size, stack)
+        begun = checkpoints.begin(step)
+        _write(begun, tensors)
     # Random states are not among them, which a manifest without a layout says.
     manifest = make_manifest(parametrization, setup.layout, prepared.digest, step)
     manifest = manifest.replaced(layout={}, fused_activation=False)
-    path = checkpoints.commit(manifest, hash_files(partial))
+    path = checkpoints.commit(manifest, hash_files(begun))
     moments = any(key.partition(".")[0] not in (WEIGHT, BUFFER) for key in tensors)
     return {"checkpoint": str(path), "step": step, "tensors": len(tensors), "optimizer": moments}
 
 
-Read = Callable[[Path, Parametrization, int], tuple[int, dict[str, torch.Tensor]]]
+def _write(begun: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the tensors, or nothing that stays."""
+    needed = sum(4 * math.prod(tensor.shape) for tensor in tensors.values())
+    whole = False
+    try:
+        with full_disk(begun, "the checkpoint", lambda: needed):
+            write_tensors(begun, tensors)
+        whole = True
+    finally:
+        if not whole:
+            shutil.rmtree(begun, ignore_errors=True)
+
+
+Weights = tuple[int, dict[str, Tensor]]
+"""A step, and tensors by key, which are read when they are written."""
+Read = Callable[[Path, Parametrization, int, ExitStack], Weights]
 
 
 def _reader(source: Path) -> Read:
@@ -110,9 +128,7 @@ def _reader(source: Path) -> Read:
 # --- Hugging Face ---
 
 
-def _hugging_face(
-    folder: Path, parametrization: Parametrization, vocabulary: int
-) -> tuple[int, dict[str, torch.Tensor]]:
+def _hugging_face(folder: Path, parametrization: Parametrization, vocabulary: int, stack: ExitStack) -> Weights:
     """Step 0 and weights, every factor of the new base divided out of them."""
     config = parametrization.config
     if config.model.norm_gains != "trained" or config.model.layernorm_zero_centered_gamma:
@@ -123,29 +139,52 @@ def _hugging_face(
     architecture = architecture_of(config, keep_multipliers=False)
     made = architecture.config(parametrization, activation_name(config.model, fused=False))
     _check_config(folder / "config.json", {**made, "vocab_size": vocabulary}, config)
-    shapes = {name: shape.spec.shape for name, shape in parametrization.shapes.items()}
-    biases = {name: spec.shape for name, spec in expert_biases(parametrization).items()}
-    numbered = _Numbered({**shapes, **biases})
+    biases = expert_biases(parametrization)
+    specs = {**{name: shape.spec for name, shape in parametrization.shapes.items()}, **biases}
+    numbered = _Numbered({name: spec.shape for name, spec in specs.items()})
     parts = architecture.parts(FoldedWeights(numbered, parametrization, {}, vocabulary), config)  # type: ignore[arg-type]
-    found = {name: torch.zeros(shape) for name, shape in numbered.shapes.items()}
-    with ExitStack() as stack:
-        files = _tensors(folder, stack)
-        _check_names(folder, set(files), {part.name for part in parts}, config, architecture)
-        for part in parts:
-            given = _given(folder, files, part)
-            origin, places = numbered.places(part.make())
-            if origin is not None:
-                found[origin].view(-1)[places.reshape(-1)] = given.reshape(-1)
-            elif given.count_nonzero():
-                of_experts = part.name.endswith("e_score_correction_bias")
-                key = "moe_router_enable_expert_bias" if of_experts else "add_bias_linear"
-                raise config.error(f"model.{key}", f"{part.name} of {folder} is not zero; expected biases")
+    files = _tensors(folder, stack)
+    _check_names(folder, set(files), {part.name for part in parts}, config, architecture)
+    _check_shapes(folder, files, parts, config)
     factors = fold(parametrization) | architecture.factors(parametrization)
-    for name, tensor in found.items():
-        if name in factors and set(factors[name].values()) != {1.0}:
-            rows = row_factors(factors[name], parametrization.shapes[name].spec, len(tensor))
-            tensor.copy_(tensor.double() / rows.view(-1, *[1] * (tensor.dim() - 1)))
-    return 0, {f"{BUFFER if name in biases else WEIGHT}.{name}": tensor for name, tensor in found.items()}
+    made_of: dict[str | None, list[Part]] = {}
+    for part in parts:
+        made_of.setdefault(part.source, []).append(part)
+    tensors = {}
+    for name, spec in specs.items():
+        filled = partial(_filled, folder, files, made_of.get(name, []), spec, factors.get(name, {None: 1.0}))
+        tensors[f"{BUFFER if name in biases else WEIGHT}.{name}"] = Tensor(shape=spec.shape, make=filled)
+    return 0, tensors
+
+
+def _filled(
+    folder: Path, files: Mapping[str, Any], parts: Sequence[Part], spec: TensorSpec, factors: Factors
+) -> torch.Tensor:
+    """One tensor, from the parts of the source that are made of it."""
+    tensor = torch.zeros(spec.shape)
+    for part in parts:
+        places = part.make().long() - 1
+        tensor.view(-1)[places.reshape(-1)] = _given(folder, files, part.name).reshape(-1)
+    if set(factors.values()) != {1.0}:
+        rows = row_factors(factors, spec, len(tensor))
+        tensor.copy_(tensor.double() / rows.view(-1, *[1] * (tensor.dim() - 1)))
+    return tensor
+
+
+class _Numbered:
+    """Weights whose elements are their own places, from 1, so that a tensor made of one says where each came from.
+
+    Args:
+        shapes: by global name.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor's numbers, float64, which holds them exactly."""
+        shape = self.shapes[name]
+        return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).view(shape)
 
 
 def _check_names(folder: Path, found: set[str], wanted: set[str], config: Config, architecture: Architecture) -> None:
@@ -160,46 +199,29 @@ def _check_names(folder: Path, found: set[str], wanted: set[str], config: Config
             raise UserError(f"{folder}: holds {name}, which {architecture.name} of this config does not have")
 
 
-def _given(folder: Path, files: Mapping[str, Any], part: Part) -> torch.Tensor:
-    """A tensor of the folder, float32. Raises UserError where it is damaged, or of another shape."""
-    try:
-        given: torch.Tensor = files[part.name].get_tensor(part.name).float()
-    except SafetensorError as error:
-        raise UserError(f"{folder}: {part.name}: damaged ({error})") from None
-    if tuple(given.shape) != part.shape:
-        raise UserError(
-            f"{folder}: {part.name} is of shape {list(given.shape)}; expected {list(part.shape)} by the config"
-        )
-    return given
+def _check_shapes(folder: Path, files: Mapping[str, Any], parts: Sequence[Part], config: Config) -> None:
+    """Whether tensors have the config's shapes, and are zeros where it has none.
 
-
-class _Numbered:
-    """Weights whose elements are numbers of their own, so that a tensor made of them says where each came from.
-
-    Args:
-        shapes: by global name.
+    Raises:
+        UserError: one is otherwise; names it.
     """
+    for part in parts:
+        found = list(files[part.name].get_slice(part.name).get_shape())
+        if found != list(part.shape):
+            raise UserError(f"{folder}: {part.name} is of shape {found}; expected {list(part.shape)} by the config")
+        if part.source is None and _given(folder, files, part.name).count_nonzero():
+            of_experts = part.name.endswith("e_score_correction_bias")
+            key = "moe_router_enable_expert_bias" if of_experts else "add_bias_linear"
+            raise config.error(f"model.{key}", f"{part.name} of {folder} is not zero; expected biases")
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
-        self._names = list(self.shapes)
-        sizes = (math.prod(shape) for shape in self.shapes.values())
-        self._starts = [1, *itertools.accumulate(sizes, initial=1)][1:]  # 0 is a number that no weight has
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor's numbers, float64, which holds them exactly."""
-        start = self._starts[self._names.index(name)]
-        shape = self.shapes[name]
-        return torch.arange(start, start + math.prod(shape), dtype=torch.float64).view(shape)
-
-    def places(self, made: torch.Tensor) -> tuple[str | None, torch.Tensor]:
-        """Whose numbers they are, and where in it each stands; None for zeros, which come from nowhere."""
-        numbers = made.long()
-        first = int(numbers.reshape(-1)[0]) if numbers.numel() else 0
-        if not first:
-            return None, numbers
-        place = bisect.bisect_right(self._starts, first) - 1
-        return self._names[place], numbers - self._starts[place]
+def _given(folder: Path, files: Mapping[str, Any], name: str) -> torch.Tensor:
+    """A tensor of the folder, float32. Raises UserError where it is damaged."""
+    try:
+        given: torch.Tensor = files[name].get_tensor(name).float()
+    except SafetensorError as error:
+        raise UserError(f"{folder}: {name}: damaged ({error})") from None
+    return given
 
 
 def _check_config(path: Path, expected: Mapping[str, Any], config: Config) -> None:
@@ -269,7 +291,7 @@ def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 # --- megatron.training ---
 
 
-def _megatron(folder: Path, parametrization: Parametrization, vocabulary: int) -> tuple[int, dict[str, torch.Tensor]]:
+def _megatron(folder: Path, parametrization: Parametrization, vocabulary: int, stack: ExitStack) -> Weights:
     """The iteration, weights, and the optimizer's state where it is there by tensor."""
     path, step = _iteration(folder)
     if (path / MANIFEST).is_file():
@@ -298,7 +320,7 @@ def _megatron(folder: Path, parametrization: Parametrization, vocabulary: int) -
             f"{path}: holds no optimizer state by tensor; expected one saved with --dist-ckpt-optim-fully-reshardable, "
             "or without --use-distributed-optimizer"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for kind, saved in kinds.items():
         for name, tensor in parametrization.tensors.items():
             shape = tensor.shape.spec.shape
@@ -307,7 +329,7 @@ def _megatron(folder: Path, parametrization: Parametrization, vocabulary: int) -
             if saved.shapes.get(name) != shape:
                 what = f"of shape {list(saved.shapes[name])}" if name in saved.shapes else "missing"
                 raise UserError(f"{path}: {kind} of {name} is {what}; expected {list(shape)} by the config")
-            tensors[f"{kind}.{name}"] = saved.read(name)
+            tensors[f"{kind}.{name}"] = Tensor(shape=shape, make=partial(saved.read, name))
     _check_known(weights, parametrization, path)
     return step, tensors
 

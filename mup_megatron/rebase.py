@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mup_megatron.checkpoint import Checkpoints, hash_files
 from mup_megatron.config import Config, parse_config, parse_yaml
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.engines import WEIGHT
-from mup_megatron.engines.saved_weights import SavedWeights, saved_shapes, write_tensors
+from mup_megatron.engines.saved_weights import SavedWeights, Tensor, saved_shapes, write_tensors
 from mup_megatron.errors import UserError, shown
 from mup_megatron.export import Source, open_source
 from mup_megatron.export.folder import new_folder, refuse_existing
@@ -46,7 +47,7 @@ def rebase(
 ) -> dict[str, Any]:
     """Writes a run's folder that goes on from a checkpoint under another base.
 
-    Call `upstream.prepare_process` before. All weights and moments are in memory at once where some take a factor.
+    Call `upstream.prepare_process` before. Tensors are read and written one by one.
 
     Args:
         checkpoint: as for `open_run`; of this project.
@@ -84,8 +85,8 @@ def rebase(
         config = _config(source, after, directory)
         folder.write("config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
         checkpoints = Checkpoints(folder.path / "checkpoints", kept=1)
-        partial = checkpoints.begin(source.run.manifest.step)
-        _write(source.run.path, partial, found, before)
+        begun = checkpoints.begin(source.run.manifest.step)
+        _write(source.run.path, begun, found, before)
         here = config.derive({"base.file": str(folder.path / BASE_FILE)})
         written = parametrize(here, source.vocabulary)
         made = make_manifest(written, resolve_layout(source.run.config, 1), "", 0)
@@ -96,7 +97,7 @@ def rebase(
             multipliers=made.multipliers,
             carried=made.carried,
         )
-        checkpoints.commit(manifest, hash_files(partial))
+        checkpoints.commit(manifest, hash_files(begun))
     return {
         "step": source.run.manifest.step,
         "weights": dict(found.weights),
@@ -163,16 +164,18 @@ def _write(old: Path, new: Path, found: Reexpressed, before: Parametrization) ->
         write_tensors(new, _scaled(old, found, before))
 
 
-def _scaled(directory: Path, found: Reexpressed, before: Parametrization) -> dict[str, torch.Tensor]:
+def _scaled(directory: Path, found: Reexpressed, before: Parametrization) -> dict[str, Tensor]:
     """All tensors by key: weights take θ, first moments and momenta 1/θ, second moments 1/θ²."""
     kinds = {key.partition(".")[0] for key in saved_shapes(directory)}
     tensors = {}
     for kind in sorted(kinds):
         saved = SavedWeights(directory, kinds=(kind,))
-        for name in saved.shapes:
-            tensor = saved.read(name)
+        for name, shape in saved.shapes.items():
             theta = found.weights.get(name, 1.0)
-            if theta != 1.0:
-                tensor = (tensor.double() * theta ** POWERS[kind]).float()
-            tensors[f"{kind}.{name}"] = tensor
+            tensors[f"{kind}.{name}"] = Tensor(shape=shape, make=partial(_read, saved, name, kind, theta))
     return tensors
+
+
+def _read(saved: SavedWeights, name: str, kind: str, theta: float) -> torch.Tensor:
+    tensor = saved.read(name)
+    return tensor if theta == 1.0 else (tensor.double() * theta ** POWERS[kind]).float()

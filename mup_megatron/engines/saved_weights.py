@@ -1,8 +1,8 @@
 """What lies in a checkpoint's folder, read without a model and without a process group, whatever layout wrote it.
 
-Public names: `SavedWeights`, `read_into`, `write_tensors`, `saved_shapes`, `damaged`, `BUFFER`, `COMMON`. Beside this
-project's own checkpoints it reads those of megatron.training (`mup-megatron run`, a patched tree): both are torch's
-distributed checkpoints, under other names.
+Public names: `SavedWeights`, `read_into`, `write_tensors`, `Tensor`, `saved_shapes`, `damaged`, `BUFFER`, `COMMON`.
+Beside this project's own checkpoints it reads those of megatron.training (`mup-megatron run`, a patched tree): both are
+torch's distributed checkpoints, under other names.
 
 megatron.training keeps a tensor of all layers under one key, [layers, ...], and one of all layers' experts as
 [layers, experts, ...] (`TransformerBlock.sharded_state_dict`); a norm before a linear bears that linear's name, as
@@ -17,7 +17,8 @@ import json
 import pickle
 import pickletools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +26,9 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, load, save
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mup_megatron.engines import WEIGHT
@@ -146,18 +148,51 @@ def _read(weights: SavedWeights, name: str, shape: tuple[int, ...]) -> torch.Ten
     return weights.read(name)
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes what `state.load_state` reads, in this process alone, into an existing empty folder.
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor that is made when it is written.
+
+    Args:
+        shape: known before.
+        make: returns it, float32.
+    """
+
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes what `state.load_state` reads, in this process alone, into an existing empty folder, one by one.
 
     Args:
         directory: of the checkpoint.
-        tensors: whole ones, float32, by key (`exp_avg.decoder.final_layernorm.weight`).
+        tensors: whole ones by key (`exp_avg.decoder.final_layernorm.weight`).
+
+    Raises:
+        Exception: what a tensor's `make` or the file system raised.
     """
-    save(dict(tensors), storage_writer=FileSystemWriter(directory, single_file_per_rank=True), no_dist=True)
+    described = {key: torch.empty(tensor.shape, device="meta") for key, tensor in tensors.items()}
+    writer = FileSystemWriter(directory, single_file_per_rank=True)
+    try:
+        save(described, storage_writer=writer, planner=_WhenWritten(tensors), no_dist=True)
+    except CheckpointException as error:  # no Exception, which holds the one that was raised
+        raise next((failure for failure, _ in error.failures.values()), error) from None
     # What megatron-core's dist_checkpointing looks for beside it.
-    described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (directory / "metadata.json").write_text(json.dumps(described), encoding="utf-8")
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(backend), encoding="utf-8")
     torch.save({}, directory / COMMON)
+
+
+class _WhenWritten(DefaultSavePlanner):
+    """Plans with tensors that hold nothing, and makes each when its turn comes."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The tensor itself."""
+        return self._tensors[write_item.index.fqn].make()
 
 
 def _unstacked(key: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

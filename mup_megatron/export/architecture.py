@@ -81,7 +81,8 @@ class Parts:
             tensor = self._weights.read(source, *blocks)
             return tensor.t() if transposed else tensor
 
-        self.made.append(Part(name=name, shape=shape[::-1] if transposed else shape, make=make, dtype=dtype))
+        stored = shape[::-1] if transposed else shape
+        self.made.append(Part(name=name, shape=stored, make=make, dtype=dtype, source=source))
 
     def add_gated(self, theirs: str, ours: str, names: tuple[str, str, str], kinds: tuple[str, ...]) -> None:
         """A gated MLP.

@@ -46,12 +46,14 @@ class Part:
         shape: known before it is made.
         make: returns it, float32.
         dtype: in which it is written; None takes the file's.
+        source: global name of the tensor that it is made of; None of zeros, and of several.
     """
 
     name: str
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
     dtype: torch.dtype | None = None
+    source: str | None = None
 
     @property
     def numbers(self) -> int:

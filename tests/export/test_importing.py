@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from mup_megatron import cli, upstream
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.export import export_hugging_face, open_source
 from mup_megatron.export.unfinished import LIST
 from mup_megatron.importing import import_checkpoint
 from tests import bodies, native
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
+from tests.engines.test_full_disk import Disk
 from tests.export.sources import Trained, config_of, deviation, own_logits, train
 from tests.export.test_deepseek import EXPERTS, YARN
 from tests.export.test_deepseek import config_of as deepseek_of
@@ -216,6 +218,19 @@ def test_a_run_that_is_there(trained: Callable[[str], Trained], exported: Path, 
     import_checkpoint(exported, config)
     with pytest.raises(UserError, match=r"step_00000000 is there already; expected a run\.dir without checkpoints"):
         import_checkpoint(exported, config)
+
+
+@pytest.mark.slow
+def test_a_full_disk(trained: Callable[[str], Trained], exported: Path, tmp_path: Path) -> None:
+    """One sentence, and no checkpoint of which a part is there."""
+    disk = Disk(tmp_path / "disk", 400)
+    try:
+        config = config_for(trained("llama, untied"), disk.path / "run")
+        with pytest.raises(DiskFull, match=r"no space left on device while writing the checkpoint \(\d"):
+            import_checkpoint(exported, config)
+        assert not list((disk.path / "run" / "checkpoints").iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(disk.path)], check=True)
 
 
 # --- megatron.training ---

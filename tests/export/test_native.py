@@ -53,6 +53,25 @@ LLAMA = (
     *("--normalization", "RMSNorm", "--position-embedding-type", "rope"),
 )
 MIXTRAL = (*LLAMA, "--num-experts", "4", "--moe-router-topk", "2")
+# A layer of experts after a dense one; heads 12 + 8 over 8 + 4.
+DEEPSEEK = (
+    *("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--normalization", "RMSNorm"),
+    *("--position-embedding-type", "rope", "--multi-latent-attention", "--qk-layernorm", "--rope-type", "rope"),
+    *("--q-lora-rank", "24", "--kv-lora-rank", "32", "--qk-head-dim", "12", "--qk-pos-emb-head-dim", "8"),
+    *("--v-head-dim", "16", "--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[0,1]"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--moe-ffn-hidden-size", "128"),
+    *("--moe-router-bias-update-rate", "0.1", "--moe-shared-expert-intermediate-size", "128"),
+    *("--moe-router-topk-scaling-factor", "2.5", "--moe-router-dtype", "fp32"),
+)
+OF_DEEPSEEK = """
+hidden_size: 32
+ffn_hidden_size: 64
+kv_lora_rank: 16
+qk_head_dim: 8
+qk_pos_emb_head_dim: 4
+moe_ffn_hidden_size: 64
+moe_shared_expert_intermediate_size: 64
+"""
 # Name: ranks, options, keyword arguments, the class of transformers.
 RUNS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], str]] = {
     "gpt3": (1, (), {}, "GPT2LMHeadModel"),
@@ -61,6 +80,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...], dict[str, Any], str]] = {
     "gpt3, TP 2": (2, (), {"tensor_model_parallel_size": 2}, "GPT2LMHeadModel"),
     "gpt3, distributed optimizer": (2, ("--use-distributed-optimizer",), {}, "GPT2LMHeadModel"),
     "mixtral": (1, MIXTRAL, {"num_query_groups": 2, "moe_ffn_hidden_size": 128}, "MixtralForCausalLM"),
+    "deepseek": (1, DEEPSEEK, {"kv_channels": None}, "DeepseekV3ForCausalLM"),
     "mixtral, EP 2": (
         2,
         MIXTRAL,
@@ -87,8 +107,11 @@ class Native:
 def words_of(folder: Path, name: str) -> list[str]:
     """The command line of a run, without where it is saved."""
     _, options, changed, _ = RUNS[name]
-    (folder / "mup.yaml").write_text(yaml.safe_dump(MUP))
+    # A list of layers with experts is of one depth.
+    mup = {"hparams": MUP["hparams"]} if name == "deepseek" else MUP
+    (folder / "mup.yaml").write_text(yaml.safe_dump(mup))
     base = BASE + ("moe_ffn_hidden_size: 64\n" if "mixtral" in name else "")
+    base = OF_DEEPSEEK if name == "deepseek" else base
     valued = {"init_method_std": 0.15, "make_vocab_size_divisible_by": 64, "global_batch_size": 4, **changed}
     words = native.words(folder, *options, "--mup-config", str(folder / "mup.yaml"), base=base, **valued)
     return [word for word in words if (name, word) != (FUSED, "--no-bias-gelu-fusion")]

@@ -13,8 +13,10 @@ import re
 from collections.abc import Callable, Iterable
 
 from mup_megatron import megatron_training
+from mup_megatron.bridge import hooks
 from mup_megatron.megatron_training import watched, watched_coordinates
 from mup_megatron.patches import ALL_PATCHES, Patch
+from mup_megatron.patches.bridge import bridge_patches
 from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES, TRAINING_PATCHES, entry_patches, watch_patches
 from mup_megatron.patches.trees import source_patches
 from tests.links import ROOT
@@ -25,6 +27,7 @@ RUN_PATCHES = (
     *entry_patches(megatron_training),
     *watch_patches(watched, watched_coordinates),
     *ELSEWHERE_PATCHES,
+    *bridge_patches(hooks),
 )
 _PART = re.compile(r"(<!-- made: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _WHERE = {"cpu": "without CUDA", "always": "everywhere"}

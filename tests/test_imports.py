@@ -16,7 +16,7 @@ import pytest
 LEVELS = [
     {"__main__", "run"},
     {"cli"},
-    {"pipeline", "doctor", "slurm", "new_run"},
+    {"pipeline", "doctor", "slurm", "new_run", "bridge"},
     {"report", "megatron_training"},
     {"proof"},
     {"tuning"},
@@ -47,6 +47,7 @@ LEVELS = [
 ]
 BESIDE = {
     "as_built",
+    "bridge",
     "mup",
     "deepspeed",
     "data",

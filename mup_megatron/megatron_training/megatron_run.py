@@ -112,7 +112,7 @@ class MegatronRun:
         given = bound.arguments
         config, chunk = given["config"], given["vp_stage"] or 0
         if self._made is None:
-            check_config(config, known())
+            self.check_given(given)
             self._begin(given)
         if self._built is None:
             self._check_norms(given)
@@ -137,6 +137,17 @@ class MegatronRun:
             interleaved = config.virtual_pipeline_model_parallel_size is not None
             for flag, value in point_to_point(split=True, interleaved=interleaved, cuda=False).items():
                 setattr(config, flag, value)
+
+    def check_given(self, given: dict[str, Any]) -> None:
+        """Refuses what the script's TransformerConfig says, before anything is made of it.
+
+        Args:
+            given: what GPTModel is constructed with, by parameter name.
+
+        Raises:
+            UserError: names the field.
+        """
+        check_config(given["config"], known())
 
     def _begin(self, given: dict[str, Any]) -> None:
         """Decides which way the model is parametrised (on all ranks alike), and makes what the run is in our terms."""
@@ -329,15 +340,23 @@ class MegatronRun:
 
     def tell(self, model_chunks: Any, optimizer: Any) -> None:
         """Says what was applied to the model and the optimizer. Collective."""
-        tell(self.parametrization, chunks_of(model_chunks), optimizer)
+        tell(self.parametrization, chunks_of(model_chunks), optimizer.param_groups)
 
     def write_record(self, iteration: int) -> None:
         """Writes what the weights were made with beside a checkpoint."""
         from megatron.training.checkpointing import get_checkpoint_name
 
+        self.record_in(Path(get_checkpoint_name(self._args.save, iteration, return_base_dir=True)), iteration)
+
+    def record_in(self, folder: Path, step: int) -> None:
+        """Writes the record of this run into a checkpoint's folder; the first rank does.
+
+        Args:
+            folder: of the checkpoint.
+            step: updates done.
+        """
         if torch.distributed.get_rank() == 0:
-            directory = get_checkpoint_name(self._args.save, iteration, return_base_dir=True)
-            write_record(Path(directory) / MANIFEST, self._manifest(iteration).as_json())
+            write_record(folder / MANIFEST, self._manifest(step).as_json())
 
     def check_checkpoint(self) -> None:
         """The guard on resume.
@@ -351,34 +370,44 @@ class MegatronRun:
             directory = getattr(self._args, name)
             if directory is None or not Path(get_checkpoint_tracker_filename(directory)).is_file():
                 continue
-            check_load(self._args)
-            path = Path(get_load_checkpoint_path_by_args(self._args, name))
-            if not (path / MANIFEST).is_file():
-                raise UserError(
-                    f"{path}: has no {MANIFEST}, so it was not written in µP; expected a checkpoint that "
-                    "mup-megatron run (or a patched tree) wrote"
-                )
-            found = CheckpointManifest.read(path)
-            if found.key_prefix != KEY_PREFIX:
-                raise UserError(
-                    f"{path}: names tensors without {KEY_PREFIX!r}, as earlier versions of mup-megatron run did; "
-                    "expected a checkpoint of this version"
-                )
-            rows, allowed = found.vocabulary, self._settings.allowed
-            if rows is not None and rows != self._vocabulary:
-                ranks = self._args.tensor_model_parallel_size
-                expected = f"a tensor-parallel size that divides {rows}"
-                if rows % ranks == 0:
-                    expected = f"--make-vocab-size-divisible-by {rows // ranks}, which gives {rows} rows here"
-                raise UserError(
-                    f"{path}: its embedding has {rows} rows for the vocabulary, this run's {self._vocabulary} "
-                    "(Megatron pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size); "
-                    f"expected {expected}"
-                )
-            if rows is not None:
-                allowed = (*allowed, f"model.{MULTIPLE}")
-            advice = "change the options back, choose another --save and --load, or name a deliberate change with"
-            check_resume(found, self._manifest(0), path, allowed, advice=f"{advice} --mup-allow-change KEY")
+            self.check_record(Path(get_load_checkpoint_path_by_args(self._args, name)))
+
+    def check_record(self, path: Path) -> None:
+        """The guard on one checkpoint.
+
+        Args:
+            path: the folder of its weights.
+
+        Raises:
+            UserError: it has no record, or one of another run; says what differs.
+        """
+        check_load(self._args)
+        if not (path / MANIFEST).is_file():
+            raise UserError(
+                f"{path}: has no {MANIFEST}, so it was not written in µP; expected a checkpoint that "
+                "mup-megatron run (or a patched tree) wrote"
+            )
+        found = CheckpointManifest.read(path)
+        if found.key_prefix != KEY_PREFIX:
+            raise UserError(
+                f"{path}: names tensors without {KEY_PREFIX!r}, as earlier versions of mup-megatron run did; "
+                "expected a checkpoint of this version"
+            )
+        rows, allowed = found.vocabulary, self._settings.allowed
+        if rows is not None and rows != self._vocabulary:
+            ranks = self._args.tensor_model_parallel_size
+            expected = f"a tensor-parallel size that divides {rows}"
+            if rows % ranks == 0:
+                expected = f"--make-vocab-size-divisible-by {rows // ranks}, which gives {rows} rows here"
+            raise UserError(
+                f"{path}: its embedding has {rows} rows for the vocabulary, this run's {self._vocabulary} "
+                "(Megatron pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size); "
+                f"expected {expected}"
+            )
+        if rows is not None:
+            allowed = (*allowed, f"model.{MULTIPLE}")
+        advice = "change the options back, choose another --save and --load, or name a deliberate change with"
+        check_resume(found, self._manifest(0), path, allowed, advice=f"{advice} --mup-allow-change KEY")
 
     def _manifest(self, step: int) -> CheckpointManifest:
         args = self._args

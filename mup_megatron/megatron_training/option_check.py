@@ -249,13 +249,14 @@ def check_load(args: Namespace) -> None:
         )
 
 
-def check_config(config: Any, known: Known, *, here: bool = True) -> None:
+def check_config(config: Any, known: Known, *, here: bool = True, kind: type | None = None) -> None:
     """Refuses what a config that upstream built says, wherever the script has it from.
 
     Args:
         config: a TransformerConfig, OptimizerConfig or DistributedDataParallelConfig.
         known: the parser's options.
         here: see `check_options`.
+        kind: the class of megatron-core whose fields are looked at; None for the config's own class.
 
     Raises:
         UserError: names the field and what works.
@@ -263,7 +264,7 @@ def check_config(config: Any, known: Known, *, here: bool = True) -> None:
     import torch
 
     cuda = torch.cuda.is_available() or not here
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(kind or config):
         if field.name in _FILLED:
             continue
         defaults = [field.default]

@@ -1,6 +1,7 @@
 """The options of µP in Megatron's own parser, and what they name (what is refused beside them: option_check.py).
 
-Public names: `Settings`, `DERIVED_SIZES`, `add_options`, `known`, `prepare`, `read_options`.
+Public names: `Settings`, `DERIVED_SIZES`, `MULTIPLIERS`, `add_options`, `check_keys`, `check_sizes`, `known`,
+`prepare`, `read_base`, `read_options`, `text_of`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _MEGATRONS: dict[str, tuple[str, Any]] = {
     "weight_decay": ("weight_decay", 0.01),
     "lr_schedule": ("lr_decay_style", "linear"),
 }
-_MULTIPLIERS = tuple(name for name in Hparams.model_fields if name not in _MEGATRONS)
+MULTIPLIERS = tuple(name for name in Hparams.model_fields if name not in _MEGATRONS)
+"""Hyperparameters that are no option of Megatron's."""
 
 DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "moe_ffn_hidden_size")
 """Sizes that upstream fills from others where they are not typed: only what was typed is a size of its own."""
@@ -155,7 +157,7 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
     sections = _read_config(args.mup_config) if args.mup_config else {}
     base = sections.get("base", {})
     if args.mup_base:
-        of_file = _read_base(args.mup_base)
+        of_file = read_base(args.mup_base)
         if base and ("file" not in of_file or "file" in base):
             raise UserError(f"{args.mup_config}: base: is given by --mup-base too; expected one of them")
         base = {**base, **of_file}  # what no shape tells (kv_channels, num_layers) may stand beside a .bsh file
@@ -208,11 +210,12 @@ def _read_tensors(args: Namespace) -> tuple[Entry, ...]:
     from mup_megatron.as_built.ready_made import READY_MADE
     from mup_megatron.as_built.tensors_file import read_tensors
 
-    texts = {path: READY_MADE.get(path) or _text(path) for path in args.mup_tensors}
+    texts = {path: READY_MADE.get(path) or text_of(path) for path in args.mup_tensors}
     return tuple(entry for path, text in texts.items() for entry in read_tensors(path, text))
 
 
-def _text(path: str) -> str:
+def text_of(path: str) -> str:
+    """What a file of text holds. Raises UserError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -221,22 +224,35 @@ def _text(path: str) -> str:
         raise UserError(f"{path}: not a text file") from None
 
 
-def _read_base(path: str) -> dict[str, Any]:
-    """`base:` of a file of sizes, or a .bsh file's own name."""
+def read_base(path: str) -> dict[str, Any]:
+    """`base:` of a file of sizes, or a .bsh file's own name. Raises UserError."""
     if path.endswith(".bsh"):
         return {"file": path}
-    sizes = parse_yaml(_text(path), path)
+    sizes = parse_yaml(text_of(path), path)
     if not isinstance(sizes, dict) or not sizes:
         raise UserError(f"{path}: expected base sizes such as hidden_size: 256, or a file that ends in .bsh")
+    check_sizes(path, sizes)
+    return sizes
+
+
+def check_sizes(source: str, sizes: Mapping[str, Any]) -> None:
+    """Whether every name among base sizes is one.
+
+    Args:
+        source: where they stand, for the message.
+        sizes: by name.
+
+    Raises:
+        UserError: names the first that is none.
+    """
     for name in sizes:
         if name not in Growth.model_fields:
-            raise UserError(f"{path}: {name}: unknown size; known here: {', '.join(Growth.model_fields)}")
-    return sizes
+            raise UserError(f"{source}: {name}: unknown size; known here: {', '.join(Growth.model_fields)}")
 
 
 def _read_config(path: str) -> dict[str, Any]:
     """The sections of a config that Megatron has no options for."""
-    sections = parse_yaml(_text(path), path)
+    sections = parse_yaml(text_of(path), path)
     if not isinstance(sections, dict):
         raise UserError(f"{path}: expected {', '.join(f'{name}:' for name in _SECTIONS)} and nothing else")
     for name, section in sections.items():
@@ -247,17 +263,30 @@ def _read_config(path: str) -> dict[str, Any]:
             )
         if not isinstance(section, dict):
             raise UserError(f"{path}: {name}: expected keys and values")
+    check_keys(path, sections)
+    return sections
+
+
+def check_keys(source: str, sections: Mapping[str, Mapping[str, Any]]) -> None:
+    """Whether hyperparameters and rules that are named are multipliers and rules.
+
+    Args:
+        source: where they stand, for the message.
+        sections: `hparams` and `parametrization`, as far as they are given.
+
+    Raises:
+        UserError: names the first key that is neither, or that is Megatron's own option.
+    """
     for name in sections.get("hparams", {}):
         if name in _MEGATRONS:
             option = f"--{_MEGATRONS[name][0].replace('_', '-')}"
-            raise UserError(f"{path}: hparams.{name}: is Megatron's own option; expected {option} instead")
-        if name not in _MULTIPLIERS:
-            raise UserError(f"{path}: hparams.{name}: unknown key; known here: {', '.join(_MULTIPLIERS)}")
+            raise UserError(f"{source}: hparams.{name}: is Megatron's own option; expected {option} instead")
+        if name not in MULTIPLIERS:
+            raise UserError(f"{source}: hparams.{name}: unknown key; known here: {', '.join(MULTIPLIERS)}")
     for name in sections.get("parametrization", {}):
         if name not in ParametrizationSection.model_fields:
             known = ", ".join(ParametrizationSection.model_fields)
-            raise UserError(f"{path}: parametrization.{name}: unknown key; known here: {known}")
-    return sections
+            raise UserError(f"{source}: parametrization.{name}: unknown key; known here: {known}")
 
 
 def _put_values(args: Namespace, path: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +305,7 @@ def _put_values(args: Namespace, path: str, given: dict[str, Any]) -> dict[str, 
                 option = f"--{attribute.replace('_', '-')}"
                 raise UserError(f"{option} {typed}: {path} says {value}; remove {option}, or --mup-hparams")
             setattr(args, attribute, value)
-        elif name in _MULTIPLIERS:
+        elif name in MULTIPLIERS:
             if name in given and given[name] != value:
                 raise UserError(
                     f"hparams.{name}: {given[name]} in --mup-config, {value} in {path}; expected one of them"

@@ -5,7 +5,7 @@ Public names: `applied`, `standard_tensors`, `tell`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def standard_tensors(parametrization: Parametrization) -> str:
     return f"in the standard parametrization, with the base's rates at every width, as asked for: {', '.join(names)}"
 
 
-def tell(parametrization: Parametrization, chunks: Sequence[Any], optimizer: Any) -> None:
+def tell(parametrization: Parametrization, chunks: Sequence[Any], groups: Iterable[Mapping[str, Any]]) -> None:
     """Says what the model and the optimizer at hand have, not what they should have. Collective.
 
     The line is printed by the first rank; the rates of the groups go to TensorBoard and Weights & Biases where the run
@@ -62,13 +62,13 @@ def tell(parametrization: Parametrization, chunks: Sequence[Any], optimizer: Any
     Args:
         parametrization: of the run.
         chunks: this rank's part of the model.
-        optimizer: megatron-core's, just built.
+        groups: of megatron-core's optimizer, just built; or the overrides that it is built from.
 
     Raises:
         UserError: no group of the optimizer has a rule.
     """
     names = {name for name, parameter in named_parameters(chunks) if hasattr(parameter, "mup_rule")}
-    rates = {group["rule"]: group["max_lr"] for group in optimizer.param_groups if "rule" in group}
+    rates = {group["rule"]: group["max_lr"] for group in groups if "rule" in group}
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, (names, rates))
     names, rates = set().union(*(held for held, _ in ranks)), {k: v for _, held in ranks for k, v in held.items()}

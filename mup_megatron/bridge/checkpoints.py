@@ -18,7 +18,7 @@ from mup_megatron.bridge.hooks import ends_with_status_2, run_of
 from mup_megatron.errors import UserError
 
 
-class GuardedCheckpoints(checkpointing.DefaultCheckpointManager):  # type: ignore[misc]
+class GuardedCheckpoints(checkpointing.DefaultCheckpointManager):
     """Bridge's own manager; `save` writes mup.json too, `load` compares it first."""
 
     @ends_with_status_2

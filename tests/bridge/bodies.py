@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from typing import Any
 
@@ -47,7 +46,14 @@ def _apply(config: Any, recipe: str, base: Any, **options: Any) -> None:
         return
     from mup_megatron.bridge.run import put_into
 
-    given = {"record": None, "model": "auto", "tensors": None, "allowed": (), "explain": False, "written": None}
+    given: dict[str, Any] = {
+        "record": None,
+        "model": "auto",
+        "tensors": None,
+        "allowed": (),
+        "explain": False,
+        "written": None,
+    }
     given["sections"] = {name: options.pop(name, {}) for name in ("hparams", "parametrization")}
     put_into(config, base, **{**given, **options})
 
@@ -155,7 +161,7 @@ def _train(
             parameter.data.copy_(torch.from_numpy(initial[name]))
         optimizer.reload_model_params()
     names = {id(parameter): name for name, parameter in named}
-    found = {"initial": values(chunks), "groups": groups(optimizer, names), "losses": [], "rates": []}
+    found: dict[str, Any] = {"initial": values(chunks), "groups": groups(optimizer, names), "losses": [], "rates": []}
     for step in range(STEPS):
         found["rates"].append({name: group["lr"] for name, group in groups(optimizer, names).items()})
         found["losses"] += one_step(chunks, optimizer, scheduler, step)
@@ -233,6 +239,7 @@ def _resume(
 ) -> tuple[int, str]:
     if skipped:  # what was saved before is loaded
         return 0, ""
+    prepare()  # before Bridge takes functions by name that only compute on CUDA
     from megatron.bridge.training.checkpointing import (
         CheckpointLoadContext,
         CheckpointSaveContext,
@@ -253,16 +260,14 @@ def _resume(
             init_num_microbatches_calculator(rank.rank, None, 4, 2, 1)
             manager = create_checkpoint_manager(config.checkpoint)
             chunks, optimizer, scheduler = build(config, "bridge")
-            context = functools.partial(
-                dict, state=state, model=chunks, optimizer=optimizer, opt_param_scheduler=scheduler
-            )
+            context = {"state": state, "model": chunks, "optimizer": optimizer, "opt_param_scheduler": scheduler}
             if number:
-                manager.load(CheckpointLoadContext(**context()))
+                manager.load(CheckpointLoadContext(**context))
             else:
                 for step in range(2):
                     one_step(chunks, optimizer, scheduler, step)
                 state.train_state.step = 2
-                manager.save(CheckpointSaveContext(**context(num_floating_point_operations_so_far=0)), None)
+                manager.save(CheckpointSaveContext(**context, num_floating_point_operations_so_far=0), None)
         except SystemExit as leaving:
             return int(leaving.code or 0), err.getvalue()
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -109,4 +110,4 @@ def of_bridge(save: str | None = None, spec: str | None = None, **changed: Any) 
     )
 
 
-RECIPES = {"megatron": of_megatron, "bridge": of_bridge}
+RECIPES: dict[str, Callable[..., Any]] = {"megatron": of_megatron, "bridge": of_bridge}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mup_megatron.bridge import hooks
 from mup_megatron.errors import UserError
+from mup_megatron.patches import revert_patches
+from mup_megatron.patches.bridge import bridge_patches
 from tests.bridge import bodies
 from tests.bridge.recipes import BASE, CORE, SAME, of_megatron
 from tests.distributed import Ranks
@@ -30,6 +34,13 @@ MATRIX, GAIN, WORDS = (
     "decoder.layers.1.input_layernorm.weight",
     "embedding.word_embeddings.weight",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unpatched() -> Iterator[None]:
+    """Other tests of this process see the constructor as it was."""
+    yield
+    revert_patches(bridge_patches(hooks))
 
 
 def put(config: Any, base: Any = BASE, **options: Any) -> None:

@@ -262,6 +262,7 @@ def _resume(
             chunks, optimizer, scheduler = build(config, "bridge")
             context = {"state": state, "model": chunks, "optimizer": optimizer, "opt_param_scheduler": scheduler}
             if number:
+                config.checkpoint.load_optim = mup is not None  # a plain optimizer has other groups
                 manager.load(CheckpointLoadContext(**context))
             else:
                 for step in range(2):

@@ -122,6 +122,7 @@ def test_the_model_as_built_is_the_recorded_one(ranks: Ranks) -> None:
     assert built["groups"] == recorded["groups"]
 
 
+@pytest.mark.slow
 def test_a_layer_spec_of_the_recipes_own(ranks: Ranks, tmp_path: Path) -> None:
     """A layer that only the recipe knows, said in a file; rates by hand."""
     (tmp_path / "tensors.yaml").write_text(
@@ -191,6 +192,7 @@ def replaced(rank: Any) -> tuple[int, str]:
     return 0, err.getvalue()
 
 
+@pytest.mark.slow
 def test_a_config_for_tuning(ranks: Ranks, tmp_path: Path) -> None:
     """What `write_config` writes is the run, with the base's sizes as the proxy's."""
     from mup_megatron.config import load_config

@@ -107,7 +107,7 @@ def test_a_symbol_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         require()
 
 
-def test_a_provider_that_was_finalized(ranks: Ranks) -> None:
+def test_a_provider_that_was_finalized() -> None:
     """What is typed and what is derived cannot be told apart then."""
     from mup_megatron.bridge import apply_mup
     from tests.bridge.recipes import of_bridge

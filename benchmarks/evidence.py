@@ -218,6 +218,19 @@ def _clipping() -> Rows:
     return rows
 
 
+def _images() -> Rows:
+    """The learning rate over width, of models of pictures."""
+    head = ["model", "parametrization", "widths", "best rate", "octaves to the largest", "cost there", "lowest loss"]
+    rows = [[*head, "verdict"]]
+    for model in ("mlp", "resnet"):
+        found = record(f"images/{model}.json")
+        for name, line in found["lines"].items():
+            cells = [", ".join(_best(row) for row in line["rows"]), _octaves(line["rows"][0]), _cost(line["rows"][0])]
+            said = verdict(found) if name == found["judged"] else "not judged"
+            rows.append([_MODELS[model], LINES[name], _span(found), *cells, _losses(found, name), said])
+    return rows
+
+
 def _mixed() -> Rows:
     heads = ["lowest loss at 32, 64, 128, 256", "octaves from 32", "from 64", "64's best tried rate costs 256"]
     rows = [["", "rule", *heads, "verdict (from 32)"]]
@@ -342,6 +355,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "others": _others,
     "mixed-growth": _mixed,
     "clip-norm": _clipping,
+    "images": _images,
     "depth": _depth,
     "decay": _decay,
     "norm-gains": _gains,

@@ -44,7 +44,7 @@ def _no_server(symbol: str, parameters: tuple[str, ...], needed: str) -> Patch:
     return Patch(
         name=f"checkpoint-no-server-process{'' if needed.startswith('>') else '-0.16'}",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol=f"megatron.core.dist_checkpointing.strategies.filesystem_async:{symbol}",
         parameters=parameters,
         why="every rank spawns a server process for a queue that only asynchronous saves need; it re-imports the main "
@@ -63,7 +63,7 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="checkpoint-no-fork",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:"
         "FileSystemWriterAsync.write_preloaded_data_multiproc",
         parameters=None,

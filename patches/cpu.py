@@ -114,7 +114,7 @@ def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None) 
     return Patch(
         name=f"cpu-{name}",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol=f"megatron.core.{symbol}",
         parameters=None,
         why=why,
@@ -169,7 +169,7 @@ CPU_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu-current-device",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol="torch:cuda.current_device",
         parameters=(),
         why="GlobalMemoryBuffer.get_tensor and RotaryEmbedding allocate on torch.cuda.current_device(), which raises "
@@ -182,7 +182,7 @@ CPU_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu-get-rng-state",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
         parameters=("device", "clone", "graph_safe"),
         why="the RNG tracker forks CUDA's generator around attention, even with dropout 0; on a CPU the generator that "
@@ -195,7 +195,7 @@ CPU_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu-set-rng-state",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
         parameters=("new_state", "device", "graph_safe"),
         why="the RNG tracker sets CUDA's generator when it forks; without CUDA torch only queues that call, so that "
@@ -209,7 +209,7 @@ CPU_PATCHES: tuple[Patch, ...] = (
         Patch(
             name=f"cpu-context-parallel-{name}",
             distribution="megatron-core",
-            versions=">=0.16.1,<0.20",
+            versions=">=0.16.1,<0.21",
             symbol=f"megatron.core.models.common.embeddings.{module}:get_pos_emb_on_this_cp_rank",
             parameters=("pos_emb", "seq_dim", "cp_group"),
             why="under context parallelism a rank takes its part of the rotary embedding by an index in pinned memory, "

@@ -20,7 +20,7 @@ import torch
 from .cpu import for_cpu, seed_generators
 from .patch import Patch
 
-_VERSIONS = ">=0.16.1,<0.20"
+_VERSIONS = ">=0.16.1,<0.21"
 
 
 def entry_patches(entry: ModuleType) -> tuple[Patch, ...]:

@@ -46,7 +46,7 @@ MOE_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu-alltoall-stream",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol=f"{_DISPATCHER}.cuda_dtoh_stream",
         parameters=None,
         why="the all-to-all token dispatcher makes a torch.cuda.Stream when it is built",
@@ -58,7 +58,7 @@ MOE_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="cpu-alltoall-splits",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol=f"{_DISPATCHER}._maybe_dtoh_and_synchronize",
         parameters=("self", "point", "tokens_per_expert"),
         why="it copies the sizes of what is sent on a CUDA stream. On a CPU it leaves them as tensors, but the "
@@ -71,7 +71,7 @@ MOE_PATCHES: tuple[Patch, ...] = (
     Patch(
         name="mla-no-te-linear",
         distribution="megatron-core",
-        versions=">=0.16.1,<0.20",
+        versions=">=0.16.1,<0.21",
         symbol="megatron.core.transformer.multi_latent_attention:TELinear",
         parameters=None,
         why="0.16's MLA calls isinstance(layer, TELinear) also where Transformer Engine is not installed; TELinear is "

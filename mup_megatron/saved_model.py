@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,10 +42,26 @@ def load_saved(run: SavedRun, layout: Layout, rank: int, device: torch.device) -
         # Heads that predict further ahead are for training. Of megatron-core 0.16 they run while decoding too, and
         # fail.
         chunk.mtp_process, chunk.config.mtp_num_layers = False, None
+        if run.config.model.activation_func == "gelu":
+            _compute_as_trained(chunk, fused=run.fused_activation)
         if run.config.training.precision == "bf16":
             _cast(chunk)
         chunk.eval()
     return chunks
+
+
+def _compute_as_trained(model: GPTModel, *, fused: bool) -> None:
+    """Has the GELU that the run had: megatron-core's kernel of bias and GELU, on GPUs alone, is the tanh approximation.
+
+    Args:
+        model: this rank's part.
+        fused: whether the run had that kernel.
+    """
+    here = model.config.bias_activation_fusion
+    model.config.bias_activation_fusion = here and fused
+    for module in model.modules() if fused and not here else ():
+        if getattr(module, "activation_func", None) is torch.nn.functional.gelu:
+            module.activation_func = partial(torch.nn.functional.gelu, approximate="tanh")
 
 
 def _cast(model: GPTModel) -> None:

@@ -27,6 +27,7 @@ from tests import bodies
 from tests.configs import MIXED, MOE, make
 from tests.distributed import Ranks
 from tests.export.sources import config_of, train
+from tests.test_checkpoint import seal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = (Path(sysconfig.get_paths()["stdlib"]) / "ast.py").read_text()
@@ -202,6 +203,22 @@ def test_transformers_computes_the_same(
 ) -> None:
     expected = oracles(architecture)
     assert differing(figures(runs(architecture), tasks, batch_size=3), expected) == set()
+
+
+@pytest.mark.slow
+def test_gelu_as_the_run_computed_it(
+    runs: Callable[[str], Path], oracles: Callable[[str], Any], tasks: list[Task], tmp_path: Path
+) -> None:
+    """Of a run whose GELU was fused, on GPUs, it is the tanh approximation here too, as in an export (`gelu_new`)."""
+    copy = tmp_path / "run"
+    shutil.copytree(runs("gpt3"), copy)
+    path = copy / "checkpoints" / "step_00000003" / "mup.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fused_activation": True}))
+    seal(path.parent)
+    found = figures(copy, tasks, batch_size=64)
+    assert differing(found, Oracle(copy, tmp_path / "hf").all()) == set()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["activation_function"] == "gelu_new"
+    assert "perplexity.token_perplexity" in differing(found, oracles("gpt3"))
 
 
 # --- each way to count wrongly, planted ---

@@ -107,6 +107,8 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         raise UserError(
             f"activation {config.activation_func}: not known here; expected one of {', '.join(ACTIVATIONS)}"
         )
+    # Latent attention reads its config, and 0.19 hands GPTModel the defaults of these two beside such a config.
+    rotary = vars(config) if config.multi_latent_attention else given
     fields = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -124,8 +126,8 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         "activation_func": activation[0],
         "gated_linear_unit": config.gated_linear_unit,
         "position_embedding_type": given["position_embedding_type"],
-        "rotary_base": int(given["rotary_base"]),
-        "rotary_percent": float(given["rotary_percent"]),
+        "rotary_base": int(rotary["rotary_base"]),
+        "rotary_percent": float(rotary["rotary_percent"]),
         "add_bias_linear": config.add_bias_linear,
         # Biases everywhere are biases there too, whatever this says.
         "add_qkv_bias": config.add_qkv_bias and not config.add_bias_linear,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,26 @@ def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path
         assert np.array_equal(ours["final"][tensor], value), tensor
     moved = [tensor for tensor, value in ours["initial"].items() if not np.array_equal(ours["final"][tensor], value)]
     assert len(moved) == len(ours["initial"])
+
+
+@pytest.mark.slow
+def test_rotary_positions_of_latent_attention(ranks: Ranks, tmp_path: Path) -> None:
+    """Base and share of the rotary positions are those that are typed, in the model and in the checkpoint's record."""
+    latent = (
+        "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 8 --position-embedding-type rope --rope-type rope"
+    )
+    saves = f"--save {tmp_path / 'saved'} --save-interval 3"
+    usual, typed = (
+        run(ranks, tmp_path, *f"{latent} {more}".split())
+        for more in ("", f"--rotary-base 100 --rotary-percent 0.5 {saves}")
+    )
+    assert usual["status"] == typed["status"] == 0, typed["said"]
+    assert usual["steps"][0] != typed["steps"][0]
+    for tensor, value in usual["initial"].items():
+        assert np.array_equal(typed["initial"][tensor], value), tensor
+    record = json.loads((tmp_path / "saved" / "iter_0000003" / "mup.json").read_text())["config"]["model"]
+    assert (record["rotary_base"], record["rotary_percent"]) == (100, 0.5)
 
 
 def test_a_decay_that_rises_keeps_its_multipliers(ranks: Ranks, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,6 @@ def test_mixes(first: int, ranks: Ranks, tmp_path: Path, outcomes: dict[int, str
     assert not wrong, "\n".join(wrong)
 
 
-def test_most_of_them_ran(outcomes: dict[int, str]) -> None:
-    """A sweep of refusals would compare nothing."""
-    assert len(outcomes) == MIXES
-    assert list(outcomes.values()).count("equal") >= MIXES // 3
+def test_how_many_ran(outcomes: dict[int, str]) -> None:
+    """A sweep of refusals would compare nothing; counted once, and a mix that ends otherwise is looked at."""
+    assert Counter(outcomes.values()) == {"equal": 43, "refused": 30, "upstream": 22, "alone": 5}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.options import Settings
 from tests import native
+from tests.as_built.own_layers import LOOPED
 from tests.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -193,6 +195,25 @@ def test_a_base_shape_file(ranks: Ranks, tmp_path: Path) -> None:
     (other,) = run(ranks, tmp_path, *words, *file, mup_base=tmp_path / "base.bsh")
     rates = {tensor: group["max_lr"] for tensor, group in other["groups"].items()}
     assert rates == {tensor: group["max_lr"] for tensor, group in sizes["groups"].items()} | {name: 1e-2}
+
+
+@pytest.mark.slow
+def test_grouped_experts_train_as_single_ones(ranks: Ranks, tmp_path: Path) -> None:
+    """megatron-core's TEGroupedMLP over a user's layers: the values, rates and losses of experts that are layers."""
+    words = ("--num-experts", "4", "--disable-bias-linear", "--swiglu")
+    spec = ("--spec", "tests.as_built.own_layers", "looped_experts")
+    (grouped,) = run(ranks, tmp_path, *words, *spec, *tensors(tmp_path, LOOPED))
+    (single,) = run(ranks, tmp_path, *words)
+    assert grouped["status"] == single["status"] == 0, grouped["said"]
+    assert grouped["steps"] == pytest.approx(single["steps"], rel=1e-6)
+    number = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)")
+    names = {number.sub(r"experts.local_experts.\2.\1.weight", name): name for name in grouped["initial"]}
+    assert set(names) == set(single["initial"])
+    assert sum(name != theirs for theirs, name in names.items()) == 2 * 2 * 4
+    for theirs, name in names.items():
+        assert np.array_equal(grouped["initial"][name], single["initial"][theirs]), name
+        assert grouped["groups"][name]["max_lr"] == single["groups"][theirs]["max_lr"]
+        assert np.allclose(grouped["final"][name], single["final"][theirs], atol=1e-5), name
 
 
 def test_a_spec_of_the_users_own(ranks: Ranks, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from mup_megatron.errors import UserError
 
 _OPTIMIZERS = ("adam", "sgd")
+_SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dist", "rng", "logger", "tokenizer", "checkpoint")
 
 
 def refuse(config: Any, *, first: bool) -> None:
@@ -23,6 +24,11 @@ def refuse(config: Any, *, first: bool) -> None:
     Raises:
         UserError: names the field, and what is expected.
     """
+    for name in _SECTIONS:
+        if not hasattr(config, name):
+            raise UserError(
+                f"config: {type(config).__name__} has no {name}; expected a ConfigContainer of megatron-bridge"
+            )
     for problem in (*_of_container(config), *(_of_hooks(config) if first else ())):
         raise UserError(problem)
 

@@ -242,6 +242,10 @@ def test_refused(section: str, name: str, value: Any, sentence: str) -> None:
 
 def test_another_model_is_refused() -> None:
     config = of_megatron()
+    with pytest.raises(
+        UserError, match=r"^config: GPTModelConfig has no model; expected a ConfigContainer of megatron-"
+    ):
+        put(config.model)
     config.model = SimpleNamespace(transformer=config.model.transformer)
     with pytest.raises(UserError, match=r"^model: SimpleNamespace does not build its model as GPTModelProvider"):
         put(config)

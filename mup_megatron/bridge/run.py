@@ -140,8 +140,8 @@ def put_into(
         model=model,
         tensors=() if tensors is None else read_tensors(tensors, READY_MADE.get(tensors) or text_of(tensors)),
     )
-    prepare()
     try:
+        prepare()
         apply_patches(bridge_patches(hooks), cuda=torch.cuda.is_available())
     except PatchError as error:
         raise UserError(str(error)) from None

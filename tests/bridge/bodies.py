@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,11 @@ def start(rank: Rank, recipe: str, mup: dict[str, Any] | None, **changed: Any) -
     prepare()
     config = RECIPES[recipe](**changed)
     core = getattr(config.model, "transformer", config.model)
-    parallel_state.initialize_model_parallel(core.tensor_model_parallel_size, core.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        core.tensor_model_parallel_size,
+        core.pipeline_model_parallel_size,
+        core.virtual_pipeline_model_parallel_size,
+    )
     seed_generators(7, tensor=parallel_state.get_tensor_model_parallel_rank(), expert=0, expert_tensor=0)
     torch.manual_seed(7)
     if mup is not None:
@@ -172,13 +177,13 @@ def one_step(chunks: list[Any], optimizer: Any, scheduler: Any, number: int) -> 
     """One update from the step's own tokens; the losses of this rank's micro-batches."""
     ranks, mine = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     batch = torch.randint(ROWS, (4, LENGTH + 1), generator=torch.Generator().manual_seed(100 + number))
-    pieces = iter(batch.split(2)[mine::ranks])
+    pieces = [iter(batch.split(2)[mine::ranks]) for _ in chunks]  # each chunk of interleaved stages takes its own
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=pieces,
+        data_iterator=pieces if len(chunks) > 1 else pieces[0],
         model=chunks,
         num_microbatches=2 // ranks,
         seq_length=LENGTH,
@@ -243,6 +248,7 @@ def _resume(
     from megatron.bridge.training.checkpointing import (
         CheckpointLoadContext,
         CheckpointSaveContext,
+        DefaultCheckpointManager,
         create_checkpoint_manager,
     )
     from megatron.bridge.training.state import GlobalState
@@ -268,7 +274,8 @@ def _resume(
                 for step in range(2):
                     one_step(chunks, optimizer, scheduler, step)
                 state.train_state.step = 2
-                manager.save(CheckpointSaveContext(**context, num_floating_point_operations_so_far=0), None)
+                callbacks = [None] if "callback_manager" in signature(DefaultCheckpointManager.save).parameters else []
+                manager.save(CheckpointSaveContext(**context, num_floating_point_operations_so_far=0), *callbacks)
         except SystemExit as leaving:
             return int(leaving.code or 0), err.getvalue()
         finally:

@@ -89,14 +89,23 @@ def test_at_the_base_it_is_the_plain_recipe(ranks: Ranks) -> None:
         pytest.param({}, marks=pytest.mark.slow),
         {"tensor_model_parallel_size": 2},
         pytest.param({"pipeline_model_parallel_size": 2, "pipeline_dtype": "float32"}, marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "pipeline_dtype": "float32",
+                "num_layers": 4,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["data", "tensor", "pipeline"],
+    ids=["data", "tensor", "pipeline", "interleaved"],
 )
 def test_two_ranks_are_one(layout: dict[str, Any], ranks: Ranks) -> None:
     import torch
 
     changed = {**layout, **({"pipeline_dtype": torch.float32} if "pipeline_dtype" in layout else {})}
-    (one,) = ranks.run(1, bodies.trained, mup={"base": BASE})
+    (one,) = ranks.run(1, bodies.trained, mup={"base": BASE}, num_layers=layout.get("num_layers", 2))
     two = ranks.run(2, bodies.trained, mup={"base": BASE}, **changed)
     assert [rank["status"] for rank in two] == [0, 0], two[0]["said"]
     losses = (

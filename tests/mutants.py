@@ -210,7 +210,7 @@ TABLE = (
         "table: depth factors everywhere",
         "embedding, final norm and readout take the factors of the blocks",
         _APPLY,
-        "depth = self._depth if shape.layer is not None else rules.DepthFactors()",
+        "depth = self._depth if shape.layer is not None and not spec.standard else rules.DepthFactors()",
         "depth = self._depth",
         "test_parametrization.py",
     ),

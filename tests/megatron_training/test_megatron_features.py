@@ -42,7 +42,6 @@ FEATURES = {
     "fp16": "--fp16 --initial-loss-scale 1024 --apply-query-key-layer-scaling --attention-softmax-in-fp32",
     "warm-up": "--lr-warmup-init 2e-3 --lr-warmup-iters 2 --lr-decay-style linear --lr-decay-iters 4",
     "rising-decay": "--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 2.0",
-    "fp32-residual": "--fp32-residual-connection",
     "probs-on-input": f"{EXPERTS} --moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax",
     "decayed-qk-norms": "--qk-layernorm --apply-wd-to-qk-layernorm",
     "residual-behind-norm": "--apply-residual-connection-post-layernorm",

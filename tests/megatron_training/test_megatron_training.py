@@ -307,7 +307,7 @@ def test_explain_prints_and_leaves(tmp_path: Path) -> None:
     [
         (["--use-mup", "--mup-base-hidden-size", "64"], "remove --use-mup, --mup-base-hidden-size"),
         (["--transformer-impl", "transformer_engine"], "transformer_engine computes on CUDA alone"),
-        (["--qk-clip"], "--qk-clip: not under µP here"),
+        (["--qk-clip"], "--qk-clip: computes on CUDA alone, and none is here"),
     ],
 )
 @pytest.mark.parametrize("how", ["run", "tree"])

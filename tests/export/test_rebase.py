@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import yaml
 from mup_megatron import cli, upstream
 from mup_megatron import rebase as rebasing
 from mup_megatron.engines.saved_weights import SavedWeights
-from mup_megatron.errors import UserError
+from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.export import open_source
 from mup_megatron.model import parametrize
 from mup_megatron.rebase import rebase
@@ -25,6 +27,7 @@ from mup_megatron.setup.megatron import emerging_missing
 from tests import bodies
 from tests.configs import VOCABULARY
 from tests.distributed import Ranks
+from tests.engines.test_full_disk import Disk
 from tests.export.sources import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -189,6 +192,23 @@ def test_by_hand(ran: Callable[[str], Path], tmp_path: Path) -> None:
     # Rate 0.3, epsilon 1/0.3, the same lr·λ: its rules had no factor on rates, and epsilon's was 1/2 and is 1/4.
     assert carried["embedding.word_embeddings.weight"] == pytest.approx([0.3, 2 / 0.3, 1 / 0.3])
     assert carried["decoder.layers.0.self_attention.linear_qkv.weight"][0] == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["multipliers kept", "powers of two"])
+def test_a_full_disk(ran: Callable[[str], Path], form: str, tmp_path: Path) -> None:
+    """One sentence, whether files are copied or written anew; no folder that looks whole; then there is room."""
+    (tmp_path / "base.yaml").write_text(OTHER)
+    source, disk = checkpoint(ran("one rank"), AT), Disk(tmp_path / "disk", 400)
+    again = partial(rebase, source, disk.path / "rebased", tmp_path / "base.yaml", FORMS[form])
+    try:
+        with pytest.raises(DiskFull, match=r"no space left on device while writing the rebased run \(\d"):
+            again()
+        assert not (disk.path / "rebased").exists()
+        disk.resize(100_000)
+        assert again()["step"] == AT
+    finally:
+        subprocess.run(["umount", "-l", str(disk.path)], check=True)
 
 
 # --- each re-expressed quantity left out ---

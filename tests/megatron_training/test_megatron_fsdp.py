@@ -62,10 +62,15 @@ def test_fsdp2_is_one_process(more: str, two: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fsdp2_at_the_base_is_plain_fsdp2(two: Ranks, tmp_path: Path) -> None:
-    """From the same weights the same losses and weights after three steps, to the last bit."""
-    ours = run(two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME)
+    """From the same weights the same losses and weights after three steps, to the last bit.
+
+    Without clipping: megatron-core sums the norm group by group, and groups in µP stand in another order.
+    """
+    ours = run(two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME, clip_grad=0)
     assert ours["status"] == 0, ours["said"]
-    plain = run(two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME, plainly=True, initial=ours["initial"])
+    plain = run(
+        two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME, clip_grad=0, plainly=True, initial=ours["initial"]
+    )
     assert len(ours["steps"]) == 3
     assert plain["steps"] == ours["steps"]
     for name, value in plain["final"].items():

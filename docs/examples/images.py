@@ -9,7 +9,7 @@ After Tensor Programs V, figure 2 (left), whose MLP it is. `standard` has one ra
 1/sqrt(fan-in) initial values; at the smallest width, which is the base, both are the same model. Writes runs.json, and
 KIND.json with KIND.png. What is trained already is read from runs.json, so the same command goes on where it was
 stopped. Exit status: 0 where µP's optimum stays, 1 where it does not, 3 where it lies beyond the rates that were tried,
-2 for bad input.
+2 for bad input. Under torchrun a batch norm of the ResNet sees its own process's share of a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.mup import MuAdam, MuReadout, MuSGD, set_base_shapes
 from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.question import Question
-from mup_megatron.proof.stability import judge, lines, plain
+from mup_megatron.proof.stability import as_json, judge, lines
 from mup_megatron.report.stability import draw_stability
 from mup_megatron.run_directory import write_whole
 
@@ -179,7 +179,7 @@ def main(words: list[str]) -> int:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    print("\n".join(lines(plain(result))))
+    print("\n".join(lines(result)))
     return {"passed": 0, "failed": 1, "undecided": 3}[result["verdict"]]
 
 
@@ -240,11 +240,12 @@ def experiment(asked: argparse.Namespace) -> dict[str, Any]:
         "axis": "width",
     }
     result |= {"of": asked.kind, "data": asked.data.partition("=")[0], "steps": asked.steps, "torch": torch.__version__}
+    result = as_json(result)
     if found.writes:
         print(file=sys.stderr)
         record, picture = (asked.output / f"{asked.kind}.{kind}" for kind in ("json", "png"))
-        write_whole(record, json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
-        draw_stability(plain(result), picture)
+        write_whole(record, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        draw_stability(result, picture)
         print(f"written: {record}, {picture}", file=sys.stderr)
     return result
 

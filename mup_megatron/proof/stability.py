@@ -1,6 +1,6 @@
 """Whether the best hyperparameter stays put while the model, the batch or the run grows.
 
-Public names: `stability`, `judge`, `plain`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. A question
+Public names: `stability`, `judge`, `as_json`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. A question
 (question.py) names what is varied and what grows. Every size is trained with every value and seed, in the config's
 parametrization and in those that it is compared with; each run is one process (grid.py), as a tuning trial is.
 """
@@ -176,7 +176,7 @@ def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Map
         "seconds": sum(each.seconds for each in outcomes.values()),
         "config": config.model_dump(),
     }
-    return plain(result)
+    return as_json(result)
 
 
 def judge(curves: Mapping[str, Mapping[int, Curve]], sizes: Mapping[int, int], asked: Question) -> dict[str, Any]:
@@ -332,10 +332,10 @@ def write(result: Mapping[str, Any], directory: Path) -> Path:
     return path
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """The same as JSON has it: null for what is no finite number, names as keys."""
     if isinstance(value, dict):
-        return {str(key): plain(held) for key, held in value.items()}
+        return {str(key): as_json(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(held) for held in value]
+        return [as_json(held) for held in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -150,6 +150,8 @@ _FAMILIES = {
     "llama": "Llama style, 2 KV heads that do not grow",
     "moe": "8 experts, 2 per token, their FFN growing",
     "mla": "multi-latent attention, heads and ranks growing",
+    "t5": "encoder and decoder, everything growing",
+    "bert": "BERT, everything growing",
 }
 
 

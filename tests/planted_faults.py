@@ -113,11 +113,11 @@ def _key_rows_stay() -> Planted:
     return _built(change)
 
 
-def _scale_of_one_layer() -> Planted:
-    """The last layer's attention is scaled with 1/sqrt(d)."""
+def _scale_of_one_layer(kind: str = "self_attention") -> Planted:
+    """The last layer's self- or cross-attention is scaled with 1/sqrt(d)."""
 
     def change(model: Any, rules: Parametrization) -> None:
-        attention = model.decoder.layers[-1].self_attention.core_attention
+        attention = getattr(model.decoder.layers[-1], kind).core_attention
         attention.softmax_scale *= math.sqrt(rules.config.model.head_size / rules.base_head_size)
 
     return _built(change)
@@ -394,6 +394,12 @@ FAULTS: dict[str, Fault] = {
     "attention_scale_of_one_layer": Fault(
         plant=_scale_of_one_layer,
         seen=("decoder.layers.1.self_attention.core_attention.logits", "output"),
+        regime="head_size",
+    ),
+    "cross_attention_scale": Fault(
+        plant=lambda: _scale_of_one_layer("cross_attention"),
+        seen=("decoder.layers.1.cross_attention.core_attention.logits", "output"),
+        model="t5",
         regime="head_size",
     ),
     "depth_factor_of_one_branch": Fault(

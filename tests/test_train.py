@@ -13,15 +13,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from mup_megatron import cli
+from mup_megatron.config import Config
 from tests import bodies
 from tests.commands import BIN, environment, losses, metrics, mup, run, until
-from tests.configs import MIXED, make
+from tests.configs import MIXED, make, make_t5
 from tests.distributed import Ranks
 
 
@@ -31,22 +31,25 @@ def _cores_for_these(ranks: Ranks) -> None:
     ranks.stop()
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    """A small run of 12 steps with evaluations and checkpoints."""
-    config = make(
-        MIXED,
-        "gpt3",
-        run__dir=str(tmp_path / "run"),
-        data__split="80,20,0",
-        training__train_steps=12,
-        training__eval_interval=6,
-        training__eval_steps=2,
-        training__checkpoint_interval=4,
-    )
-    path = tmp_path / "run.yaml"
+KEYS = {
+    "data__split": "80,20,0",
+    "training__train_steps": 12,
+    "training__eval_interval": 6,
+    "training__eval_steps": 2,
+    "training__checkpoint_interval": 4,
+}
+"""A small run of 12 steps with evaluations and checkpoints."""
+
+
+def written(folder: Path, config: Config) -> Path:
+    path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config.model_dump()))
     return path
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return written(tmp_path, make(MIXED, "gpt3", run__dir=str(tmp_path / "run"), **KEYS))
 
 
 @pytest.mark.slow
@@ -142,13 +145,16 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow  # tests/test_pipeline.py kills a target too
-@pytest.mark.parametrize("model", [{}, {"architecture": "bert", "bert_binary_head": True}], ids=["gpt3", "bert"])
-def test_a_crash_loses_nothing_before_the_last_checkpoint(
-    config_file: Path, tmp_path: Path, model: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("model", ["gpt3", "bert", "t5", "t5 relative"])
+def test_a_crash_loses_nothing_before_the_last_checkpoint(tmp_path: Path, model: str) -> None:
     """kill -9 between checkpoints: the curve is the uninterrupted one, every step there once."""
-    config = yaml.safe_load(config_file.read_text())
-    config_file.write_text(yaml.safe_dump({**config, "model": {**config["model"], **model}}))
+    keys = {**KEYS, "run__dir": str(tmp_path / "run")}
+    if "t5" in model:
+        keys |= {"model__position_embedding_type": "relative"} if "relative" in model else {}
+        config = make_t5(**keys)
+    else:
+        config = make(MIXED, model, **keys, **({"model__bert_binary_head": True} if model == "bert" else {}))
+    config_file = written(tmp_path, config)
     whole = mup("train", config_file, f"run.dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
     command = [sys.executable, "-m", "mup_megatron", "train", str(config_file)]
@@ -158,6 +164,7 @@ def test_a_crash_loses_nothing_before_the_last_checkpoint(
         time.sleep(0.01)
     process.kill()
     process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it was done before it could be killed"
     resumed = mup("train", config_file)
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

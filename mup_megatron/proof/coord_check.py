@@ -289,11 +289,13 @@ def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, 
     micro_batches = min(layout.micro_batches, -(-2 // least) * least)
     unit = 2 * parallel.context_parallel_size * (layout.tensor if parallel.sequence_parallel else 1)
     length = min(training.seq_length, max(unit, _TOKENS // unit * unit))
-    return {
+    few = {
         "training.micro_batch_size": 1,
         "training.global_batch_size": layout.data * micro_batches,
         "training.seq_length": length,
     }
+    # A pair's sides are padded, and what pads is measured too: neither side is longer than the other has to be.
+    return {**few, "training.decoder_seq_length": min(training.decoder_length, length)} if config.data.of_pairs else few
 
 
 def _measure(

@@ -8,7 +8,7 @@ import pytest
 
 from mup_megatron.config import Config
 from tests import proof_bodies
-from tests.configs import make
+from tests.configs import make, make_t5
 from tests.distributed import Ranks
 from tests.planted_faults import FAULTS
 
@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "llama", {**EXPERTS, **SHARED}, {"moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32}
     ),
     "moe_biased": model("llama", {**EXPERTS, **BIASED}, {"moe_ffn_hidden_size": 32}),
+    "t5": model("t5", {"encoder_num_layers": 2}),
     "mtp": model("llama", {"mtp_num_layers": 1}),
     "mla": model("llama", {**LATENT, **HEADS, "kv_channels": None}, {"q_lora_rank": 16, "kv_lora_rank": 8}),
     "halved_branches": model("gpt3"),
@@ -52,7 +53,9 @@ def config_of(name: str) -> Config:
     held = MODELS[name]
     keys: dict[str, Any] = {**KEYS, **({"hparams__residual_multiplier": 0.5} if name == "halved_branches" else {})}
     keys |= {"parametrization__fixed_fan_out_init": "output_like"} if name == "fixed_kv" else {}
-    return make({"model": held["model"], "base": held["base"]}, held["architecture"], **keys)
+    keys |= {"hparams__lr": 8e-4, "training__seq_length": 6} if name == "t5" else {}
+    growth = {"model": held["model"], "base": held["base"]}
+    return make_t5(growth, **keys) if name == "t5" else make(growth, held["architecture"], **keys)
 
 
 def found(ranks: Ranks, name: str, planted: bool) -> dict[str, Any]:
@@ -64,6 +67,8 @@ def found(ranks: Ranks, name: str, planted: bool) -> dict[str, Any]:
         options["factors"] = ()
     if fault.regime == "head_size":  # where what was learned has to outgrow what was drawn
         options |= {"factors": (1, 4, 16), "seeds": 3}
+    if fault.model == "t5":  # a target of few tokens: noisier, so more sizes and seeds
+        options |= {"factors": (1, 2, 4, 8, 16), "seeds": 4, "steps": 4}
     if fault.regime == "depth":
         options["seeds"] = 4  # with 2 the slope, 0.59 over depth, is undecided
     return ranks.run(

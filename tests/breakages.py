@@ -224,6 +224,18 @@ def relative_bias_gradient_of_own_heads() -> contextlib.AbstractContextManager[N
     return replaced(position_bias, "scatter_to_tensor_model_parallel_region", own)
 
 
+def t5_bias_gradient_of_own_heads() -> contextlib.AbstractContextManager[None]:
+    """In both stacks of an encoder-decoder, a rank's copy of the table gets the gradient of its own heads alone."""
+    from megatron.core import parallel_state
+    from megatron.core.models.T5 import t5_model
+
+    def own(bias: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return bias.chunk(ranks, dim=-1)[parallel_state.get_tensor_model_parallel_rank()]
+
+    return replaced(t5_model, "scatter_to_tensor_model_parallel_region", own)
+
+
 def relative_bias_copies_apart() -> contextlib.AbstractContextManager[None]:
     """Each pipeline stage trains its own copy of the table."""
     from mup_megatron.layers import position_bias

@@ -17,6 +17,8 @@ from tests.bert import bodies
 from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import MIXED, make
 from tests.distributed import RankError, Ranks
+from tests.engines.test_layout_invariance import deviation
+from tests.engines.test_parity import Split
 
 STEPS = 20
 NEXT_SENTENCE: dict[str, Any] = {"model__bert_binary_head": True}
@@ -175,9 +177,40 @@ CELLS = [
 ]
 
 
+SHORT = {"tensor": "tensor", "pipeline": "pipeline", "virtual": "virtual_pipeline"}
+MEASURED = {"loss": "losses", "gradient norm": "grad_norms"}
+KINDS = {
+    (): "bert",
+    tuple(NEXT_SENTENCE): "bert, next sentence",
+    (*NEXT_SENTENCE, *DEEP): "bert, next sentence",
+    tuple(MODERN): "bert, RoPE, RMSNorm, SwiGLU",
+}
+"""What ./dev parity calls a model, by the keys that it has of its own."""
+
+
+def told(count: int, keys: dict[str, Any]) -> str:
+    """The layout, as ./dev parity names it."""
+    given = {key.removeprefix("parallel__"): value for key, value in keys.items()}
+    optimizer = "distributed" if given.get("use_distributed_optimizer") else "plain"
+    sizes = {name: given.get(f"{kind}_model_parallel_size", 1) for name, kind in SHORT.items()}
+    return str(
+        Split(
+            optimizer if given.get("engine") == "megatron" else given["zero_stage"],
+            **sizes,
+            data=count // sizes["tensor"] // sizes["pipeline"],
+            sequence=given.get("sequence_parallel", False),
+        )
+    )
+
+
 @pytest.mark.parametrize(("count", "model", "keys"), CELLS)
 def test_the_layout_changes_nothing(
-    ranks: Ranks, reference: Any, count: int, model: dict[str, Any], keys: dict[str, Any]
+    ranks: Ranks,
+    reference: Any,
+    parity_rows: list[dict[str, Any]],
+    count: int,
+    model: dict[str, Any],
+    keys: dict[str, Any],
 ) -> None:
     """Initial values to the last bit, groups, and 20 losses and gradient norms within 2e-5 of one process."""
     whole = reference(*model.items())
@@ -185,6 +218,8 @@ def test_the_layout_changes_nothing(
     pipeline = keys.get("parallel__pipeline_model_parallel_size", 1)
     config = config_of(hparams__lr=3e-3, training__micro_batch_size=4 // (count // tensor // pipeline), **model, **keys)
     results = ranks.run(count, bodies.train, config=config, steps=STEPS)
+    rows = {key: max(deviation(result[name], whole[name]) for result in results) for key, name in MEASURED.items()}
+    parity_rows.append({"architecture": KINDS[tuple(model)], "growth": "mixed", "layout": told(count, keys), **rows})
     assert set().union(*(result["initial"] for result in results)) == whole["initial"].keys()
     gated = bool(model.get("model__gated_linear_unit"))
     compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor, gated))

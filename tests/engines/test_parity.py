@@ -34,6 +34,13 @@ _HORIZON = {
     "tuning__global_batch_size": 4,
     "tuning__train_steps": 10,
 }
+# Few buckets, so that a sequence of 24 has distances of all of them; a bias of the size of the logits.
+_RELATIVE = {
+    "model__position_embedding_type": "relative",
+    "model__relative_attention_num_buckets": 8,
+    "model__relative_attention_max_distance": 20,
+    "hparams__relative_bias_multiplier": 8.0,
+}
 # architecture, growth, overrides; four layers, so that they can be four stages.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt3": ("gpt3", MIXED, _DEEP),
@@ -70,8 +77,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "model__core_attention": "sdpa",
         },
     ),
+    "t5 relative": ("t5", T5, {"hparams__lr": 3e-3, "training__decoder_seq_length": 24, **_RELATIVE}),
 }
-UNGATED = ("gpt3", "t5", "t5 rope")
+UNGATED = ("gpt3", "t5", "t5 rope", "t5 relative")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +223,13 @@ T5_SPLITS = [
     *(Split(stage, tensor=2, data=2, sequence=True) for stage in (1, 3)),
     Split(0, tensor=2),
 ]
+T5_RELATIVE = [
+    Split("plain", tensor=2),
+    Split("distributed", tensor=2, data=2, sequence=True),
+    *(Split(stage, data=2) for stage in (1, 3)),
+    *(Split(stage, tensor=2, data=2, sequence=True) for stage in (1, 3)),
+    Split(0, tensor=2),
+]
 CONTEXT = [
     ("llama", Split("plain", context=2)),
     ("llama", Split("plain", context=4)),
@@ -243,6 +258,7 @@ MATRIX = [
     *FULLY_SHARDED,
     *(("t5", split) for split in T5_SPLITS),
     *(("t5 rope", split) for split in (T5_SPLITS[4], T5_SPLITS[-2])),
+    *(("t5 relative", split) for split in T5_RELATIVE),
 ]
 QUICK = {
     ("gpt3", Split("plain", pipeline=2, virtual=2)),
@@ -362,6 +378,10 @@ def test_the_matrix_is_large_enough() -> None:
         ("layers_by_local_number", "gpt3", Split("plain", pipeline=2), r"no rank holds .*decoder\.layers\.2"),
         pytest.param(
             *("mean_of_micro_batches", "t5", Split("plain", data=2), r"losses\[0\] on rank 0"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *("t5_bias_gradient_of_own_heads", "t5 relative", Split("plain", tensor=2), r"grad_norms\[0\] on rank 0"),
+            marks=pytest.mark.slow,
         ),
         ("sequence_in_order", "gpt3", Split("plain", context=2), r"losses\[0\] on rank 0"),
         ("fsdp2_of_each_rank_alone", "gpt3", Split("fsdp2", data=2), r"grad_norms\[0\] on rank 0"),

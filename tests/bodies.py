@@ -430,7 +430,7 @@ def saved_bytes(rank: Rank, *, config: Config) -> int:
 
     batch = _batch(config, layout, rank.rank)[0]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        batch.forward(model)
     return sum(kept.values())
 
 

@@ -53,6 +53,8 @@ def activation_bytes(parametrization: Parametrization, layout: Layout) -> int:
     Buffers of communication and of the optimizer are not counted.
     """
     config = parametrization.config
+    if config.model.family == "t5":
+        return round(config.training.micro_batch_size * _of_a_pair(parametrization, layout))
     tokens = config.training.micro_batch_size * config.training.seq_length / layout.context
     vocabulary = parametrization.shapes["embedding.word_embeddings.weight"].spec.shape[0]
     most = 0.0
@@ -65,6 +67,39 @@ def activation_bytes(parametrization: Parametrization, layout: Layout) -> int:
             held += readouts * (ends + 4 * vocabulary / layout.tensor)
         most = max(most, held * tokens)
     return round(most)
+
+
+def _of_a_pair(parametrization: Parametrization, layout: Layout) -> float:
+    """Bytes for one source of s tokens and its target of t: upstream's encoder-decoder has no pipeline.
+
+    A decoder's layer also keeps its cross-attention: queries and context for each token of the target, keys and values
+    for each of the source, t · s scores.
+    """
+    config = parametrization.config
+    source, target = config.training.seq_length, config.training.decoder_length
+    hidden = _element(config) * config.model.hidden_size / _sequence(layout)
+    vocabulary = parametrization.shapes["embedding.word_embeddings.weight"].spec.shape[0]
+    ffn = _ffn(config, layout, experts=False)
+    encoder = source * (_attention(config, layout, source) + ffn)
+    decoder = target * (_attention(config, layout, target) + ffn) + _cross_attention(config, layout)
+    layers = config.model.stacks
+    kept, again = zip(
+        _recomputed(config, [encoder] * layers["encoder"], source * hidden),
+        _recomputed(config, [decoder] * layers["decoder"], target * hidden),
+        strict=True,
+    )
+    # Of each stack the input of its last norm and what comes out.
+    return sum(kept) + max(again) + 2 * (source + target) * hidden + target * 4 * vocabulary / layout.tensor
+
+
+def _cross_attention(config: Config, layout: Layout) -> float:
+    """Bytes per pair of a cross-attention block."""
+    model, source, target = config.model, config.training.seq_length, config.training.decoder_length
+    heads = model.num_attention_heads / layout.tensor
+    outside = target * 2 * model.hidden_size / _sequence(layout)
+    kept = _element(config) * (outside + 2 * (source + target) * heads * model.head_size)
+    kept += target * _scores(config, heads * source)
+    return kept + (target * model.hidden_size / _sequence(layout) if model.hidden_dropout else 0)
 
 
 def _chunks_under_way(layout: Layout, stage: int) -> int:
@@ -86,19 +121,30 @@ def _sequence(layout: Layout) -> int:
 
 def _layers(config: Config, layout: Layout, layers: Sequence[int]) -> float:
     """Bytes per token that the layers of a chunk keep."""
-    training, experts = config.training, config.model.expert_layers
-    whole = [_attention(config, layout) + _ffn(config, layout, experts[layer]) for layer in layers]
+    experts, length = config.model.expert_layers, config.training.seq_length
+    whole = [_attention(config, layout, length) + _ffn(config, layout, experts[layer]) for layer in layers]
+    return sum(_recomputed(config, whole, _element(config) * config.model.hidden_size / _sequence(layout)))
+
+
+def _recomputed(config: Config, whole: Sequence[float], kept: float) -> tuple[float, float]:
+    """Bytes that layers keep throughout, and those of the ones that are computed again at a time.
+
+    Args:
+        config: the run.
+        whole: bytes that each layer keeps where nothing is computed again.
+        kept: bytes of a layer's input.
+    """
+    training = config.training
     if training.recompute_granularity != "full" or not whole:
-        return sum(whole)
-    kept = _element(config) * config.model.hidden_size / _sequence(layout)
+        return sum(whole), 0.0
     each = training.recompute_num_layers or 1
     if training.recompute_method == "block":  # the first so many of the chunk
-        return min(each, len(whole)) * kept + sum(whole[each:]) + max(whole[:each])
-    return len(whole) / each * kept + each * max(whole)
+        return min(each, len(whole)) * kept + sum(whole[each:]), max(whole[:each])
+    return len(whole) / each * kept, each * max(whole)
 
 
-def _attention(config: Config, layout: Layout) -> float:
-    """Bytes per token of an attention block: norm, projections, scores, dropout."""
+def _attention(config: Config, layout: Layout, keys: int) -> float:
+    """Bytes per token of a self-attention block over so many keys: norm, projections, scores, dropout."""
     model, element, split = config.model, _element(config), layout.tensor
     outside = 2 * model.hidden_size / _sequence(layout)  # the inputs of the norm and of the first projections
     heads = model.num_attention_heads
@@ -108,12 +154,16 @@ def _attention(config: Config, layout: Layout) -> float:
         inside = heads * (2 * model.head_size + 2 * value) / split + ranks
     else:
         inside = (2 * heads + 2 * model.query_groups) * model.head_size / split
-    kept = element * (outside + inside)
-    recomputed = config.training.recompute_granularity == "selective"
-    if model.core_attention in ("auto", "megatron") and not recomputed:
-        scores = heads / split * config.training.seq_length
-        kept += scores * (element + (element + 1 if model.attention_dropout else 0))
+    kept = element * (outside + inside) + _scores(config, heads / split * keys)
     return kept + (model.hidden_size / _sequence(layout) if model.hidden_dropout else 0)
+
+
+def _scores(config: Config, count: float) -> float:
+    """Bytes of so many attention scores: their softmax, which dropout keeps once more, and its mask."""
+    model, element = config.model, _element(config)
+    if model.core_attention not in ("auto", "megatron") or config.training.recompute_granularity == "selective":
+        return 0.0
+    return count * (element + (element + 1 if model.attention_dropout else 0))
 
 
 def _ffn(config: Config, layout: Layout, experts: bool) -> float:

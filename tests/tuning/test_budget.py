@@ -20,10 +20,15 @@ from mup_megatron.tuning.budget import device_hours, flops_per_token, guidance, 
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, values_of
 from tests import bodies
-from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
+from tests.configs import MIXED, MLA, MOE, T5, VOCABULARY, make, make_t5
 from tests.distributed import Ranks
 
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prepared() -> None:
+    upstream.prepare_process()  # megatron-core's latent attention asks for CUDA without
 
 
 def test_flops_per_token_by_hand() -> None:
@@ -145,6 +150,8 @@ SPLITS = {
         pytest.param((MIXED, "gpt3"), {"model__core_attention": "sdpa"}, id="gpt3 sdpa"),
         pytest.param((MIXED, "llama"), {"model__normalization": "LayerNorm"}, id="llama"),
         pytest.param((MLA, "llama"), {}, id="mla"),
+        pytest.param((T5, "t5"), {"training__decoder_seq_length": 96}, id="t5"),
+        pytest.param((T5, "t5"), {"model__core_attention": "sdpa"}, id="t5 sdpa", marks=pytest.mark.slow),
     ],
 )
 def test_activations_are_what_autograd_keeps(
@@ -156,11 +163,41 @@ def test_activations_are_what_autograd_keeps(
     """
     processes, parallel = SPLITS[split]
     layout = {f"parallel__{key}": value for key, value in parallel.items()}
-    config = make(*model, parallel__zero_stage=0, training__seq_length=128, **{**layout, **keys})
+    keys = {"parallel__zero_stage": 0, "training__seq_length": 128, **layout, **keys}
+    config = make_t5(**keys) if model[1] == "t5" else make(*model, **keys)
     prepare(config)
     kept = max(ranks.run(processes, bodies.saved_bytes, config=config))
     expected = activation_bytes(parametrize(config, VOCABULARY), resolve_layout(config, processes))
     assert 0.8 < expected / kept < 1.25, (expected, kept)
+
+
+def test_activations_of_both_stacks_by_hand() -> None:
+    """Hidden size 96, FFN 160, 8 heads of 12, three encoder and two decoder layers, fp32, vocabulary 384, no dropout.
+
+    Per token: norm and first projection 2·96, queries, keys, values, context 4·96, FFN 2·96 + 2·160; scores 8 per key.
+    A source of 40 tokens, a target of 24, micro-batches of 2.
+    """
+    shape = {"training__seq_length": 40, "training__decoder_seq_length": 24, "training__micro_batch_size": 2}
+    config = make_t5(**shape, training__global_batch_size=8, parallel__tensor_model_parallel_size=1)
+    layout = resolve_layout(config, 1)
+    token = 2 * 96 + 4 * 96 + 2 * 96 + 2 * 160
+    encoder = 40 * (token + 8 * 40)
+    cross = (
+        24 * (2 * 96 + 2 * 96 + 8 * 40) + 40 * 2 * 96
+    )  # norm and projection, query and context, scores; keys, values
+    decoder = 24 * (token + 8 * 24) + cross
+    ends = 2 * 96 * (40 + 24) + 384 * 24
+    parametrization = parametrize(config, VOCABULARY)
+    assert activation_bytes(parametrization, layout) == 2 * 4 * (3 * encoder + 2 * decoder + ends)
+    # Attention that keeps no scores; then of every layer its input alone, and all of the one that is computed again.
+    sdpa = config.derive({"model.core_attention": "sdpa"})
+    scores = 3 * 40 * 8 * 40 + 2 * 24 * 8 * (24 + 40)
+    found = activation_bytes(parametrize(sdpa, VOCABULARY), layout)
+    assert found == 2 * 4 * (3 * encoder + 2 * decoder + ends - scores)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    again = config.derive({f"training.{key}": value for key, value in full.items()})
+    inputs = 3 * 40 * 96 + 2 * 24 * 96
+    assert activation_bytes(parametrize(again, VOCABULARY), layout) == 2 * 4 * (inputs + max(encoder, decoder) + ends)
 
 
 def test_chunks_under_way() -> None:

@@ -121,7 +121,7 @@ class Tuning(Section):
     `grid` goes through all combinations of `choice`."""
     objective: Literal["loss", "bleu"] = "loss"
     """What trials are compared by: the evaluation `loss`, or `bleu` of training.eval_translations validation pairs.
-    What the study, its record and its pictures call loss is then 100 - BLEU."""
+    A study looks for the smallest number, so `loss` in its files is then 100 - BLEU; people are shown BLEU."""
     pruner: Literal["hyperband", "successive_halving", "none"] = "successive_halving"
     """When trials stop early: at steps/r² and steps/r unless among the best 1/r so far (`successive_halving`), the same
     in three brackets (`hyperband`), or never."""

@@ -15,6 +15,7 @@ from mup_megatron.config import Config
 from mup_megatron.errors import UserError, no_such_file
 
 _TRAINING_CHARACTERS = 4_000_000
+_BYTES = 256
 HUGGING_FACE_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
@@ -102,11 +103,15 @@ def load_tokenizer(config: Config, trained: Path | None = None) -> Any:
     if section.library != "byte-level" and (path is None or not Path(path).exists()):
         raise config.error("data.tokenizer.path", no_such_file(path) if path else "expected the tokenizer's file")
     try:
-        return MegatronTokenizer.from_pretrained(
+        tokenizer = MegatronTokenizer.from_pretrained(
             tokenizer_path=path, metadata_path={"library": section.library}, **arguments
         )
     except Exception as error:  # the libraries raise whatever they like
         raise config.error("data.tokenizer.path", f"{section.library} cannot read {path}: {error}") from None
+    if section.library == "byte-level":
+        # Of its 512 entries 256 are bytes. A model may give any of the others, which upstream cannot turn into text.
+        tokenizer._tokenizer.special_start = _BYTES
+    return tokenizer
 
 
 def _null_tokenizer(vocab_size: int) -> Any:

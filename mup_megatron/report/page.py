@@ -20,6 +20,7 @@ from mup_megatron.report.pictures import COLORS, STATES, extent_of
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
+from mup_megatron.tuning.objective import Objective, objective_of
 
 
 def write_page(directory: Path) -> Path:
@@ -75,7 +76,8 @@ def page(run: Run, plotly: str) -> str:
             f"<h2>What it wrote at step {last:,}</h2>" + table(("prompt", "most likely text"), rows, "text")
         )
     if run.record is not None:
-        sections.append("<h2>The proxy's loss over each hyperparameter</h2>")
+        name_of = objective_of(run.record["study"]).name
+        sections.append(f"<h2>The proxy's {name_of} over each hyperparameter</h2>")
         for parameter in run.record["study"]["values"]:
             figures[f"search-{parameter}"] = _search(run.record["study"], parameter, run.others.get(parameter))
             sections.append(f'<div id="search-{html.escape(parameter)}"></div>')
@@ -107,7 +109,7 @@ def _details(title: str, text: str) -> str:
 
 
 def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, Any]:
-    data = []
+    data, objective = [], objective_of(study)
     trials = [trial for trial in study["trials"] if trial["values"] and trial["loss"] is not None]
     for state, (label, _, color) in STATES.items():
         shown = [trial for trial in trials if trial["state"] == state]
@@ -119,14 +121,14 @@ def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, 
                 "mode": "markers",
                 "name": label,
                 "x": [trial["values"][name] for trial in shown],
-                "y": [trial["loss"] for trial in shown],
-                "text": [_hover(trial) for trial in shown],
+                "y": [objective.shown(trial["loss"]) for trial in shown],
+                "text": [_hover(trial, objective) for trial in shown],
                 "marker": {"color": color, "size": 9},
                 "hovertemplate": "%{text}",
             }
         )
     chosen, extent = study["values"][name], extent_of(study, name)
-    layout = layout_of(name, "proxy loss (nats per token)", log=extent is not None and extent.log, height=310)
+    layout = layout_of(name, objective.axis, log=extent is not None and extent.log, height=310)
     if extent is not None:
         logarithm = math.log10 if extent.log else float
         low, high = logarithm(extent.low), logarithm(extent.high)
@@ -145,18 +147,19 @@ def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, 
     return {"data": data, "layout": layout}
 
 
-def _hover(trial: dict[str, Any]) -> str:
+def _hover(trial: dict[str, Any], objective: Objective) -> str:
     values = "<br>".join(
         f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in trial["values"].items()
     )
-    return f"trial {trial['slot']}, seed {trial['seed']}: {trial['state']}<br>loss {trial['loss']:.4f}<br>{values}"
+    measured = f"{objective.name} {objective.text(trial['loss'])}"
+    return f"trial {trial['slot']}, seed {trial['seed']}: {trial['state']}<br>{measured}<br>{values}"
 
 
 def _trials(study: dict[str, Any]) -> str:
-    names = list(study["values"])
+    names, objective = list(study["values"]), objective_of(study)
     rows = []
     for trial in study["trials"]:
-        loss = f"{trial['loss']:.4f}" if trial["loss"] is not None else ""
+        loss = objective.text(trial["loss"]) if trial["loss"] is not None else ""
         steps = max((int(step) for step in trial["reports"]), default=0)
         values = [trial["values"].get(name, "") for name in names]
         cells = [value if isinstance(value, str) else f"{value:.4g}" for value in values]
@@ -164,7 +167,7 @@ def _trials(study: dict[str, Any]) -> str:
             f"{trial['state']}: {trial['reason']}" if trial["reason"] and trial["state"] == "failed" else trial["state"]
         )
         rows.append([str(trial["slot"]), trial["seed"], ended, steps, loss, *cells, f"{trial['seconds']:.0f} s"])
-    return table(("trial", "seed", "ended", "step", "loss", *names, "time"), rows)
+    return table(("trial", "seed", "ended", "step", objective.name, *names, "time"), rows)
 
 
 def _explanation(explanation: dict[str, Any]) -> str:

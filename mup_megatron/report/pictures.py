@@ -10,6 +10,7 @@ from typing import Any
 
 from mup_megatron.files import write_whole
 from mup_megatron.report.run_data import Run
+from mup_megatron.tuning.objective import objective_of
 
 COLORS = ("#4878a8", "#c44e52", "#dd8452")
 """Of the target, and of the same in the parametrizations that it is compared with."""
@@ -71,7 +72,7 @@ def draw_curves(run: Run) -> Path:
 
 
 def draw_search(run: Run) -> Path | None:
-    """The proxy's loss over each hyperparameter that was tuned, the chosen value marked.
+    """What trials were compared by over each hyperparameter that was tuned, the chosen value marked.
 
     Returns:
         Path of the picture, `search.png` in the run's folder; None without a record.
@@ -91,12 +92,14 @@ def draw_search(run: Run) -> Path | None:
     axes = grid.ravel()
     trials = [trial for trial in study["trials"] if trial["values"]]
     low, high = _limits(trials)
+    objective = objective_of(study)
     for axis, name in zip(axes, names, strict=False):
         for state, (label, marker, color) in STATES.items():
-            # A loss above the picture, and one that is no number, stands at its upper edge.
+            # A loss above the picture, and one that is no number, stands at its upper edge; a BLEU at its lower one.
             shown = [trial for trial in trials if trial["state"] == state]
             losses = [min(trial["loss"], high) if trial["loss"] is not None else high for trial in shown]
-            axis.plot([trial["values"][name] for trial in shown], losses, marker, color=color, ms=5, label=label)
+            heights = [objective.shown(loss) for loss in losses]
+            axis.plot([trial["values"][name] for trial in shown], heights, marker, color=color, ms=5, label=label)
         chosen = study["values"][name]
         axis.axvline(chosen, color="0.2", lw=1, ls=":", label="chosen")
         axis.set_title(f"{name} = {_shown(chosen)}", fontsize=9, loc="left")
@@ -115,11 +118,11 @@ def draw_search(run: Run) -> Path | None:
             axis.set_xlim(*extent.limits)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_ylim(low, high + 0.04 * (high - low))
+        axis.set_ylim(*sorted(map(objective.shown, (low, high + 0.04 * (high - low)))))
     for axis in axes[len(names) :]:
         axis.set_visible(False)
     for row in grid:
-        row[0].set_ylabel("proxy loss (nats per token)", fontsize=8)
+        row[0].set_ylabel(objective.axis, fontsize=8)
     named = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(list(named.values()), list(named), loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     path = run.directory / "search.png"

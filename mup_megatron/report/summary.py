@@ -15,6 +15,7 @@ from mup_megatron.config.model import FAMILIES
 from mup_megatron.errors import UserError
 from mup_megatron.explain import shown_init
 from mup_megatron.report.run_data import Run, read_run
+from mup_megatron.tuning.objective import objective_of
 from mup_megatron.tuning.outcome import open_sides
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
     if (record := run.record) is None:
         raise ValueError(f"{run.directory}: no transfer record")
     study, said = record["study"], []
-    noise = f" ± {study['noise']:.4f} per run" if study["noise"] is not None else ""
+    objective = objective_of(study)
+    noise = f" ± {study['noise']:.{objective.digits}f} per run" if study["noise"] is not None else ""
     seeds = len(study["candidates"][0]["losses"])
     ended = {
         state: sum(1 for t in study["trials"] if t["state"] == state)
@@ -125,7 +127,10 @@ def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
         said.append(f"the target did not train with the values of the transfer record: {shown}")
     results = [
         ["trials", ", ".join(f"{count} {state}" for state, count in ended.items() if count)],
-        [f"proxy loss{of}", f"{study['loss']:.4f}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})"],
+        [
+            f"proxy {objective.name}{of}",
+            f"{objective.text(study['loss'])}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})",
+        ],
     ]
     # The record may be a family's: what it says of a target is of the one that it was tuned for.
     extrapolated = run.plan["extrapolated"] if run.plan is not None else record["target"]["extrapolated"]

@@ -7,6 +7,7 @@ study.py     the shared study: planned trials, halving in order, repetitions
 storage.py   the study as Optuna keeps it; journal.py checks the lines of a journal
 sampler.py   which values are tried
 lease.py     which trials lost their worker
+objective.py what trials are compared by, in people's words
 outcome.py   the study's trials, and the one that is chosen
 trial.py     one trial, in the process that runs it
 process.py   starts that process and talks with it

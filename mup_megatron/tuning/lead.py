@@ -25,6 +25,7 @@ from mup_megatron.runtime import Meeting
 from mup_megatron.setup import Setup, resolve
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
+from mup_megatron.tuning.objective import with_name
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
 
 _BEAT_SECONDS = 10.0
@@ -256,7 +257,8 @@ class _Leader:
                 continue
             self._said.add((trial.name, trial.state))
             values = ", ".join(f"{name} {_short(value)}" for name, value in trial.values.items())
-            loss = f"loss {trial.loss:.4f}" if trial.loss is not None else ""
+            objective = self._study.objective
+            loss = f"{objective.name} {objective.text(trial.loss)}" if trial.loss is not None else ""
             steps = max(trial.reports, default=0)
             how = {"stopped": f"stopped at step {steps}, {loss}", "complete": loss, "diverged": "diverged"}
             ended = sum(1 for other in trials if other.state not in ("waiting", "running"))
@@ -304,11 +306,12 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
     vocab_size = known_vocab_size(config)
     plan = budget.plan(config, vocab_size, rank.world_size)
     table = parametrize(chosen.derive({"model.as_built": None}), vocab_size)
+    found = {"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()}
     written = record.make_record(
         dataclasses.replace(table, config=chosen),
         setup.layout,
         values,
-        study={"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()},
+        study=with_name(found, study.objective),
         budget={**plan.as_json(), "spent": spent(config, choice.trials, plan)},
     )
     record.write_record(record.record_path(config), written)

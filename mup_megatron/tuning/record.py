@@ -27,6 +27,7 @@ from mup_megatron.files import open_new
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.objective import LOSS, objective_of
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.record_parts import check_record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
@@ -351,7 +352,9 @@ def _noise(study: Mapping[str, Any]) -> str:
     if noise is None or not candidates:
         return "no repetition with other seeds: how much of a difference is noise is not known"
     chosen, repeated = candidates[0], sum(len(candidate["losses"]) - 1 for candidate in candidates)
-    measured = f"±{noise:.4f} per run, from {repeated} repetition{'s' if repeated > 1 else ''}"
+    objective = objective_of(study)
+    unit = "" if objective is LOSS else f" {objective.name}"
+    measured = f"±{noise:.{objective.digits}f}{unit} per run, from {repeated} repetition{'s' if repeated > 1 else ''}"
     among = {candidate["slot"] for candidate in candidates}
     once = [
         trial

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
@@ -85,6 +85,7 @@ class _Study(_Part):
     values: dict[str, float | str] = {}
     trials: list[_Tried] = []
     ranges: dict[str, _Range] = {}
+    objective: Literal["loss", "bleu"] = "loss"
 
     @model_validator(mode="after")
     def _numbers_are_numbers(self) -> _Study:

@@ -26,6 +26,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.journal import journal_path, mend
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
+from mup_megatron.tuning.objective import Objective, objective_of
 from mup_megatron.tuning.outcome import FINISHED, State, Trial, best
 from mup_megatron.tuning.sampler import points
 from mup_megatron.tuning.space import Value, proxy_config, rungs, values_of
@@ -76,6 +77,11 @@ class Study:
         self.directory = Path(config.run.dir) / "tuning"
         self._storage = StudyStorage(config, self.directory)
         self._leases = leases
+
+    @property
+    def objective(self) -> Objective:
+        """What its trials are compared by."""
+        return objective_of({"objective": self._config.tuning.objective})
 
     @property
     def logs(self) -> str:

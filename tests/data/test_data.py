@@ -272,6 +272,8 @@ def test_byte_level(tmp_path: Path) -> None:
     assert known_vocab_size(settings) == prepared.vocab_size
     tokenizer = load_tokenizer(settings)
     assert tokenizer.detokenize(tokenizer.tokenize("héllo")) == "héllo"
+    # An entry that is no byte, which a model may give, is no text.
+    assert tokenizer.detokenize([104, 300, 105, 511]) == "hi"
 
 
 def test_huggingface(tmp_path: Path) -> None:

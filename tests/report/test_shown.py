@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import math
 import shutil
@@ -29,6 +30,7 @@ from mup_megatron.report.summary import summarize, summary
 from mup_megatron.tuning import budget
 from mup_megatron.tuning.decide import apply_record
 from mup_megatron.tuning.family import digest
+from mup_megatron.tuning.objective import BLEU, with_name
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks, write_record
 from mup_megatron.tuning.space import check_overrides
@@ -409,6 +411,34 @@ def test_norms_that_start_from_ones(whole: Path, finished: Path, capsys: pytest.
 
 
 # Pictures
+
+
+def test_bleu_is_shown_as_bleu(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 - 3.5 is 96.5; the best trial, whose number is the smallest, stands highest. Nothing is called a loss."""
+    rewritten(copied, lambda data: data.update(study=with_name({**data["study"], "loss": 3.5}, BLEU)))
+    run = read_run(copied)
+    (row,) = (row for row in summary(run)["results"] if row[0].startswith("proxy"))
+    assert row[0] == "proxy BLEU"
+    assert row[1].startswith("96.50 ± ")
+    shown: dict[str, Any] = {}
+
+    def keep(figure: Any, path: Path) -> None:
+        axis = figure.axes[0]
+        drawn = [float(height) for line in axis.get_lines() if line.get_marker() == "o" for height in line.get_ydata()]
+        shown.update(label=axis.get_ylabel(), limits=axis.get_ylim(), drawn=drawn)
+
+    monkeypatch.setattr(pictures, "save_figure", keep)
+    draw_search(run)
+    assert shown["label"] == "proxy BLEU (higher is better)"
+    trials = json.loads((copied / "transfer.json").read_text())["study"]["trials"]
+    best = min(trial["loss"] for trial in trials if trial["state"] == "complete")
+    assert max(shown["drawn"]) == pytest.approx(100 - best)
+    assert shown["limits"][0] < 100 - best < shown["limits"][1]
+    page = write_page(copied).read_text()
+    assert "The proxy's BLEU over each hyperparameter" in html.unescape(page)
+    assert "<th>BLEU</th>" in page
+    assert f"BLEU {100 - best:.2f}" in page
+    assert "proxy loss" not in page
 
 
 def test_pictures_draw_the_range(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

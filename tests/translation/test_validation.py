@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mup_megatron.errors import ConfigError
 from mup_megatron.evaluation import evaluate_translations
 from mup_megatron.ranks import Rank
 from mup_megatron.setup import resolve
+from tests.commands import mup
 from tests.configs import make_t5
 from tests.distributed import Ranks
 
@@ -106,6 +108,27 @@ def test_trials_are_compared_by_it(ranks: Ranks, tmp_path: Path) -> None:
         assert found == judged[6]
         # A trial that goes on behind its end is heard of as before.
         assert ranks.run(1, trained, path=path, watched=True) == [(heard, found)]
+
+
+@pytest.mark.slow
+def test_a_study_tells_bleu(ranks: Ranks, tmp_path: Path) -> None:
+    """In its lines and its record; the trial with the highest one is chosen."""
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4, "kv_channels": 8}
+    keys = {"proxy": sizes, "tuning__trials": 3, "tuning__train_steps": 30, "tuning__max_compute_share": 10.0}
+    search = {"lr": {"choice": [1e-6, 8e-3, 2e-6]}}
+    path = config_file(tmp_path, **keys, tuning__search=search, tuning__sampler="grid", tuning__pruner="none")
+    ranks.stop()
+    result = mup("tune", path, "--nproc-per-node", "1")
+    assert result.returncode == 0, result.stderr
+    study = json.loads((tmp_path / "run" / "transfer.json").read_text())["study"]
+    by_slot = {trial["slot"]: trial for trial in study["trials"] if not trial["repeats"]}
+    for trial in study["trials"]:
+        assert trial["bleu"] == pytest.approx(100 - trial["loss"])
+        said = rf"trial-{trial['slot']:03d}\S* \(\d+/\d+\): BLEU {trial['bleu']:.2f} "
+        assert re.search(said, result.stdout), result.stdout
+    assert study["objective"] == "bleu"
+    assert study["values"]["lr"] == 8e-3
+    assert by_slot[study["slot"]]["bleu"] == max(trial["bleu"] for trial in by_slot.values()) > 20
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from mup_megatron.init_from import check_same_start, check_start, find_start, lo
 from mup_megatron.manifest import CheckpointManifest, check_resume, make_manifest
 from mup_megatron.metrics import Metrics
 from mup_megatron.optim import LearningRateSchedule
+from mup_megatron.parametrization import Parametrization
 from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import VERIFIED, own_run_directory
@@ -167,7 +168,7 @@ def train(
             batches,
             evaluation,
             samples,
-            _validation(setup, engine, datasets[1], rank),
+            _validation(setup, engine, parametrization, datasets[1], rank),
             checkpoints,
             save,
             state_bytes(parametrization, config.optimizer),
@@ -187,13 +188,15 @@ def _samples(setup: Setup, engine: Engine, batches: Batches, tokenizer: Any) -> 
     return Samples(setup, engine, cast(GPTMaker, batches.maker), tokenizer) if setup.config.run.samples else None
 
 
-def _validation(setup: Setup, engine: Engine, dataset: Any, rank: Rank) -> Callable[[], float] | None:
+def _validation(
+    setup: Setup, engine: Engine, parametrization: Parametrization, dataset: Any, rank: Rank
+) -> Callable[[], float] | None:
     """What measures BLEU at evaluations, where the config asks for it."""
     if not (setup.config.training.eval_translations and dataset):
         return None
     from mup_megatron.translation.validation import Validation
 
-    return Validation(setup.config, engine.chunks[0], dataset, setup.layout, rank.rank)
+    return Validation(setup, engine, parametrization, dataset, rank.rank)
 
 
 def _newest_sound(checkpoints: Checkpoints, rank: Rank, progress: Progress) -> Path | None:

@@ -179,7 +179,7 @@ def _check_pairs(config: Config) -> None:
 
 
 def _check_translations(config: Config) -> None:
-    training, parallel = config.training, config.parallel
+    training = config.training
     if config.tuning.objective == "bleu" and not training.eval_translations:
         raise config.error("tuning.objective", "bleu needs pairs to translate; expected training.eval_translations > 0")
     if not training.eval_translations:
@@ -188,17 +188,6 @@ def _check_translations(config: Config) -> None:
         raise config.error(
             "training.eval_translations", f"{config.model.architecture} does not translate; expected architecture: t5"
         )
-    found = {
-        "zero_stage: 3": parallel.engine == "deepspeed" and parallel.zero_stage == 3,
-        **{key: getattr(parallel, key) for key in ("sequence_parallel", "overlap_param_gather", "use_torch_fsdp2")},
-    }
-    for key, wrong in found.items():
-        if wrong:
-            raise config.error(
-                "training.eval_translations",
-                f"a model under parallel.{key} cannot translate while it trains; expected 0, and mup-megatron evaluate "
-                "--translation afterwards",
-            )
 
 
 def _check_search(config: Config) -> None:

@@ -65,7 +65,17 @@ def test_every_family_is_there() -> None:
         "nemotron": ("15b",),
         "bert": ("demo", "proxy-13m", "base", "large"),
         "t5": ("iwslt-like", "wmt14-base", "wmt14-big"),
-        "proof": ("gpt3", "llama", "moe", "mla", "tuning-cost", "translation-cost", "quality"),  # of docs/evidence
+        "proof": (
+            "gpt3",
+            "llama",
+            "moe",
+            "mla",
+            "tuning-cost",
+            "translation-cost",
+            "quality",
+            "t5",
+            "bert",
+        ),  # of docs/evidence
     }
     names = {str(path.relative_to(path.parents[1])) for path in CONFIGS if path.parent.name != "configs"}
     assert names == {f"{family}/{size}.yaml" for family, of_family in sizes.items() for size in of_family}

@@ -444,6 +444,21 @@ def muon_slices() -> contextlib.AbstractContextManager[None]:
     return replaced(megatron_config, "_muon", lambda config: {**original(config), "muon_tp_mode": "blockwise"})
 
 
+@contextlib.contextmanager
+def muon_experts_over_the_dense_ranks() -> Iterator[None]:
+    """Muon puts an expert's matrix together over the ranks that share the dense ones."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    original = TensorParallelMuon.orthogonalize
+
+    def orthogonalize(self: Any, p: Any, grad: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        p.expert_tp = False
+        return original(self, p, grad, **arguments)
+
+    with replaced(TensorParallelMuon, "orthogonalize", orthogonalize):
+        yield
+
+
 def fsdp2_of_each_rank_alone() -> contextlib.AbstractContextManager[None]:
     """FSDP2 over a group of one: no rank hears of the others' gradients."""
     import torch.distributed

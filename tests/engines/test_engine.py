@@ -129,20 +129,6 @@ def test_the_first_update_of_latent_attention_under_muon(ranks: Ranks) -> None:
         assert 0.8 < large[name] / small[name] / factor < 1.25, (layer, large[name] / small[name], factor)
 
 
-@muon
-@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_muon_sees_no_layout(ranks: Ranks, sequence: bool) -> None:
-    """Whole matrices are orthogonalised, whoever holds them; negative control: upstream's default takes slices."""
-    settings = {**MUON, "hparams__lr": 2e-2}
-    layout = {**TP2, "parallel__sequence_parallel": sequence}
-    whole = ranks.run(1, bodies.train, config=prepared(**settings), steps=8)[0]
-    assert whole["losses"][0] - whole["losses"][-1] > 0.1
-    for result in ranks.run(4, bodies.train, config=prepared(**settings, **layout), steps=8):
-        np.testing.assert_allclose(result["losses"], whole["losses"], rtol=2e-5)
-    slices = ranks.run(4, bodies.train, config=prepared(**settings, **layout), steps=8, broken="muon_slices")[0]
-    assert abs(slices["losses"][-1] / whole["losses"][-1] - 1) > 1e-4
-
-
 def go(ranks: Ranks, folder: Path, count: int, config: Any, **settings: Any) -> list[dict[str, Any]]:
     """Steps 0 to 5, saved; then everything is thrown away; then steps 5 to 9 from what was saved."""
     first = ranks.run(count, bodies.leg, config=config, start_at=0, stop_at=5, save=str(folder))

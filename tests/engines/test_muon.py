@@ -1,0 +1,157 @@
+"""Muon under the Megatron engine: its update in float64 by hand, and no layout in the losses.
+
+The layouts are those that matter to Muon: stages, experts and sequences over ranks, and matrices over ranks, which each
+rank must put together before it orthogonalises them. Every cell is compared with one process: initial values and groups
+exactly, losses and gradient norms over 20 steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.data.prepare import prepare
+from mup_megatron.setup.megatron import emerging_missing
+from tests import bodies, muon_bodies
+from tests.comparison import Difference
+from tests.configs import MIXED, MLA, MOE, make
+from tests.distributed import Ranks
+from tests.engines.test_layout_invariance import STEPS
+from tests.engines.test_parity import Split, check
+
+pytestmark = pytest.mark.skipif(emerging_missing("muon") is not None, reason=str(emerging_missing("muon")))
+
+_OWN = {"optimizer__name": "muon", "model__num_layers": 4, "hparams__lr": 3e-3, "hparams__weight_decay": 0.1}
+_GROUPS = {"model__num_query_groups": 4, "base__num_query_groups": 2}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (MIXED, {**_OWN, **_GROUPS}),
+    "moe": (MOE, {**_OWN, "model__moe_layer_freq": [0, 1, 1, 1]}),
+    "mla": (MLA, _OWN),
+}
+CELLS = [
+    *(
+        ("llama", Split("plain", **split))
+        for split in (
+            {"data": 2},
+            {"tensor": 2},
+            {"tensor": 2, "data": 2, "sequence": True},
+            {"pipeline": 2},
+            {"pipeline": 4},
+            {"pipeline": 2, "virtual": 2},
+            {"context": 2},
+            {"pipeline": 2, "tensor": 2, "sequence": True},
+        )
+    ),
+    *(
+        ("moe", Split("plain", **split))
+        for split in (
+            {"expert": 2, "data": 2},
+            {"expert": 4, "data": 4},
+            {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence": True},
+            {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2, "sequence": True},
+            {"pipeline": 2, "expert": 2, "data": 2},
+            {"context": 2, "expert": 2},
+        )
+    ),
+    ("mla", Split("plain", pipeline=2, tensor=2, sequence=True)),
+]
+QUICK = ("llama", Split("plain", pipeline=2, tensor=2, sequence=True))
+
+
+def config_of(model: str, split: Split, **overrides: Any) -> Any:
+    growth, own = MODELS[model]
+    config = make(growth, "llama", **{**own, **split.overrides, **overrides})
+    prepare(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks) -> Any:
+    """Runs of the models in one process, made when first asked for."""
+
+    @cache
+    def run(model: str) -> dict[str, Any]:
+        return ranks.run(1, bodies.train, config=config_of(model, Split("plain")), steps=STEPS)[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        pytest.param(*cell, id=f"{cell[0]}: {cell[1]}", marks=() if cell == QUICK else pytest.mark.slow)
+        for cell in CELLS
+    ],
+)
+def test_no_layout_is_in_the_losses(ranks: Ranks, reference: Any, model: str, split: Split) -> None:
+    whole = reference(model)
+    assert whole["losses"][0] - whole["losses"][-1] > 1.0
+    check(ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS), whole, split)
+
+
+@pytest.mark.parametrize(
+    ("broken", "model", "split"),
+    [
+        ("muon_slices", "llama", QUICK[1]),
+        pytest.param(
+            *("muon_experts_over_the_dense_ranks", "moe"),
+            Split("plain", tensor=2, expert=2, expert_tensor=1, sequence=True),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_without_it_the_losses_differ(ranks: Ranks, reference: Any, broken: str, model: str, split: Split) -> None:
+    """The first rate is 0, so that the third loss is the first that has seen an update."""
+    whole = reference(model)
+    results = ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS, broken=broken)
+    with pytest.raises(Difference, match=re.escape("losses[2] on rank 0")):
+        check(results, whole, split)
+
+
+FC2, PROJECTION, QKV = "mlp.linear_fc2.weight", "self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"
+
+
+def by_hand(gradient: np.ndarray) -> np.ndarray:
+    """0.2 sqrt(larger side) times the orthogonalised gradient; the first momentum only scales that."""
+    return 0.2 * max(gradient.shape) ** 0.5 * muon_bodies.orthogonalised(gradient)
+
+
+def off(change: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(change - expected).max() / np.abs(expected).max())
+
+
+def heads(gradient: np.ndarray, config: Any) -> list[np.ndarray]:
+    """Query, key and value rows of the fused matrix: per group its queries, its key, its value."""
+    size, groups = config.model.head_size, config.model.query_groups
+    queries = config.model.num_attention_heads // groups * size
+    rows = gradient.reshape(groups, queries + 2 * size, -1)
+    ends = (0, queries, queries + size, queries + 2 * size)
+    return [rows[:, start:end].reshape(-1, rows.shape[2]) for start, end in itertools.pairwise(ends)]
+
+
+def test_the_update_by_hand(ranks: Ranks) -> None:
+    """In float64 from the gradient; under TP 2 each rank has its part; of slices, each rank's own orthogonal one."""
+    settings = {"hparams__weight_decay": 0.0, "model__num_layers": 1}
+    config = config_of("llama", Split("plain"), **settings)
+    one = ranks.run(1, muon_bodies.first_step, config=config)[0]
+    layer = "decoder.layers.0."
+    for name in (FC2, PROJECTION, "mlp.linear_fc1.weight"):
+        assert off(one["changes"][layer + name], by_hand(one["gradients"][layer + name])) < 1e-4, name
+    split, whole = (heads(one[kind][layer + QKV], config) for kind in ("changes", "gradients"))
+    for change, gradient in zip(split, whole, strict=True):
+        assert off(change, by_hand(gradient)) < 1e-4
+    assert off(one["changes"][layer + QKV], by_hand(one["gradients"][layer + QKV])) > 0.1  # not as one matrix
+
+    two = config_of("llama", Split("plain", tensor=2), **settings)
+    parts = np.split(by_hand(one["gradients"][layer + FC2]), 2, axis=1)
+    for rank, result in enumerate(ranks.run(2, muon_bodies.first_step, config=two)):
+        assert off(result["changes"][layer + FC2], parts[rank]) < 1e-4
+    own = np.split(one["gradients"][layer + FC2], 2, axis=1)
+    for rank, result in enumerate(ranks.run(2, muon_bodies.first_step, config=two, broken="muon_slices")):
+        assert off(result["changes"][layer + FC2], parts[rank]) > 0.1
+        assert off(result["changes"][layer + FC2], by_hand(own[rank])) < 1e-4  # which is why

@@ -142,7 +142,7 @@ def make(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -
     return parse_config(data, "test")
 
 
-def make_t5(growth: dict[str, Any] = T5, **overrides: Any) -> Config:
+def make_t5(growth: dict[str, Any] = T5, /, **overrides: Any) -> Config:
     """An encoder-decoder, with pairs of its own."""
     data = {
         "pairs": {"jsonl": str(pairs_file()), "source_key": "line", "target_key": "turned"},

@@ -64,8 +64,10 @@ _DEEPEST = tuple(f"{stack}.layers.last" for stack in STACKS)
 _LOGITS = ("output_layer", "binary_head")
 """What turns features into logits: BERT has a head of two classes beside the readout."""
 
-_SCORED = (".query", ".key", ".q_layernorm", ".k_layernorm", ".linear_q_up_proj", ".linear_q_down_proj", ".linear_q")
-_SCORED += (".pre_cross_attn_layernorm",)
+_SCORED = (
+    *(".query", ".key", ".q_layernorm", ".k_layernorm", ".linear_q", ".linear_q_up_proj", ".linear_q_down_proj"),
+    ".pre_cross_attn_layernorm",
+)
 """Ends of names of what only attention's logits are made of. The norm before cross-attention feeds only its queries."""
 
 _GATE = ".shared_experts.gate_weight"

@@ -20,6 +20,7 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import dry_run, parametrize
 from mup_megatron.setup import resolve_auto
 from mup_megatron.setup.deepspeed import deepspeed_config
+from mup_megatron.tuning.space import proxy_config, values_of
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
 
@@ -92,7 +93,6 @@ def test_every_family_is_there() -> None:
         ("mixtral/8x7b", "TP 2, PP 4, EP 8, ETP 1, DP 32, SP, distributed optimizer", 46.7),
         ("qwen3/30b-a3b", "TP 1, PP 4, EP 16, DP 64, distributed optimizer", 30.5),
         ("nemotron/15b", "TP 8, DP 48, SP, ZeRO 1", 15.6),
-        # 65 and 213 million (1706.03762, Table 3), whose positions are not learned.
         ("t5/wmt14-base", "TP 1, DP 8, ZeRO 1", 0.1),
         ("t5/wmt14-big", "TP 1, DP 8, ZeRO 1", 0.2),
     ],
@@ -103,6 +103,23 @@ def test_published_parameters(name: str, layout: str, billions: float) -> None:
     assert str(resolve_layout(config, world_size(config))) == layout
     shapes = parametrize(config, known_vocab_size(config)).shapes.values()
     assert round(sum(math.prod(shape.spec.shape) for shape in shapes) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "proxy"),
+    [
+        # 1706.03762, Table 3, and 2203.03466, appendix F.2; positions are learned here, and other vocabularies vary.
+        ("t5/wmt14-base", 65, 15),
+        ("t5/wmt14-big", 213, 15),
+    ],
+)
+def test_published_translation_models(name: str, millions: float, proxy: float) -> None:
+    upstream.prepare_process()
+    config = load_config(next(path for path in CONFIGS if path.with_suffix("").as_posix().endswith(name)))
+    small = proxy_config(config, values_of(config), seed=1, directory=Path("unused"))
+    for each_config, published in ((config, millions), (small, proxy)):
+        shapes = parametrize(each_config, known_vocab_size(config)).shapes.values()
+        assert sum(math.prod(shape.spec.shape) for shape in shapes) / 1e6 == pytest.approx(published, rel=0.07)
 
 
 QUICK = {"configs/demo", "gpt3/6.7b", "deepseek/v3-671b", "llama/70b"}
@@ -144,7 +161,7 @@ def test_dry_run(path: Path) -> None:
     for parameter in explained["parameters"]:
         assert parameter["lr"] > 0
         assert len(parameter["growing"]) == len(parameter["global_shape"])
-    tunes = path.parent.name != "proof" or path.stem in ("tuning-cost", "translation-cost")
+    tunes = path.parent.name != "proof" or path.stem in ("tuning-cost", "translation-cost", "quality")
     assert bool(config.tuning.search) == tunes
     assert bool(config.proxy.sizes) == tunes
 

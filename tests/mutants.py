@@ -59,7 +59,7 @@ RULES = (
     _mutant(
         "ladder: the test rung is fitted too",
         "the laws have seen what they are tested on",
-        "mup_megatron/proof/ladder.py",
+        "mup_megatron/proof/ladder_verdict.py",
         "if rung != largest and least",
         "if least",
         "proof/test_ladder.py",
@@ -67,7 +67,7 @@ RULES = (
     _mutant(
         "ladder: errors without the seeds",
         "points that lie on a line by chance give exponents without an error",
-        "mup_megatron/proof/ladder.py",
+        "mup_megatron/proof/laws.py",
         "spread = max(residual, noise)",
         "spread = residual",
         "proof/test_ladder.py",

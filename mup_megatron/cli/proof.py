@@ -233,7 +233,8 @@ def ladder(
     values: Annotated[
         str, typer.Option(metavar="LR,LR,...", help="Rates to begin with; octaves about the config's own unless given.")
     ] = "",
-    seeds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Repetitions; later ones of rates near the minimum alone.")] = 3,
+    min_steps: Annotated[int, typer.Option(min=1, help="Leave out rungs of fewer optimizer steps.")] = 1,
     workers: Workers = None,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For runs, picture and JSON; run.dir/ladder unless given.")
@@ -245,7 +246,9 @@ def ladder(
 
     settings = read_config(config, overrides)
     upstream.prepare_process()
-    from mup_megatron.proof import ladder as proof
+    from mup_megatron.proof.ladder import ladder as measure
+    from mup_megatron.proof.ladder_told import lines, write
+    from mup_megatron.proof.rungs import Ladder
     from mup_megatron.report.ladder import draw_ladder
 
     factors = {
@@ -260,18 +263,16 @@ def ladder(
     rates = sorted(set(_numbers(values, "--values"))) or [
         settings.hparams.lr * 2.0**octave for octave in (-2, -1, 0, 1, 2)
     ]
-    asked = proof.Ladder(**factors, values=rates, seeds=seeds)
+    asked = Ladder(**factors, values=rates, seeds=seeds, min_steps=min_steps)
     directory, verdicts = Path(output or f"{settings.run.dir}/ladder"), []
 
     def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
-        result = proof.ladder(settings, asked, directory, rank, workers=workers, say=say)
+        result = measure(settings, asked, directory, rank, workers=workers, say=say)
         verdicts.append(result["verdict"])
         if rank.is_first:
-            path = proof.write(result, directory)
+            path = write(result, directory)
             picture = draw_ladder(result, path.with_suffix(".png"))
-            print(
-                json.dumps(result, indent=1) if as_json else "\n".join([*proof.lines(result), f"{path}", f"{picture}"])
-            )
+            print(json.dumps(result, indent=1) if as_json else "\n".join([*lines(result), f"{path}", f"{picture}"]))
 
     status = _grid(body, workers, as_json)
     return status or {"passed": 0, "failed": 1, "undecided": 3}[verdicts[0]]

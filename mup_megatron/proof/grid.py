@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +43,12 @@ class Job:
     Args:
         name: of its folder and its outcome's file.
         config: of one process; where it runs is replaced.
+        weight: what it costs beside the others, for the time that is left.
     """
 
     name: str
     config: Config
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def run_grid(
             outcomes[job.name] = found
     if outcomes:
         say(f"{len(outcomes)} of {len(jobs)} runs are there already")
-    began, before = time.monotonic(), len(outcomes)
+    began, before = time.monotonic(), set(outcomes)
     slots = [
         _Slot(
             directory, rank if workers == 1 else Rank(rank=number, local_rank=number, world_size=workers), rank, number
@@ -138,7 +140,8 @@ def run_grid(
                 for job in jobs:
                     if job.name not in outcomes and (found := _read(directory, job)) is not None:
                         outcomes[job.name] = found
-                        say(_said(job, found, len(outcomes), len(jobs), before, time.monotonic() - began))
+                        left = _left(jobs, outcomes, before, time.monotonic() - began)
+                        say(f"{len(outcomes)}/{len(jobs)} {_said(job, found, left)}")
                 waiting = (job for job in jobs if job.name not in outcomes)
                 for slot in slots:
                     slot.advance(waiting)
@@ -150,11 +153,16 @@ def run_grid(
     return outcomes
 
 
-def _said(job: Job, found: Outcome, done: int, total: int, before: int, seconds: float) -> str:
+def _left(jobs: Sequence[Job], done: Container[str], before: Container[str], seconds: float) -> float:
+    """Seconds until all are done, by what ended in these seconds."""
+    ended = sum(job.weight for job in jobs if job.name in done and job.name not in before)
+    return seconds / ended * sum(job.weight for job in jobs if job.name not in done)
+
+
+def _said(job: Job, found: Outcome, left: float) -> str:
     how = f"loss {found.loss:.4f}" if found.state == "complete" else f"{found.state}: {found.reason}"
-    left = seconds / max(1, done - before) * (total - done)
     more = f", about {left / 60:.0f} min left" if left > 90 else ""
-    return f"{done}/{total} {job.name}: {how} ({found.seconds:.0f} s{more})"
+    return f"{job.name}: {how} ({found.seconds:.0f} s{more})"
 
 
 class _Slot:

@@ -1,0 +1,135 @@
+"""The laws of a ladder's curves, and whether they hold on the largest rung, which they have not seen.
+
+Public names: `laws`, `BOUNDS`, `PUBLISHED`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mup_megatron.errors import UserError
+from mup_megatron.proof.laws import Law, fit
+from mup_megatron.proof.optimum import Curve, Minimum, minimum
+from mup_megatron.proof.rungs import AXES, Rung
+
+BOUNDS = {"octaves": 0.25, "loss": 0.01}
+"""The laws hold if the largest rung's best rate is at most so far from the predicted one (or within two standard
+errors), and its loss off by at most this share."""
+
+PUBLISHED = {
+    "no rule": (0.0, 0.0),
+    "batch^0.5 tokens^-0.32": (0.5, -0.32),
+    "(batch / tokens)^0.5": (0.5, -0.5),
+}
+"""Exponents of the rate that others give: none; the square root rule (2205.10287) with Bjorck et al. (2409.19913); the
+rate of Complete(d)P (2512.22382)."""
+
+
+def laws(curves: Mapping[Rung, Curve]) -> dict[str, Any]:
+    """The laws of measured curves, and how well they tell the last rung, which they have not seen.
+
+    Raises:
+        UserError: a rung has no finite loss, or too few rungs have a minimum between the rates that were tried.
+    """
+    for rung, curve in curves.items():
+        if not math.isfinite(min(curve.means)):
+            raise UserError(f"ladder: {rung.name}: no rate has a finite loss with every seed; expected lower --values")
+    least = {rung: minimum(curve) for rung, curve in curves.items()}
+    largest = list(curves)[-1]
+    fitted = [rung for rung in curves if rung != largest and least[rung].value is not None]
+    varying = [name for name in AXES if len({getattr(rung, name) for rung in fitted}) > 1]
+    if len(fitted) <= len(varying) + 1:
+        raise UserError(
+            f"ladder: only {len(fitted)} rungs have their best rate between others that were tried; expected --values "
+            "nearer to it"
+        )
+    points = [rung.octaves for rung in fitted]
+    rate = fit(points, [math.log2(least[rung].value or 0) for rung in fitted], _noise(least, fitted))
+    loss = fit(points, [math.log2(least[rung].loss) for rung in fitted], _loss_noise(curves, fitted))
+    reasons, opened, held_out = _judge(largest, least[largest], rate, loss)
+    return {
+        "rungs": [
+            {
+                **dataclasses.asdict(rung),
+                **dataclasses.asdict(least[rung]),
+                "values": curve.values,
+                "losses": _of(curve),
+            }
+            for rung, curve in curves.items()
+        ],
+        "rate": rate.as_json(),
+        "loss": loss.as_json(),
+        "held_out": held_out,
+        "published": _published(curves, least),
+        "keys": _keys(rate),
+        "bounds": BOUNDS,
+        "reasons": reasons,
+        "open": opened,
+        "verdict": (verdict := "failed" if reasons else "undecided" if opened else "passed"),
+        "passed": verdict == "passed",
+    }
+
+
+def _of(curve: Curve) -> list[list[float]]:
+    return [list(losses.values()) for losses in curve.losses]
+
+
+def _noise(least: Mapping[Rung, Minimum], rungs: Sequence[Rung]) -> float:
+    """Of a best rate's logarithm, over seeds; 0 with one."""
+    errors = [error for rung in rungs if (error := least[rung].error) is not None]
+    return math.sqrt(statistics.fmean(error**2 for error in errors)) if errors else 0.0
+
+
+def _loss_noise(curves: Mapping[Rung, Curve], rungs: Sequence[Rung]) -> float:
+    """Of a lowest mean loss's logarithm, over seeds; 0 with one."""
+    spreads = []
+    for rung in rungs:
+        losses = list(curves[rung].losses[curves[rung].best].values())
+        if len(losses) > 1:
+            spreads.append(statistics.stdev(map(math.log2, losses)) / math.sqrt(len(losses)))
+    return math.sqrt(statistics.fmean(each**2 for each in spreads)) if spreads else 0.0
+
+
+def _judge(largest: Rung, found: Minimum, rate: Law, loss: Law) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Why the laws do not hold, what is open, and predicted beside measured."""
+    predicted, error = rate.at(largest.octaves)
+    expected, uncertain = loss.at(largest.octaves)
+    off = None if found.value is None else math.log2(found.value) - predicted
+    share = found.loss / 2**expected - 1
+    reasons, opened = [], []
+    if off is None:
+        opened.append(f"{largest.name}: the best rate lies beyond those tried")
+    elif abs(off) > max(BOUNDS["octaves"], 2 * error):
+        reasons.append(f"{largest.name}: the best rate is {off:+.2f} octaves from the predicted one")
+    if abs(share) > BOUNDS["loss"]:
+        reasons.append(f"{largest.name}: the loss is {100 * share:+.2f} % from the predicted one")
+    held_out = {
+        **dataclasses.asdict(largest),
+        "rate": {"predicted": 2**predicted, "error": error, "measured": found.value, "octaves": off},
+        "loss": {"predicted": 2**expected, "error": 2**expected * math.log(2) * uncertain, "measured": found.loss},
+    }
+    return reasons, opened, held_out
+
+
+def _published(curves: Mapping[Rung, Curve], least: Mapping[Rung, Minimum]) -> dict[str, Any]:
+    """From the first rung's best rate to the last's by the exponents of others: octaves from there to the measured."""
+    first, last = next(iter(curves)), list(curves)[-1]
+    start, end = least[first].value, least[last].value
+    moved = {name: last.octaves[name] - first.octaves[name] for name in AXES}
+    found = {}
+    for name, (batch, tokens) in PUBLISHED.items():
+        step = batch * moved["batch"] + tokens * moved["tokens"]
+        found[name] = {"octaves": math.log2(end / start) - step if start and end else None}
+    return found
+
+
+def _keys(rate: Law) -> dict[str, str]:
+    """The exponents as a config takes them."""
+    exponents = dict(zip(rate.names, rate.coefficients[1:], strict=True))
+    return {
+        f"parametrization.{name}": f"power:{exponents[name]:.2f}" for name in ("batch", "tokens") if name in exponents
+    }

@@ -1,0 +1,140 @@
+"""The sizes of a ladder: batch, tokens and width, as factors of a config's own.
+
+Public names: `AXES`, `Ladder`, `Rung`, `rungs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mup_megatron.config import Config
+from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.proof.family import members
+from mup_megatron.proof.grid import comparable
+from mup_megatron.tuning.space import stretched
+
+AXES = ("batch", "tokens", "width")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """What is asked. Factors are of the config's own batch, tokens and base width.
+
+    Args:
+        batch: factors, ascending, from 1 on, as the others.
+        tokens: of the run.
+        width: of the base sizes; empty for the config's own model alone.
+        values: rates to begin with, ascending, three or more.
+        seeds: repetitions.
+        min_steps: rungs of fewer optimizer steps are left out.
+    """
+
+    batch: Sequence[int]
+    tokens: Sequence[int]
+    width: Sequence[int]
+    values: Sequence[float]
+    seeds: int
+    min_steps: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises UserError for what has no slope, or no minimum."""
+        if not any(len(getattr(self, name)) > 1 for name in AXES):
+            raise UserError("ladder: one rung has no slope; expected two factors or more of --batch or --tokens")
+        if len(self.values) < 3:
+            raise UserError("--values: a minimum needs three different positive numbers or more")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One size of the run.
+
+    Args:
+        batch: factor, as the others.
+        tokens: see `Ladder`.
+        width: 1 where the model is the config's own.
+    """
+
+    batch: int
+    tokens: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        """Of its runs."""
+        return f"batch-{self.batch}-tokens-{self.tokens}-width-{self.width}"
+
+    @property
+    def octaves(self) -> dict[str, float]:
+        """Logarithms of the factors, by axis."""
+        return {name: math.log2(getattr(self, name)) for name in AXES}
+
+
+def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Rung, Config]:
+    """Every rung's config, the largest last.
+
+    Rules over batch and tokens are off, and each rung is evaluated on as many sequences as the others.
+
+    Args:
+        config: the run.
+        asked: the factors.
+        say: takes a line about rungs that are left out.
+
+    Raises:
+        UserError: a rung makes no config, or too few are left, or the largest is not.
+    """
+    found, short = {}, []
+    for width, model in _models(config.derive(_off(config)), asked).items():
+        for batch in asked.batch:
+            for tokens in asked.tokens:
+                rung, steps = Rung(batch, tokens, width), round(config.training.train_steps * tokens / batch)
+                if steps < asked.min_steps:
+                    short.append(f"{rung.name} ({steps})")
+                else:
+                    found[rung] = _sized(model, rung, steps)
+    if short:
+        say(f"left out, with fewer than {asked.min_steps} steps: {', '.join(short)}")
+    _check(asked, found)
+    return found
+
+
+def _off(config: Config) -> dict[str, str]:
+    off = {"parametrization.batch": "none", "parametrization.tokens": "none"}
+    return off | ({"parametrization.weight_decay": "independent"} if _keeps_timescale(config) else {})
+
+
+def _keeps_timescale(config: Config) -> bool:
+    return config.parametrization.weight_decay == "timescale"
+
+
+def _models(config: Config, asked: Ladder) -> dict[int, Config]:
+    if not asked.width:
+        return {1: config}
+    found = members(config, asked.width, 1, "width")
+    return dict(zip(asked.width, (member.config for member in found), strict=True))
+
+
+def _sized(model: Config, rung: Rung, steps: int) -> Config:
+    training = model.training
+    size = {
+        "training.global_batch_size": training.global_batch_size * rung.batch,
+        "training.eval_steps": math.ceil(training.eval_steps / rung.batch),
+    }
+    try:
+        return comparable(stretched(model, steps).derive(size))
+    except ConfigError as error:
+        raise UserError(f"ladder: batch {rung.batch}, tokens {rung.tokens}: {error}") from None
+
+
+def _check(asked: Ladder, found: dict[Rung, Config]) -> None:
+    """Raises UserError where the laws would have more unknowns than rungs."""
+    largest = Rung(asked.batch[-1], asked.tokens[-1], (asked.width or [1])[-1])
+    if largest not in found:
+        raise UserError(f"--min-steps {asked.min_steps}: leaves out {largest.name}, on which the laws are tested")
+    unknown = 1 + sum(len({getattr(rung, name) for rung in found}) > 1 for name in AXES)
+    if len(found) - 1 <= unknown:
+        raise UserError(
+            f"ladder: {len(found)} rungs, of which one is kept out, do not determine {unknown} numbers and their "
+            "errors; expected more factors of --batch, --tokens or --width, or a smaller --min-steps"
+        )

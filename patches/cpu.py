@@ -109,6 +109,12 @@ def _constant_for_cpu(constant: Any) -> Any:
     return constant.replace("torch.cuda.", "torch.") if isinstance(constant, str) else constant
 
 
+def _broadcast_params(_original: Callable[[Any], None]) -> Callable[[Any], None]:
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    return LayerWiseDistributedOptimizer.broadcast_params
+
+
 def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None) -> Patch:
     """The patch of a function that names CUDA in its body."""
     return Patch(
@@ -243,6 +249,33 @@ CPU_PATCHES: tuple[Patch, ...] = (
         "grad-norm-group",
         "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group",
         "it gathers a flag in a tensor on device='cuda'",
+        needed=">=0.19",
+    ),
+    _named_for_cpu(
+        "layer-wise-norm",
+        "optimizer.layer_wise_optimizer:get_grad_norm_fp32",
+        "it sums the gradient norm in a tensor on device='cuda'",
+        needed=">=0.19",
+    ),
+    _named_for_cpu(
+        "layer-wise-norm-group",
+        "optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.has_grad_norm_group",
+        "it gathers a flag in a tensor on device='cuda'",
+        needed=">=0.19",
+    ),
+    Patch(
+        name="cpu-layer-wise-gather",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.21",
+        symbol="megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params",
+        parameters=("self",),
+        why="it gathers parts of unequal size at once, which NCCL takes and gloo refuses; upstream's broadcast_params, "
+        "its reference, sends each matrix from the rank that stepped it",
+        lower_rung="step_with_ready_grads calls it by name where the script gives no layout of the parameters, as "
+        "upstream's config container gives none",
+        until="megatron-core gathers parts of equal size, or gloo of unequal",
+        when="cpu",
+        wrap=_broadcast_params,
         needed=">=0.19",
     ),
     _named_for_cpu("l2-norm", "optimizer.clip_grads:l2_norm_impl", "it returns the norm in a tensor on device='cuda'"),

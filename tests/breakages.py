@@ -459,6 +459,13 @@ def muon_experts_over_the_dense_ranks() -> Iterator[None]:
         yield
 
 
+def layer_wise_steps_stay() -> contextlib.AbstractContextManager[None]:
+    """What a rank has stepped of Muon's matrices stays there."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    return replaced(LayerWiseDistributedOptimizer, "allgather_params", lambda self: None)
+
+
 def fsdp2_of_each_rank_alone() -> contextlib.AbstractContextManager[None]:
     """FSDP2 over a group of one: no rank hears of the others' gradients."""
     import torch.distributed

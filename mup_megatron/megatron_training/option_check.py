@@ -108,7 +108,7 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
     if args.transformer_impl == "local":
         _check_local(args, cuda=cuda)
     if args.optimizer in ("muon", "dist_muon"):
-        _check_muon(args, here=here, cuda=cuda)
+        _check_muon(args, here=here)
     if args.optimizer == "lion":
         _check_lion(args, here=here)
     if getattr(args, "spec", None):
@@ -212,15 +212,15 @@ def _check_spec(spec: Sequence[str]) -> None:
         raise UserError(f"--spec {' '.join(spec)}: {reason}; expected a module, and the name of a layer spec in it")
 
 
-def _check_muon(args: Namespace, *, here: bool, cuda: bool) -> None:
-    """What Muon needs: its package, whole matrices under tensor parallelism, and CUDA where ranks share the steps."""
+def _check_muon(args: Namespace, *, here: bool) -> None:
+    """What Muon needs: its package, whole matrices under tensor parallelism, and bf16 where ranks share the steps."""
     if here and (missing := emerging_missing("muon")):
         raise UserError(f"--optimizer {args.optimizer}: {missing}")
-    if not cuda and (args.optimizer == "dist_muon" or args.use_distributed_optimizer):
+    if (args.optimizer == "dist_muon" or args.use_distributed_optimizer) and not args.bf16:
         named = "--optimizer dist_muon" if args.optimizer == "dist_muon" else "--use-distributed-optimizer"
         raise UserError(
-            f"{named}: Muon's layer-wise optimizer computes on CUDA alone, and none is here; expected --optimizer muon "
-            "without --use-distributed-optimizer"
+            f"{named}: Muon's layer-wise optimizer steps in bf16 alone (megatron-core wraps its parts for nothing "
+            "else); expected --bf16, or --optimizer muon without --use-distributed-optimizer"
         )
     if args.tensor_model_parallel_size > 1 and args.muon_tp_mode == "blockwise":
         raise UserError(

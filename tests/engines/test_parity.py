@@ -481,5 +481,6 @@ def test_every_patch_is_taken_out_somewhere() -> None:
         *("cpu-checkpoint-preload", "cpu-float16-optimizer"),
         "bert-head-norm",  # tests/bert/test_bert_training.py
         "cpu-pipeline-shapes",  # tests/megatron_training/test_megatron_variants.py
+        *(f"cpu-layer-wise-{name}" for name in ("norm", "norm-group", "gather")),  # test_megatron_muon.py beside it
     }
     assert {patch.name for patch in ALL_PATCHES} == elsewhere | set(PATCHES)

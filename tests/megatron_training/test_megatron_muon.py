@@ -11,7 +11,8 @@ import pytest
 
 from mup_megatron.setup.megatron import emerging_missing
 from tests import native
-from tests.distributed import Ranks
+from tests.breakages import break_
+from tests.distributed import RankError, Ranks
 
 pytestmark = [
     pytest.mark.skipif(
@@ -92,14 +93,54 @@ def test_no_layout_is_in_the_losses(layout: str, ranks: Ranks, tmp_path: Path) -
         assert group["lr"] == pytest.approx(whole["ended"][name]["lr"], rel=1e-12), name
 
 
+SHARED = ("--bf16", "--use-distributed-optimizer")
+
+
+def without(rank: Any, *, words: list[str], broken: str) -> dict[str, Any]:
+    with break_(broken):
+        return native.native(rank, words=words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2 --muon-tp-mode duplicated", "--num-experts"])
+def test_ranks_that_share_the_steps_train_as_those_that_do_not(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Upstream's layer-wise optimizer, in bf16: 20 losses to the last bit; negative control: nobody hears of the steps.
+
+    Not clipped, since the norm is summed in another order. Each matrix is stepped by one data-parallel rank.
+    """
+    count = 4 if "tensor" in layout else 2
+    words = EXPERTS if "experts" in layout else tuple(layout.split())
+    ranks.run(count, native.warm)
+    settings: dict[str, Any] = {"base": HALF, "clip_grad": 0, "train_iters": 20, "count": count}
+    each = run(ranks, tmp_path, "--bf16", *words, **settings)
+    assert each["status"] == 0, each["said"]
+    assert each["losses"][0] - each["losses"][-1] > 0.5
+    assert run(ranks, tmp_path, *SHARED, *words, **settings)["losses"] == each["losses"]
+    said = native.words(tmp_path, *MUON, *SHARED, *words, base=HALF, clip_grad=0, train_iters=4, global_batch_size=4)
+    alone = ranks.run(count, without, words=said, broken="layer_wise_steps_stay")[-1]["losses"]
+    assert [one == other for one, other in zip(alone, each["losses"], strict=False)] == [True, False, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("patch", "why"),
+    [("norm", r"(?i)cuda"), ("norm-group", r"(?i)cuda"), ("gather", "invalid tensor size")],
+)
+def test_without_its_patches_ranks_cannot_share_them(patch: str, why: str, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, native.warm)
+    said = native.words(tmp_path, *MUON, *SHARED, base=HALF, train_iters=1, global_batch_size=4)
+    with pytest.raises(RankError, match=why):
+        ranks.run(2, without, words=said, broken=f"patch:cpu-layer-wise-{patch}")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--muon-scale-mode unit_rms_norm", "--muon-scale-mode unit_rms_norm: not under µP here (Muon's rates are"),
         ("--muon-scalar-optimizer lion", "--muon-scalar-optimizer lion: not under µP here"),
         ("--muon-no-split-qkv", "--muon-no-split-qkv: not under µP here"),
-        ("--use-distributed-optimizer", "--use-distributed-optimizer: Muon's layer-wise optimizer computes on CUDA"),
-        ("--optimizer dist_muon", "--optimizer dist_muon: Muon's layer-wise optimizer computes on CUDA alone"),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer: Muon's layer-wise optimizer steps in bf16"),
+        ("--optimizer dist_muon", "--optimizer dist_muon: Muon's layer-wise optimizer steps in bf16 alone"),
         ("--optimizer soap", "--optimizer soap: not under µP here (no rule is known for it)"),
     ],
 )

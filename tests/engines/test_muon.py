@@ -33,31 +33,27 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "moe": (MOE, {**_OWN, "model__moe_layer_freq": [0, 1, 1, 1]}),
     "mla": (MLA, _OWN),
 }
+DENSE: tuple[dict[str, Any], ...] = (
+    {"data": 2},
+    {"tensor": 2},
+    {"tensor": 2, "data": 2, "sequence": True},
+    {"pipeline": 2},
+    {"pipeline": 4},
+    {"pipeline": 2, "virtual": 2},
+    {"context": 2},
+    {"pipeline": 2, "tensor": 2, "sequence": True},
+)
+EXPERTS: tuple[dict[str, Any], ...] = (
+    {"expert": 2, "data": 2},
+    {"expert": 4, "data": 4},
+    {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence": True},
+    {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2, "sequence": True},
+    {"pipeline": 2, "expert": 2, "data": 2},
+    {"context": 2, "expert": 2},
+)
 CELLS = [
-    *(
-        ("llama", Split("plain", **split))
-        for split in (
-            {"data": 2},
-            {"tensor": 2},
-            {"tensor": 2, "data": 2, "sequence": True},
-            {"pipeline": 2},
-            {"pipeline": 4},
-            {"pipeline": 2, "virtual": 2},
-            {"context": 2},
-            {"pipeline": 2, "tensor": 2, "sequence": True},
-        )
-    ),
-    *(
-        ("moe", Split("plain", **split))
-        for split in (
-            {"expert": 2, "data": 2},
-            {"expert": 4, "data": 4},
-            {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence": True},
-            {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2, "sequence": True},
-            {"pipeline": 2, "expert": 2, "data": 2},
-            {"context": 2, "expert": 2},
-        )
-    ),
+    *(("llama", Split("plain", **split)) for split in DENSE),
+    *(("moe", Split("plain", **split)) for split in EXPERTS),
     ("mla", Split("plain", pipeline=2, tensor=2, sequence=True)),
 ]
 QUICK = ("llama", Split("plain", pipeline=2, tensor=2, sequence=True))

@@ -317,6 +317,16 @@ def _depth() -> Rows:
     return rows
 
 
+def _experts() -> Rows:
+    heads = ["lowest loss at 4, 8, 16, 32 experts", "octaves from 4 to 32", "4's best tried rate costs 32", "verdict"]
+    rows = [["rule and experts per token", *heads]]
+    for rule, what in {"fixed_share": "half of them", "any_share": "2"}.items():
+        found = record(f"experts/{rule}.json")
+        row = _row_of(found, 4)
+        rows.append([f"`{rule}`, {what}", _losses(found), _octaves(row), _cost(row), verdict(found)])
+    return rows
+
+
 def _decay() -> Rows:
     rows = [["rule", "lowest loss at 32, 64, 128", "best decay at 32, 64, 128", "verdict"]]
     for rule in ("independent", "coupled"):
@@ -438,6 +448,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "ladder": _ladder,
     "exponents": _exponents,
     "depth": _depth,
+    "experts": _experts,
     "decay": _decay,
     "norm-gains": _gains,
     "positions": _positions,

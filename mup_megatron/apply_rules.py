@@ -155,8 +155,10 @@ class Rules:
 
     def _ratios(self, shape: TensorShape) -> rules.Ratios:
         """Those of the tensor; all 1 where µP's rules do not hold."""
-        held = _is_mup(self._config) and not shape.spec.standard
-        return shape.ratios if held else rules.Ratios(m_outs=dict.fromkeys(shape.fan_outs, rules.ONE))
+        if not _is_mup(self._config) or shape.spec.standard:
+            return rules.Ratios(m_outs=dict.fromkeys(shape.fan_outs, rules.ONE))
+        routed = shape.spec.expert or shape.name.endswith((".router.weight", ".router.bias"))
+        return rules.of_experts(shape.ratios, self._config.experts_ratio) if routed else shape.ratios
 
     def _readout(self) -> rules.Ratios:
         """Ratios of the head. A tied head has no tensor of its own; its fan-in is the embedding's fan-out."""

@@ -43,6 +43,7 @@ def explain(parametrization: Parametrization, layout: Layout, rank: int | None =
             "residual": forward.residual,
             "relative_bias": forward.relative_bias,
         },
+        "experts": {"rule": config.parametrization.experts, "m_experts": float(config.experts_ratio)},
         "horizon": {**dataclasses.asdict(horizon.horizon(config)), "betas": list(horizon.betas(config))},
         "parameters": [
             _parameter(name, tensor, layout)
@@ -177,6 +178,8 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
         + (f" eps {config.optimizer.eps:.6g}" if parametrization.update_rule != "sgd" else "")
     )
     console.print(_growth(config), highlight=False)
+    if config.parametrization.experts != "none":
+        console.print(_experts_rule(config), highlight=False)
     if over := horizon.said(config):
         console.print(over, highlight=False)
     for warning in sorted({without_numbers(line) for line in parametrization.clip_warnings()}):
@@ -229,6 +232,15 @@ def _growth(config: Config) -> str:
         if size.follows
     )
     return f"grows: {named or 'nothing'}{following}"
+
+
+def _experts_rule(config: Config) -> str:
+    """What the rule for more experts does, in words."""
+    many = float(config.experts_ratio)
+    return (
+        f"experts: {config.parametrization.experts}, {_times(many)} experts: their epsilon and the router's "
+        f"{_times(1 / many)}, rate under SGD and weight in the invariant gradient norm {_times(many)}"
+    )
 
 
 def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[str, ...]]:

@@ -14,19 +14,20 @@
 | decoupled weight decay, `independent`     | 1 / (learning-rate multiplier)    | `weight_decay`       |
 | weight in the invariant gradient norm     | m_out / (A² m_in)                 | `gradient_norm`      |
 | all of Adam's, over batch and tokens      | powers of their ratios            | `horizon_factors`    |
+| experts and router, more experts          | m_out counts all experts' rows    | `of_experts`         |
 
 Sources: Tensor Programs V (arXiv 2203.03466), Table 8 and appendices B and D; the spectral condition (2310.17813) for
 Muon; Everett et al. (2407.05872) for epsilon; Wang & Aitchison (2405.13698) for weight decay; CompleteP (2505.01618)
-for depth; Malladi et al. (2205.10287) for batch; Bjorck et al. (2409.19913) for tokens. Ratios are exact fractions, so
-that equal multipliers are equal to the last bit and a model at its base shape is Megatron's own. This module imports
-neither torch, nor megatron-core, nor DeepSpeed.
+for depth; Malladi et al. (2205.10287) for batch; Bjorck et al. (2409.19913) for tokens; Jiang et al. (2601.20205) for
+experts. Ratios are exact fractions, so that equal multipliers are equal to the last bit and a model at its base shape
+is Megatron's own. This module imports neither torch, nor megatron-core, nor DeepSpeed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -68,6 +69,22 @@ class Ratios:
     def forward(self) -> Fraction:
         """A. The library works A out here and nowhere else, except for the verdict of the coordinate check."""
         return (readout_multiplier(self.m_in) if self.readout else ONE) / self.folded
+
+
+def of_experts(ratios: Ratios, m_experts: Fraction) -> Ratios:
+    """Ratios of one expert's tensor, or of the router's, where the number of experts grows.
+
+    With k of E experts per token, and weights of the sum of k outputs that add up to a constant, an expert gets k/E of
+    the tokens and 1/k of each token's gradient. So does a row of the router. The gradient falls as 1/E, whatever k
+    does, as it would if all experts were one matrix with E times the rows. So the fan-out counts all of them. It
+    decides Adam's epsilon, SGD's rate and the weight in the gradient norm. Adam's rate and initial values do not see
+    it (in Table 1 of Jiang et al., 2601.20205, neither depends on E).
+
+    Args:
+        ratios: of the tensor, in which the number of experts has no part.
+        m_experts: experts / base experts.
+    """
+    return replace(ratios, m_outs={block: m_out * m_experts for block, m_out in ratios.m_outs.items()})
 
 
 def is_output_like(

@@ -20,7 +20,7 @@ from mup_megatron.global_names import named_parameters
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import build_model, parametrize
 from mup_megatron.optim import LearningRateSchedule
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.parametrization import Parametrization, TensorHyperparameters
 from mup_megatron.proof.controls import CONTROLS
 from mup_megatron.ranks import Rank
 from mup_megatron.setup import Setup, refuse, resolve, resolve_auto
@@ -567,3 +567,35 @@ def _decode(
         )
     cached += [decoder.step(token) for token in tokens[prefill:].tolist()]
     return float((torch.stack(cached) - full).abs().max() / full.abs().max())
+
+
+def expert_updates(rank: Rank, *, config: Config, broken: bool = False) -> dict[str, float]:
+    """Mean size of what the first step adds to experts, by layer of an MLP, to routers, and to attention.
+
+    Args:
+        rank: the only one.
+        config: of a model with experts in every layer.
+        broken: whether the rule for more experts is taken out.
+    """
+    config, layout, parametrization, model = start(rank, config)
+    if broken:
+        many = config.experts_ratio
+
+        def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+            if ".local_experts." not in tensor.shape.name and ".router." not in tensor.shape.name:
+                return tensor
+            sgd = tensor.group.update_rule == "sgd"
+            return tensor.retuned(eps=tensor.group.eps * many, lr=tensor.group.lr / many if sgd else None)
+
+        parametrization = parametrization.replaced(change)
+    before = {name: parameter.detach().clone() for name, parameter in named_parameters(model)}
+    engine = build_engine(config, parametrization, model, layout)
+    batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, torch.device("cpu"))
+    engine.step(batches[0], config.hparams.lr)
+    sizes: dict[str, list[float]] = {}
+    for name, parameter in named_parameters(engine.chunks):
+        kinds = ("linear_fc1", "linear_fc2", "router", "linear_proj")
+        for kind in (kind for kind in kinds if f"{kind}.weight" in name and "shared" not in name):
+            sizes.setdefault(kind, []).append(float((parameter.detach() - before[name]).abs().mean()))
+    engine.close()
+    return {kind: sum(found) / len(found) for kind, found in sizes.items()}

@@ -33,6 +33,30 @@ _FOLD = "mup_megatron/export/fold.py"
 
 RULES = (
     _mutant(
+        "experts: the router is forgotten",
+        "the router's epsilon and SGD rate do not follow the number of experts",
+        _APPLY,
+        'shape.spec.expert or shape.name.endswith((".router.weight", ".router.bias"))',
+        "shape.spec.expert",
+        "test_experts.py",
+    ),
+    _mutant(
+        "experts: a falling share passes for a fixed one",
+        "fixed_share, the rule of the paper, is applied where the share of experts falls",
+        "mup_megatron/config/expert_checks.py",
+        'if config.parametrization.experts == "fixed_share":',
+        "if False:",
+        "test_experts.py",
+    ),
+    _mutant(
+        "experts: upside down",
+        "the gradients of more experts are taken for larger ones",
+        _RULES,
+        "m_out * m_experts for",
+        "m_out / m_experts for",
+        "test_experts.py",
+    ),
+    _mutant(
         "horizon: SGD's linear rule for Adam",
         "the rate grows as the batch instead of as its root",
         _RULES,

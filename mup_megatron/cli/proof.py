@@ -151,12 +151,17 @@ def stability(
     over: Annotated[
         str, typer.Option(metavar="NAME,...", help="Hyperparameters to vary, each by itself; lr_schedule is one.")
     ] = "lr",
-    across: Annotated[str, typer.Option(help="What grows: width, depth, batch, sequence or tokens.")] = "width",
+    across: Annotated[
+        str, typer.Option(help="What grows: width, depth, experts, batch, sequence or tokens.")
+    ] = "width",
     values: Annotated[
         str, typer.Option(metavar="V,V,...", help="To try; powers of two about the config's own unless given.")
     ] = "",
     sizes: Annotated[
-        str, typer.Option(metavar="1,2,4,...", help="Factors of the base (width, depth), else of the config's own.")
+        str,
+        typer.Option(
+            metavar="1,2,4,...", help="Factors of the base (width, depth, experts), else of the config's own."
+        ),
     ] = "",
     least: Annotated[
         int | None, typer.Option("--from", metavar="FACTOR", help="Smallest size that is judged; the smallest.")

@@ -5,9 +5,11 @@ An unknown key is an error that names the nearest known one. This package import
 
 from mup_megatron.config.growth import GrowingSize, growing_sizes
 from mup_megatron.config.load import load_config, parse_config, parse_overrides, parse_yaml
+from mup_megatron.config.model import OF_EXPERTS
 from mup_megatron.config.schema import Base, Config, Data, Growth, Hparams, Model, Optimizer, Parallel, Training
 
 __all__ = [
+    "OF_EXPERTS",
     "Base",
     "Config",
     "Data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mup_megatron.config.model import OF_EXPERTS
 from mup_megatron.config.schema import Config, Model
 
 
@@ -44,7 +45,7 @@ def _check_growth(config: Config) -> None:
 def _beside_a_file(model: Model) -> set[str]:
     """Base sizes that no tensor's shape tells, so that they may stand beside a file of base shapes."""
     head = {"qk_head_dim", "qk_pos_emb_head_dim"} if model.multi_latent_attention else {"kv_channels"}
-    return {"num_layers", *head}
+    return {"num_layers", *OF_EXPERTS, *head}
 
 
 def _check_head_size_growth(config: Config) -> None:

@@ -74,16 +74,6 @@ def parse_config(data: dict[str, Any], source: str | None = None) -> Config:
             )
         preset = PRESETS.get(model.get("architecture", ""), {}) if isinstance(model.get("architecture"), str) else {}
         data = {**data, "model": {**preset, **model}}
-    for section in ("base", "proxy"):
-        sizes = data.get(section)
-        for name in ("num_moe_experts", "moe_router_topk"):
-            if isinstance(sizes, dict) and name in sizes:
-                raise ConfigError(
-                    f"{section}.{name}",
-                    "a number of experts, or of experts per token, that grows has no rule here (an expert's gradient "
-                    "falls about as 1/experts); expected it under model: alone",
-                    source,
-                )
     try:
         config = Config.model_validate(data)
     except ValidationError as error:

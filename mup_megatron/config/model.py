@@ -313,6 +313,10 @@ class Model(Section):
         return self.model_copy(update={**self.PLAIN_KERNELS, **attention})
 
 
+OF_EXPERTS = ("num_moe_experts", "moe_router_topk")
+"""Sizes that are numbers of experts: no tensor of an expert has a dimension for them."""
+
+
 class Growth(Section):
     """Sizes that grow from proxy to target; under `base:` they are the sizes where hyperparameters are defined."""
 
@@ -347,6 +351,12 @@ class Growth(Section):
     num_layers: Count | None = None
     """Transformer layers. Another number than the target's needs `parametrization.depth`. If unset: the target's.
     Unit: layers."""
+    num_moe_experts: Count | None = None
+    """Experts per mixture-of-experts layer. Needs `parametrization.experts`. If unset: the number does not grow.
+    Unit: experts."""
+    moe_router_topk: Count | None = None
+    """Experts that each token is sent to. Needs `parametrization.experts`. If unset: the number does not grow.
+    Unit: experts."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -355,8 +365,14 @@ class Growth(Section):
 
     @property
     def width(self) -> Growth:
-        """The same without the depth."""
-        return Growth(**{name: size for name, size in self.sizes.items() if name != "num_layers"})
+        """The same without the depth and without numbers of experts: the sizes of a tensor's dimensions."""
+        others = ("num_layers", *OF_EXPERTS)
+        return Growth(**{name: size for name, size in self.sizes.items() if name not in others})
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """The numbers of experts that are named: in a layer, and per token."""
+        return {name: size for name, size in self.sizes.items() if name in OF_EXPERTS}
 
     def enlarged(self) -> Growth:
         """Every named width doubled: what then changes in a tensor's shape is what grows (see shapes.py)."""

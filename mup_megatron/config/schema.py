@@ -85,6 +85,12 @@ class Config(Section):
         return self.model.max_position_embeddings or max(training.seq_length, training.decoder_length)
 
     @property
+    def experts_ratio(self) -> Fraction:
+        """Experts in a layer over the base's; 1 where their number does not grow."""
+        base = self.base.num_moe_experts
+        return Fraction(self.model.num_moe_experts or base, base) if base is not None else Fraction(1)
+
+    @property
     def batch_ratio(self) -> Fraction:
         """Tokens of a step over those of a trial's step, where hyperparameters are found."""
         tuning, training = self.tuning, self.training

@@ -32,6 +32,9 @@ class ParametrizationSection(Section):
     depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
     """Rule for models of different depth (section 5): `completep` (exponent 1), `depth_mup` (1/2), an exponent between
     them, or `none`, which refuses a depth other than the base's. Unit: an exponent."""
+    experts: Literal["none", "fixed_share", "any_share"] = "none"
+    """Rule for a growing number of experts (section 10): `fixed_share` where as large a share of them serves each token
+    as in the base, `any_share` also where the share falls, `none` refuses a number other than the base's."""
     weight_decay: Literal["independent", "sqrt", "coupled", "timescale"] = "independent"
     """What decoupled weight decay keeps over width: `independent` keeps rate times decay, `coupled` keeps the decay as
     it is configured, as stock AdamW does, `sqrt` lies between them (decay by the root of the width). `timescale` is

@@ -1,7 +1,8 @@
 """Shims of megatron-core's mixture of experts: the router and the shared experts' gate.
 
 The experts themselves are the linear shims (linear.py) inside megatron-core's SequentialMLP or TEGroupedMLP. Router and
-gate are output-like without a forward multiplier: their fan-out, experts or one, never grows.
+gate are output-like without a forward multiplier: their fan-out, experts or one, is no width. What more experts do is
+apply_rules.py's.
 Public names: `TopKRouter`, `SharedExpertMLP`, `OneExpertMLP`, `global_expert_names`.
 """
 

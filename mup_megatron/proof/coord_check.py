@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from megatron.core import parallel_state
 
 from mup_megatron import runtime, upstream
-from mup_megatron.config import Config
+from mup_megatron.config import OF_EXPERTS, Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
@@ -95,7 +96,7 @@ def coord_check(
     rank: Rank,
     *,
     factors: Sequence[int] = (),
-    growth: Mapping[str, Sequence[int]] | None = None,
+    growth: Mapping[str, Sequence[int | Fraction]] | None = None,
     steps: int = 4,
     seeds: int = 3,
     point: str | None = None,
@@ -217,7 +218,7 @@ def _asked(
     broken: Control | None,
     name: str,
     factors: Sequence[int],
-    growth: Mapping[str, Sequence[int]],
+    growth: Mapping[str, Sequence[int | Fraction]],
     steps: int,
     own_batch: bool,
 ) -> _Asked:
@@ -246,6 +247,11 @@ def _asked(
         # Clipping by the plain norm, which falls with width early on, is part of SGD's rate.
         plain["training.clip_grad"] = 0.0
     if growth:
+        if named := [key for key in growth if key in OF_EXPERTS]:
+            raise UserError(
+                f"--growth {named[0]}: the check has no theory of what more experts do to each module; expected "
+                "widths, or stability --across experts"
+            )
         points = grown(config, growth)
     elif factors:
         points = scaled(config, factors, regime.axis)
@@ -253,7 +259,7 @@ def _asked(
         points = scaled(config, default_factors(config, "depth")[:3], "depth")
     else:
         points = own_path(config, rank.world_size)
-    small = {f"model.{key}": size for key, size in config.base.width.sizes.items()}
+    small = {f"model.{key}": size for key, size in {**config.base.width.sizes, **config.base.experts}.items()}
     asked = config.derive({**plain, **small})
     keys = regime.keys(asked, steps)
     if keys is None and broken is None:

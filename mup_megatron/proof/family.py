@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +18,8 @@ from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.setup import Setup, refuse
 
-Axis = Literal["width", "depth"]
-"""What grows: every size that `base:` names, or the number of layers under a depth rule."""
+Axis = Literal["width", "depth", "experts"]
+"""What grows: every width that `base:` names, the number of layers under a depth rule, or of experts under theirs."""
 
 _COMBINATIONS, _CANDIDATES = 4000, 200
 """Combinations of rounded sizes that are looked at for one point of a path, and how many of the nearest are tried."""
@@ -68,7 +69,7 @@ def default_factors(config: Config, axis: Axis = "width") -> list[int]:
         largest = config.model.num_layers // config.num_layers_base
     else:
         sizes = config.model.model_dump()
-        largest = max((sizes[name] or 0) // size for name, size in config.base.width.sizes.items())
+        largest = max((sizes[name] or 0) // size for name, size in _grows(config, axis).items())
     return [2**power for power in range(max(4, largest.bit_length()))]
 
 
@@ -102,28 +103,32 @@ def scaled(config: Config, factors: Sequence[int], axis: Axis = "width") -> list
     ]
 
 
-def grown(config: Config, factors: Mapping[str, Sequence[int]]) -> list[Point]:
+def grown(config: Config, factors: Mapping[str, Sequence[int | Fraction]]) -> list[Point]:
     """Sizes that grow by factors of their own; what is not named stays at its base.
 
     Args:
         config: the run.
-        factors: key of `base:` to its factors, as many for each.
+        factors: key of `base:` to its factors, as many for each; one below 1 is a size that falls, as that of an
+            expert does where experts become more and finer.
 
     Raises:
         UserError: a key that `base:` does not name, factors that are no positive numbers or of unequal number, or
             nothing that grows from each model to the next.
     """
-    base = _grows(config, "width")
+    base = {**config.base.width.sizes, **config.base.experts}
     numbers = {len(each) for each in factors.values()}
     for key, each in factors.items():
         if key not in base:
             raise UserError(f"--growth {key}: base: does not name it; expected one of {', '.join(base)}")
-        if min(each, default=0) < 1:
-            raise UserError(f"--growth {key}={','.join(map(str, each))}: expected whole factors, for example 1,2,4")
+        if min(each, default=0) <= 0 or any((base[key] * by) % 1 for by in each):
+            raise UserError(
+                f"--growth {key}={','.join(map(str, each))}: expected factors above 0 that make whole sizes of "
+                f"{base[key]}, for example 1,2,4"
+            )
     if len(numbers) != 1 or numbers == {1}:
         raise UserError("--growth: expected as many factors for every key, and two or more")
     rows = zip(*factors.values(), strict=True)
-    points = [{**base, **{key: base[key] * by for key, by in zip(factors, row, strict=True)}} for row in rows]
+    points = [{**base, **{key: int(base[key] * by) for key, by in zip(factors, row, strict=True)}} for row in rows]
     key = _reference(points)
     if any(one[key] >= other[key] for one, other in itertools.pairwise(points)):
         raise UserError(f"--growth {key}: the size that grows most has to grow with every model, for example 1,2,4")
@@ -204,6 +209,11 @@ def _round(
 
 def _grows(config: Config, axis: Axis) -> dict[str, int]:
     """What grows, at the base."""
+    if axis == "experts":
+        grows = config.base.experts
+        if not grows:
+            raise config.error("base.num_moe_experts", "missing, so no number of experts grows; expected it")
+        return grows
     grows = {"num_layers": config.num_layers_base} if axis == "depth" else config.base.width.sizes
     if not grows:
         raise config.error("base", "names no size that grows, so there is nothing to check; expected hidden_size, ...")
@@ -234,7 +244,7 @@ def models(
     Raises:
         UserError: a size does not divide under the layout; names it.
     """
-    base = _grows(config, axis)
+    base = {**config.base.width.sizes, **config.base.experts} if axis == "width" else _grows(config, axis)
     over = _reference([point.sizes for point in points])
     result: list[Member] = []
     tensor = config.parallel.tensor_model_parallel_size

@@ -13,9 +13,9 @@ from mup_megatron.errors import UserError
 from mup_megatron.proof.family import default_factors
 from mup_megatron.tuning.space import value_of
 
-Across = Literal["width", "depth", "batch", "sequence", "tokens"]
+Across = Literal["width", "depth", "experts", "batch", "sequence", "tokens"]
 ACROSS: tuple[Across, ...] = get_args(Across)
-"""What grows: the sizes that `base:` names, layers, sequences per step, tokens per sequence, steps."""
+"""What grows: the widths that `base:` names, layers, experts, sequences per step, tokens per sequence, steps."""
 
 OVER = (*(name for name in Hparams.model_fields if name != "per_tensor"), "lr_schedule")
 """What is varied; besides these, factors such as per_tensor.embedding.lr."""
@@ -31,7 +31,7 @@ class Question:
         over: hyperparameter that is varied.
         across: what grows.
         values: that are tried, ascending; names of schedules for `lr_schedule`.
-        factors: sizes over the base's (width, depth), else over the config's own.
+        factors: sizes over the base's (width, depth, experts), else over the config's own.
         seeds: repetitions, with seeds from the config's on.
         least: smallest factor that is judged; all are drawn.
         compare_with: parametrizations that are trained and drawn too, and not judged.
@@ -105,7 +105,7 @@ def _others(judged: str) -> tuple[str, ...]:
 
 
 def _factors(config: Config, across: Across) -> list[int]:
-    return default_factors(config, across) if across in ("width", "depth") else [1, 2, 4, 8]
+    return default_factors(config, across) if across in ("width", "depth", "experts") else [1, 2, 4, 8]
 
 
 def _values(config: Config, over: str, values: str) -> list[float | str]:

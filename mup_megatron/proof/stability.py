@@ -123,7 +123,7 @@ def _sized(config: Config, asked: Question) -> list[Config]:
     """The config at every size."""
     command = config.tuning.command
     ranks = (NativeCommand.read(command).processes or max(1, torch.cuda.device_count())) if command else 1
-    if asked.across in ("width", "depth"):
+    if asked.across in ("width", "depth", "experts"):
         try:
             found = [member.config for member in members(config, asked.factors, ranks, asked.across)]
         except UserError as error:
@@ -145,11 +145,12 @@ def _as_trials(config: Config) -> Config:
 
 
 def size_of(config: Config, across: Across) -> int:
-    """What a size is called: hidden size, layers, sequences, tokens of a sequence, tokens of the run."""
+    """What a size is called: hidden size, layers, experts, sequences, tokens of a sequence, tokens of the run."""
     training = config.training
     return {
         "width": config.model.hidden_size,
         "depth": config.model.num_layers,
+        "experts": config.model.num_moe_experts or 0,
         "batch": training.global_batch_size,
         "sequence": training.seq_length,
         "tokens": training.train_steps * training.global_batch_size * training.seq_length,

@@ -14,6 +14,7 @@ from mup_megatron.report.pictures import load_pyplot, save_figure
 _AXES = {
     "width": "hidden size",
     "depth": "layers",
+    "experts": "experts",
     "batch": "sequences per step",
     "sequence": "tokens per sequence",
     "tokens": "tokens",

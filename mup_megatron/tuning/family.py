@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import Config, Model, growing_sizes
+from mup_megatron.config import OF_EXPERTS, Config, Model, growing_sizes
 from mup_megatron.errors import UserError, shown
 
 
@@ -35,6 +35,7 @@ def digested(config: Config) -> dict[str, Any]:
         others |= {"relative_attention_num_buckets", "relative_attention_max_distance"}
     model = config.model.model_dump(exclude={*Model.PLAIN_KERNELS, "vocab_size", *grows, *others})
     base = {**config.base.model_dump(), **{name: size.base for name, size in growth.items()}}
+    base = {name: size for name, size in base.items() if name not in OF_EXPERTS or size is not None}
     if config.base.file is not None:
         base["file"] = _sha256(config.base.file)
     tokenizer = config.data.tokenizer
@@ -45,7 +46,7 @@ def digested(config: Config) -> dict[str, Any]:
         "parametrization": {
             name: value
             for name, value in config.parametrization.model_dump().items()
-            if name not in ("batch", "tokens") or value != "none"
+            if name not in ("batch", "tokens", "experts") or value != "none"
         },
         "data.tokenizer": {
             "library": tokenizer.library,

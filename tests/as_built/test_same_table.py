@@ -38,6 +38,15 @@ MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "output-gate": (MIXED, "llama", {"model__attention_output_gate": True}),
     "qkv-bias": (MIXED, "llama", {"model__add_qkv_bias": True}),
     "moe": (MOE, "llama", {}),
+    "moe-more-experts": (
+        MOE,
+        "llama",
+        {
+            "base__num_moe_experts": 2,
+            "model__moe_router_topk": 2,
+            "parametrization__experts": "any_share",
+        },
+    ),
     "moe-biases": (UNSHARED, "gpt3", {}),
     "moe-expert-bias": (
         MOE,

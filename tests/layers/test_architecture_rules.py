@@ -311,6 +311,7 @@ EXPERTS = {key: value for key, value in MOE["model"].items() if key != "moe_laye
     [
         (MOE, {"base__num_moe_experts": 2}, "base.num_moe_experts", "has no rule here"),
         (MOE, {"proxy__moe_router_topk": 1}, "proxy.moe_router_topk", "has no rule here"),
+        (MIXED, {"base__num_moe_experts": 2}, "base.num_moe_experts", "belongs to a mixture of experts"),
         (MIXED, {"model__moe_router_topk": 1}, "model.moe_router_topk", "belongs to a mixture of experts"),
         (MIXED, {"base__moe_ffn_hidden_size": 8}, "base.moe_ffn_hidden_size", "belongs to a mixture of experts"),
         (MOE, {"model__moe_router_topk": 5}, "model.moe_router_topk", "expected at most 4"),

@@ -155,7 +155,8 @@ class Rules:
 
     def _ratios(self, shape: TensorShape) -> rules.Ratios:
         """Those of the tensor; all 1 where µP's rules do not hold."""
-        if not _is_mup(self._config) or shape.spec.standard:
+        held = _is_mup(self._config) and not shape.spec.standard
+        if not held:
             return rules.Ratios(m_outs=dict.fromkeys(shape.fan_outs, rules.ONE))
         routed = shape.spec.expert or shape.name.endswith((".router.weight", ".router.bias"))
         return rules.of_experts(shape.ratios, self._config.experts_ratio) if routed else shape.ratios

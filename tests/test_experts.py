@@ -269,7 +269,7 @@ def test_a_stability_check_grows_experts() -> None:
 @pytest.mark.slow
 def test_expert_parallel_is_one_process(ranks: Ranks) -> None:
     """Two ranks with half of 16 experts each train as one process with all of them, 4 being the base's."""
-    config = config_of(16, **{"parallel.engine": "megatron", "training.micro_batch_size": 4})
+    config = config_of(16).derive({"parallel.engine": "megatron", "training.micro_batch_size": 4})
     alone = ranks.run(1, bodies.train, config=config, steps=10)[0]
     both = ranks.run(2, bodies.train, config=config.derive({"parallel.expert_model_parallel_size": 2}), steps=10)
     assert both[0]["losses"] == pytest.approx(alone["losses"], abs=2e-5)

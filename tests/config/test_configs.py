@@ -70,6 +70,7 @@ def test_every_family_is_there() -> None:
             "gpt3",
             "llama",
             "moe",
+            "experts",
             "mla",
             "tuning-cost",
             "translation-cost",

@@ -60,7 +60,7 @@ def test_what_is_not_said(tmp_path: Path) -> None:
     ("keys", "said"),
     [
         ({"over": "beta"}, "--over: beta: no hyperparameter; expected one of lr, init_method_std"),
-        ({"across": "time"}, "--across: time: expected one of width, depth, batch, sequence, tokens"),
+        ({"across": "time"}, "--across: time: expected one of width, depth, experts, batch, sequence, tokens"),
         ({"factors": [2]}, "--sizes: 2: expected two different factors"),
         ({"factors": [0, 1]}, "--sizes: 0,1: expected two different factors or more, from 1 on"),
         ({"least": 8}, "--from: 8: expected one of the factors below the largest, [1, 2, 4]"),

@@ -21,7 +21,7 @@ def check(rank: Rank, *, config: Config, options: dict[str, Any], alone: bool = 
     def means(sums: Any) -> dict[Any, float]:
         return {key: float(total) / count for key, (total, count) in sums._held.items() if count}
 
-    with replaced(coordinates._Sums, "means", means):
+    with replaced(coordinates.Sums, "means", means):
         return coord_check(config, rank, **options)
 
 

@@ -66,6 +66,9 @@ def coordinate_check(
     own_batch: Annotated[
         bool, typer.Option("--own-batch", help="The config's own batch, length and peak rate, not a few tokens.")
     ] = False,
+    ranges: Annotated[
+        bool, typer.Option("--ranges", help="Also the range of values, and what bf16, e4m3 and e5m2 would lose of it.")
+    ] = False,
     beside: Annotated[bool, typer.Option(help="Also measure standard beside µP, µP beside all others.")] = True,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For picture and JSON; run.dir/coord-check unless given.")
@@ -88,6 +91,8 @@ def coordinate_check(
         raise UserError("--thorough: its regimes are measured by this project's engines; expected no --native")
     if thorough and (broken or parametrization):
         raise UserError(f"--thorough: judges mup; expected no {'--break' if broken else '--parametrization'}")
+    if thorough and ranges:
+        raise UserError("--thorough: judges slopes in every regime; expected no --ranges")
     rank = read_rank()
     if settings.tuning.command:
         rank = Rank(world_size=processes_of(settings))
@@ -111,14 +116,19 @@ def coordinate_check(
 
         result, plain = check_thoroughly(settings, rank, folder, compare=beside, **asked)
     else:
-        asked["folder"] = folder / "runs"
+        asked |= {"folder": folder / "runs", "ranges": ranges}
         result = plain = coord_check(settings, rank, point=parametrization, broken=broken, compare=beside, **asked)
     if rank.is_first:
         from mup_megatron.report.coordinates import draw_coordinates
 
         path = write(result, folder)
-        picture = draw_coordinates(plain, path.with_suffix(".png"))
-        print(json.dumps(result, indent=1) if as_json else "\n".join([*lines(result), f"{path}", f"{picture}"]))
+        said = [*lines(result), f"{path}", f"{draw_coordinates(plain, path.with_suffix('.png'))}"]
+        if ranges:
+            from mup_megatron.proof.ranges import range_lines
+            from mup_megatron.report.ranges import draw_ranges
+
+            said = [*range_lines(result), *said, f"{draw_ranges(result, path.with_name(f'{path.stem}-ranges.png'))}"]
+        print(json.dumps(result, indent=1) if as_json else "\n".join(said))
     return {"passed": 0, "failed": 1, "undecided": 3}[result["verdict"]]
 
 

@@ -35,13 +35,23 @@ class WatchedCoordinates:
         model: what `train_step` was given.
         parametrization: of the run.
         layout: of the run.
+        ranges: whether ranges of values are measured too.
     """
 
-    def __init__(self, steps: int, model: Sequence[Any], parametrization: Parametrization, layout: Layout) -> None:
+    def __init__(
+        self,
+        steps: int,
+        model: Sequence[Any],
+        parametrization: Parametrization,
+        layout: Layout,
+        *,
+        ranges: bool = False,
+    ) -> None:
         chunks = chunks_of(model)
         device = next(chunks[0].parameters()).device
         self._steps, self._step = steps, 0
-        self._probe = Probe(parametrization, layout, torch.distributed.get_rank(), device, chunks)
+        at, rank = (0, steps) if ranges else (), torch.distributed.get_rank()
+        self._probe = Probe(parametrization, layout, rank, device, chunks, ranges=at)
         self._probe.watch(chunks)
         self._batches: list[list[Any]] = []
 
@@ -105,7 +115,9 @@ def sees_training(train_step: Callable[..., Any]) -> Callable[..., Any]:
         if _looks is None:
             if run is None:
                 raise UserError("the script trains before Megatron's arguments were read; nothing can be checked")
-            _looks = WatchedCoordinates(asked.steps, given["model"], run.parametrization, run.layout)
+            _looks = WatchedCoordinates(
+                asked.steps, given["model"], run.parametrization, run.layout, ranges=asked.ranges
+            )
         _looks.begin(given["data_iterator"], get_num_microbatches())
         result = train_step(*args, **kwargs)
         if _looks.end(watched.loss_of(result[0]) if result[0] else None, given["optimizer"]):

@@ -33,6 +33,7 @@ from mup_megatron.proof.family import Member, default_factors, grown, models, ow
 from mup_megatron.proof.native import native_measure
 from mup_megatron.proof.regimes import REGIMES, Regime
 from mup_megatron.proof.slopes import Measurement, slopes_of
+from mup_megatron.proof.sums import COLUMNS
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, judge, overall
 from mup_megatron.ranks import Rank
@@ -104,6 +105,7 @@ def coord_check(
     regime: str = "plain",
     compare: bool = True,
     own_batch: bool = False,
+    ranges: bool = False,
     folder: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -121,6 +123,7 @@ def coord_check(
         regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
         compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
         own_batch: the config's own batch, length and rate, which may hide what happens as widths grow (`_few_tokens`).
+        ranges: also measure the range of values of every tensor, and what formats of lower precision would lose.
         folder: of runs of megatron.training, where the config has a `tuning.command`; it is then not collective, and
             `rank` counts the processes of such a run.
         say: takes lines of progress.
@@ -150,11 +153,14 @@ def coord_check(
                 "engines; expected no --native"
             )
         names = [(each.label, each.name, broken if each is judged else None) for each in measured]
-        measurements, tables = native_measure(asked.family, names, steps, seeds, folder or Path(config.run.dir), say)
+        measurements, tables = native_measure(
+            asked.family, names, steps, seeds, folder or Path(config.run.dir), say, ranges=ranges
+        )
     else:
         for member in asked.family:
             refuse(member.config, member.layout)
-        measurements, tables = _measure(asked.family, measured, rank, steps, seeds, asked.regime.resumes, say)
+        how = {"resumes": asked.regime.resumes, "ranges": ranges}
+        measurements, tables = _measure(asked.family, measured, rank, steps, seeds, how, say)
     family, axis = asked.family, asked.regime.axis
     theory = Theory(tables, [member.size for member in family], axis)
     slopes = {each.label: slopes_of(measurements, each.label, family, steps, theory, axis) for each in measured}
@@ -189,6 +195,7 @@ def coord_check(
         "not_finite": not_finite,
         "verdicts": verdicts,
         "slopes": {label: [dataclasses.asdict(each) for each in held] for label, held in slopes.items()},
+        **({"range_columns": COLUMNS} if ranges else {}),
         "cells": [each.as_written() for each in measurements],
         "config": config.model_dump(),
     }
@@ -310,7 +317,7 @@ def _measure(
     rank: Rank,
     steps: int,
     seeds: int,
-    resumes: bool,
+    how: Mapping[str, bool],
     say: Callable[[str], None],
 ) -> tuple[list[Measurement], list[Parametrization]]:
     """Every measurement, and µP's own table of every size. Sizes of one layout follow each other."""
@@ -342,7 +349,7 @@ def _measure(
                     if each.break_ is not None:
                         parametrization = each.break_(parametrization, member.layout)
                     whole = dataclasses.replace(seeded, config=config)
-                    coordinates = measure(whole, parametrization, rank.rank, device, batch, steps, resumes=resumes)
+                    coordinates = measure(whole, parametrization, rank.rank, device, batch, steps, **how)
                     measurements.append(
                         Measurement(label=each.label, seed=seed + number, factor=member.factor, coordinates=coordinates)
                     )

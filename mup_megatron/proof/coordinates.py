@@ -4,12 +4,11 @@ Public names: `Coordinates`, `Probe`, `measure`, `parts`. The size of a tensor i
 elements. Each rank adds up the absolute values of the elements that it holds, and counts them; then sums and counts are
 added over all ranks. Ranks may hold parts of a tensor (tensor, sequence, context, pipeline and data parallelism) or
 copies of it. Both give the mean over the whole tensor, because every element has the same number of copies.
-
-    s sequence   b batch   a heads of this rank   g KV heads of this rank   d head size   p queries that are measured
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import tempfile
@@ -33,10 +32,9 @@ from mup_megatron.layout import Layout
 from mup_megatron.model import build_model
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.family import Member
+from mup_megatron.proof.hooks import attention_hook, router_hook
+from mup_megatron.proof.sums import Ranges, Sums
 from mup_megatron.shapes import STACKS, TensorSpec
-
-_QUERIES = 64
-"""Attention logits are measured for so many queries, evenly spaced over the sequence: all would need memory for s²."""
 
 _LOOKED_UP = ("decoder_relative_pos_emb", "encoder_relative_pos_emb")
 """Relative position embeddings, whose output is not measured: it is the table's, which is, with -inf at keys that come
@@ -45,6 +43,10 @@ later."""
 QUANTITIES = ("output", "change", "gradient")
 """What is measured of a module: its output, the change of the output since step 0, and the gradient of the loss with
 respect to the output."""
+
+RANGES = ("weight", "output", "gradient", "weight_gradient")
+"""Of what ranges are measured: a parameter, a module's output, and the gradients of the loss by each, as the backward
+pass of one rank and micro-batch has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class Coordinates:
         updates: by part of a parameter: the size of what each step added to it.
         losses: nats per token, before each step.
         silent: modules that have parameters and whose forward ran on no rank, so that nothing was measured of them.
+        ranges: where they were asked for, by quantity (`RANGES`), then by global name: `sums.COLUMNS` before the first
+            step and after the last.
     """
 
     modules: dict[str, dict[str, list[float]]]
@@ -64,6 +68,7 @@ class Coordinates:
     updates: dict[str, list[float]]
     losses: list[float] = field(default_factory=list)
     silent: tuple[str, ...] = ()
+    ranges: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
 
 
 def measure(
@@ -75,6 +80,7 @@ def measure(
     steps: int,
     *,
     resumes: bool = False,
+    ranges: bool = False,
 ) -> Coordinates:
     """Builds a model of the family, trains it on one batch, and measures every module at every step. Collective.
 
@@ -88,13 +94,15 @@ def measure(
         batch: this rank's micro-batches of the global batch that every step takes.
         steps: optimizer steps; sizes are measured before each step and after the last.
         resumes: half way, save the state, build another model and optimizer, and go on from the saved files.
+        ranges: also measure ranges of values, before the first step and after the last.
 
     Raises:
         UserError: the config's engine does not have the layout.
     """
     config, layout = member.config, member.layout
     chunks = build_model(parametrization, layout, rank, device)
-    probe = Probe(parametrization, layout, rank, device, chunks)  # copies weights before the engine partitions them
+    # Copies weights before the engine partitions them.
+    probe = Probe(parametrization, layout, rank, device, chunks, ranges=(0, steps) if ranges else ())
     engine = build_engine(member.setup, parametrization, chunks)
     try:
         probe.watch(engine.chunks)
@@ -122,6 +130,7 @@ class Probe:
         rank: global rank of this process.
         device: where the model lives.
         chunks: this rank's part, with its initial values.
+        ranges: steps before which ranges of values are measured too.
     """
 
     def __init__(
@@ -131,17 +140,18 @@ class Probe:
         rank: int,
         device: torch.device,
         chunks: Sequence[LanguageModule],
+        ranges: Sequence[int] = (),
     ) -> None:
         self._layout = layout
         self._trained = {name: held for name, held in named_parameters(chunks) if not _frozen(parametrization, name)}
         self._weights = {name: held.detach().float().clone() for name, held in self._trained.items()}
         tensors = parametrization.tensors
         self._cut = {name: _rows(tensors[name].shape.spec, layout, rank, device) for name in self._trained}
-        self._initial, self._updates = _Sums(), _Sums()
+        self._initial, self._updates = Sums(), Sums()
         for name, weight in self._weights.items():
             for part, values in parts(name, weight, self._cut[name]):
                 self._initial.add(part, values)
-        self._recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context))
+        self._recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context), ranges=ranges)
         self.losses: list[float] = []
         """Nats per token, before each step."""
 
@@ -150,10 +160,14 @@ class Probe:
         named = dict(named_parameters(chunks))
         self._trained = {name: named[name] for name in self._trained}
         self._recorder.watch(named_modules(chunks), attention_logits=self._layout.context == 1)
+        for name, parameter in self._trained.items():
+            self._recorder.watch_gradient(name, parameter)
 
     def begin(self, step: int) -> None:
         """What is measured from now on is of this step."""
         self._recorder.begin(step)
+        for name, weight in self._weights.items():
+            self._recorder.see_range("weight", name, weight)
 
     def updated(self, step: int, gather: Callable[[torch.nn.Parameter], Mapping[str, Any]]) -> None:
         """Measures what a step added to every parameter.
@@ -189,7 +203,12 @@ class Probe:
         for name, step in updated:
             changes.setdefault(name, [math.nan] * steps)[step] = updated[name, step]
         initial = self._initial.means()
-        return Coordinates(modules=modules, initial=initial, updates=changes, losses=self.losses, silent=silent)
+        ranges: dict[str, dict[str, list[list[float]]]] = {}
+        for (quantity, name, _), told in sorted(recorder.ranges.told().items(), key=lambda held: held[0][2]):
+            ranges.setdefault(quantity, {}).setdefault(name, []).append(told)
+        return Coordinates(
+            modules=modules, initial=initial, updates=changes, losses=self.losses, silent=silent, ranges=ranges
+        )
 
 
 def _resumed(
@@ -246,40 +265,17 @@ def _frozen(parametrization: Parametrization, name: str) -> bool:
     return parametrization.tensors[name].shape.spec.frozen
 
 
-class _Sums:
-    """Sums of absolute values and counts, by key, on this rank and then on all."""
-
-    def __init__(self) -> None:
-        self._held: dict[Any, tuple[torch.Tensor, int]] = {}
-
-    def add(self, key: Any, tensor: torch.Tensor, count: int | None = None) -> None:
-        """Adds a tensor's coordinates."""
-        total = tensor.detach().abs().sum(dtype=torch.float64)
-        before, counted = self._held.get(key, (0.0, 0))
-        self._held[key] = total + before, counted + (tensor.numel() if count is None else count)
-
-    def means(self) -> dict[Any, float]:
-        """Mean absolute value by key, over all ranks. Collective."""
-        ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        here = {key: (float(total), count) for key, (total, count) in self._held.items()}
-        torch.distributed.all_gather_object(ranks, here)
-        whole: dict[Any, list[float]] = defaultdict(lambda: [0.0, 0])
-        for held in ranks:
-            for key, (total, count) in held.items():
-                whole[key][0] += total
-                whole[key][1] += count
-        return {key: total / count for key, (total, count) in whole.items() if count}
-
-
 class _Recorder:
     """Adds up the outputs of modules (forward hooks) and the gradients of these outputs (tensor hooks).
 
     Args:
         gradient_scale: a rank's gradient times this is the gradient of the loss over the global batch.
+        ranges: steps of which ranges are measured too.
     """
 
-    def __init__(self, gradient_scale: float) -> None:
-        self.sums = _Sums()
+    def __init__(self, gradient_scale: float, ranges: Sequence[int]) -> None:
+        self.sums, self.ranges = Sums(), Ranges()
+        self._with_ranges = ranges
         self.fired: set[str] = set()
         self.silent: set[str] = set()
         self._scale = gradient_scale
@@ -297,15 +293,26 @@ class _Recorder:
                 continue
             if name.endswith("core_attention"):
                 inside = (*inside, f"{name}.")
-                hook = _attention_hook(name, self._see, attention_logits)
+                hook = attention_hook(name, self._see, attention_logits)
                 self._handles.append(module.register_forward_pre_hook(hook))
             if name.endswith(".router"):
-                self._handles.append(module.register_forward_pre_hook(_router_hook(name, self._see)))
+                self._handles.append(module.register_forward_pre_hook(router_hook(name, self._see)))
             if isinstance(module, torch.nn.Dropout | IdentityOp) or name in (*STACKS, *_LOOKED_UP):
                 continue  # a stack's output is another one on every pipeline stage
             if any(True for _ in module.parameters(recurse=False)):
                 self.silent.add(name)
             self._handles.append(module.register_forward_hook(self._hook(name)))
+
+    def watch_gradient(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Hooks the gradient of a parameter, where ranges are measured."""
+        if self._with_ranges:
+            hook = functools.partial(self.see_range, "weight_gradient", name)
+            self._handles.append(parameter.register_hook(hook))
+
+    def see_range(self, quantity: str, name: str, tensor: torch.Tensor, count: int | None = None) -> None:
+        """Adds a tensor to a range, at the steps of which ranges are measured."""
+        if self._step in self._with_ranges:
+            self.ranges.add((quantity, name, self._step), tensor, count)
 
     def begin(self, step: int) -> None:
         """What is measured from now on is of this step."""
@@ -334,7 +341,9 @@ class _Recorder:
         step = self._step
         values = tensor.detach()
         count = values.numel() if mask is None else int(mask.expand_as(values).sum())
-        self.sums.add(("output", name, step), values if mask is None else values * mask, count)
+        seen = values if mask is None else values * mask
+        self.sums.add(("output", name, step), seen, count)
+        self.see_range("output", name, seen, count)
         if ".experts." not in name:  # an expert gets other tokens at every step, so its outputs cannot be compared
             if step == 0:
                 self._first[name, call] = values.clone()
@@ -345,6 +354,7 @@ class _Recorder:
 
             def add_gradient(gradient: torch.Tensor) -> None:
                 self.sums.add(("gradient", name, step), gradient.float() * self._scale)
+                self.see_range("gradient", name, gradient)
 
             tensor.register_hook(add_gradient)
 
@@ -354,58 +364,3 @@ def _silent_everywhere(watched: set[str], fired: set[str]) -> tuple[str, ...]:
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, (watched, fired))
     return tuple(sorted(set().union(*(held for held, _ in ranks)) - set().union(*(ran for _, ran in ranks))))
-
-
-def _attention_hook(name: str, see: Callable[..., None], logits: bool) -> Callable[..., None]:
-    """Measures query, key and value, and the attention logits, computed here because fused kernels never show them."""
-
-    def hook(module: Any, inputs: Any) -> None:
-        query, key, value = inputs[:3]
-        for part, tensor in (("query", query), ("key", key), ("value", value)):
-            see(f"{name}.{part}", tensor)
-        if logits:
-            scale, causal = _softmax_scale(module, query), _is_causal(module)
-            see(f"{name}.logits", *_attention_logits(query.detach(), key.detach(), scale, causal=causal))
-
-    return hook
-
-
-def _softmax_scale(module: Any, query: torch.Tensor) -> float:
-    scale = getattr(module, "softmax_scale", None)
-    return 1.0 / math.sqrt(query.size(-1)) if scale is None else float(scale)
-
-
-def _is_causal(module: Any) -> bool:
-    """Whether queries see no later keys; Transformer Engine names kinds of masks as megatron-core does."""
-    kind = getattr(module, "attn_mask_type", None)
-    return getattr(kind, "name", kind) not in ("padding", "arbitrary", "no_mask")
-
-
-def _attention_logits(
-    query: torch.Tensor, key: torch.Tensor, scale: float, *, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention logits of some queries, [b, a, p, s], and a mask that is 1 where the query may see the key.
-
-    Args:
-        query: [t, b, a, d].
-        key: [s, b, g, d].
-        scale: softmax scale: the logits are scale · q·k.
-        causal: whether t = s, and the query sees no later keys. Otherwise it sees all, also those that only pad.
-    """
-    length, heads = query.size(0), query.size(2)
-    positions = torch.linspace(0, length - 1, min(length, _QUERIES), device=query.device).round().long()
-    key = key.repeat_interleave(heads // key.size(2), dim=2)
-    logits = torch.einsum("pbad,sbad->baps", query[positions].float(), key.float()) * scale
-    keys = torch.arange(key.size(0), device=query.device)
-    mask = (keys[None, :] <= (positions[:, None] if causal else len(keys))).float()
-    return logits * mask, mask.expand(len(positions), len(keys))
-
-
-def _router_hook(name: str, see: Callable[..., None]) -> Callable[..., None]:
-    """Measures the logits of a router, because its module returns probabilities."""
-
-    def hook(module: Any, inputs: Any) -> None:
-        with torch.no_grad():
-            see(f"{name}.logits", module.gating(inputs[0].detach()))
-
-    return hook

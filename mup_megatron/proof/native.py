@@ -36,6 +36,8 @@ def native_measure(
     seeds: int,
     directory: Path,
     say: Callable[[str], None],
+    *,
+    ranges: bool = False,
 ) -> tuple[list[Measurement], list[Parametrization]]:
     """Every measurement, and µP's own table of every size.
 
@@ -46,6 +48,7 @@ def native_measure(
         seeds: repetitions.
         directory: of the runs' logs.
         say: takes lines of progress.
+        ranges: also measure ranges of values.
 
     Raises:
         UserError: a run failed; says how.
@@ -60,7 +63,7 @@ def native_measure(
             for label, name, broken in measured:
                 config = member.config.derive({"run.seed": seed, "parametrization.name": name})
                 folder = directory / f"{label.replace(' ', '-')}-{member.factor}-seed-{seed}"
-                coordinates = _run(command, config, steps, broken, folder)
+                coordinates = _run(command, config, steps, broken, folder, ranges)
                 measurements.append(Measurement(label=label, seed=seed, factor=member.factor, coordinates=coordinates))
                 say(
                     f"{label}: {member.factor} x base, seed {seed}: loss "
@@ -69,11 +72,20 @@ def native_measure(
     return measurements, tables
 
 
-def _run(command: NativeCommand, config: Config, steps: int, broken: str | None, folder: Path) -> Coordinates:
+def _run(
+    command: NativeCommand, config: Config, steps: int, broken: str | None, folder: Path, ranges: bool
+) -> Coordinates:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "coordinates.json"
     path.unlink(missing_ok=True)
-    task = Task(kind="coordinates", path=str(path), expected=said_by_options(config), steps=steps, broken=broken)
+    task = Task(
+        kind="coordinates",
+        path=str(path),
+        expected=said_by_options(config),
+        steps=steps,
+        broken=broken,
+        ranges=ranges,
+    )
     try:
         own_launch(command, check_arguments(command, config, folder), task, folder)
     except UserError as error:

@@ -39,12 +39,10 @@ class Measurement:
 
     def as_written(self) -> dict[str, Any]:
         """As the JSON file of a check has it, under the names that earlier files use."""
-        return {
-            "line": self.label,
-            "seed": self.seed,
-            "factor": self.factor,
-            "coordinates": dataclasses.asdict(self.coordinates),
-        }
+        written = dataclasses.asdict(self.coordinates)
+        if not self.coordinates.ranges:
+            del written["ranges"]
+        return {"line": self.label, "seed": self.seed, "factor": self.factor, "coordinates": written}
 
 
 def slopes_of(

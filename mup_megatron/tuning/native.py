@@ -57,6 +57,7 @@ class Task(BaseModel):
         interval: steps between evaluations of a trial.
         steps: of the run.
         broken: the rule that a check takes out.
+        ranges: whether a check measures ranges of values too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -68,6 +69,7 @@ class Task(BaseModel):
     interval: int = 1
     steps: int = 1
     broken: str | None = None
+    ranges: bool = False
 
 
 def said_by_options(config: Config) -> dict[str, Any]:

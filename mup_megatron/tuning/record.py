@@ -211,8 +211,6 @@ def make_record(
         "rules": {
             **config.parametrization.model_dump(),
             "optimizer": parametrization.update_rule,
-            "batch": "none",
-            "horizon": "none",
         },
         "study": dict(study),
         "budget": dict(budget),

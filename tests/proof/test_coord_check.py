@@ -366,7 +366,7 @@ def test_the_family() -> None:
         (["--growth", "hidden_size"], "expected a key of base:"),
         (["--growth", "depth=1,2"], "base: does not name it"),
         (["--growth", "hidden_size=1,x"], "expected whole factors"),
-        (["--growth", "hidden_size=0,1"], "expected whole factors"),
+        (["--growth", "hidden_size=0,1"], "expected factors above 0 that make whole sizes of 32"),
         (["--growth", "hidden_size=1,2", "--growth", "ffn_hidden_size=1"], "as many factors for every key"),
         (["--growth", "hidden_size=2,1"], "has to grow with every model"),
         (["--growth", "hidden_size=1,2", "--widths", "1,2"], "expected no --widths"),

@@ -68,6 +68,14 @@ def test_what_it_says(record: TransferRecord) -> None:
     assert record.rules["weight_decay"] == "independent"
 
 
+def test_rules_over_batch_and_tokens_are_those_of_the_config(tmp_path: Path) -> None:
+    chosen = {"parametrization.batch": "sqrt_sde", "parametrization.tokens": "power:-0.32"}
+    config = with_values(config_in(tmp_path), VALUES).derive(chosen)
+    layout = resolve_layout(config, 1)
+    made = make_record(parametrize(config, 375), layout, VALUES, study=STUDY, budget={"spent": {}})
+    assert {f"parametrization.{name}": made.rules[name] for name in ("batch", "tokens")} == chosen
+
+
 def test_a_regulariser_that_was_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The record says so, and the command that shows it; of other values neither says anything."""
     sentence = "weight_decay was tuned: it regularises, and how much of it is best depends on the size of model and"

@@ -409,19 +409,22 @@ def _searching() -> Rows:
     return rows
 
 
-def _target() -> Rows:
-    """Cost at which the median over searches of the best trial's loss comes within a goal."""
-    found = record("tuning-cost-target/cost.json")
+def _target(folder: str, goals: Sequence[float]) -> Rows:
+    """Cost at which the median over searches of the best trial's loss comes within a goal, in per cent of the best."""
+    found = record(f"{folder}/cost.json")
     names = {
         "random, on the target": "random, on the target",
+        "TPE, on the target": "TPE, on the target",
         "random": "random, on the proxy",
+        "TPE": "TPE, on the proxy",
         "random, halving": "random with halving, on the proxy",
         "TPE, halving": "TPE with halving, on the proxy",
     }
-    rows = [["search", "1.1 %", "0.9 %"]]
+    rows = [["search", *(f"{goal:g} %" for goal in goals)]]
     for name, what in names.items():
-        curves = found["searches"][name]["curves"]
-        rows.append([what, *(_median_cost(curves, found["best"] * (1 + goal)) for goal in (0.011, 0.009))])
+        if name in found["searches"]:
+            curves = found["searches"][name]["curves"]
+            rows.append([what, *(_median_cost(curves, found["best"] * (1 + goal / 100)) for goal in goals)])
     return rows
 
 
@@ -454,7 +457,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "positions": _positions,
     "reverse": _reverse,
     "searches": _searching,
-    "searches-target": _target,
+    "searches-target": partial(_target, "tuning-cost-target", (1.1, 0.9)),
+    "searches-translation": partial(_target, "translation-cost", (5, 2.5, 1)),
 }
 
 

@@ -6,7 +6,7 @@
 After Tensor Programs V, figure 5. A replayed trial takes its losses from the table's nearest point and costs the
 steps that it ran. A search has arrived when the best trial that it ran to the end is within 0.5 % of the best loss
 there is. With a table of the target (of the same points or fewer, to which all keep), a search is judged by what its
-values give there, and a random search on the target itself is replayed beside.
+values give there, and random search and TPE on the target itself are replayed beside.
 """
 
 from __future__ import annotations
@@ -103,13 +103,15 @@ Search = list[tuple[float, float]]
 """After every trial that was the best so far: cost in whole runs, and loss in the judging table."""
 
 
-def replay(config: Config, table: Table, judge: Table, method: tuple[str, str, int], seed: int) -> Search:
-    """One search, until it has arrived or tried 400."""
+def replay(
+    config: Config, table: Table, judge: Table, method: tuple[str, str, int], seed: int, runs: int = _MOST_RUNS
+) -> Search:
+    """One search, until it has arrived or tried as many runs."""
     sampler, pruner, workers = method
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         search = {name: {"log_uniform": [known[0], known[-1]]} for name, known in table.values.items()}
-        tuning = {"sampler": sampler, "pruner": pruner, "search": search, "trials": _MOST_RUNS}
+        tuning = {"sampler": sampler, "pruner": pruner, "search": search, "trials": runs}
         keys = {f"tuning.{key}": value for key, value in tuning.items()}
         study = Study.create(config.derive({**keys, "run.dir": directory, "run.seed": seed}))
         cost, best, found = 0.0, math.inf, []
@@ -142,15 +144,16 @@ def _needed(found: Search, goal: float) -> float | None:
     return found[-1][0] if found and found[-1][1] <= goal else None
 
 
-def _searches(config: Config, proxy: Table, target: Table | None, seeds: int) -> dict[str, dict[str, Any]]:
+def _searches(config: Config, proxy: Table, target: Table | None, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
     judge = target or proxy
     jobs = {name: (proxy, method, 1.0) for name, method in METHODS.items()}
     if target is not None:
-        jobs["random, on the target"] = (target, METHODS["random"], target.flops / proxy.flops)
+        for name in ("random", "TPE"):
+            jobs[f"{name}, on the target"] = (target, METHODS[name], target.flops / proxy.flops)
     searches = {}
     with Pool() as pool:
         for name, (table, method, unit) in jobs.items():
-            job = partial(replay, config, table, judge, method)
+            job = partial(replay, config, table, judge, method, runs=runs)
             curves = [[(cost * unit, loss) for cost, loss in found] for found in pool.imap(job, range(1, seeds + 1))]
             needed = [_needed(found, judge.best * (1 + GOAL)) for found in curves]
             arrived = sorted(cost for cost in needed if cost is not None)
@@ -176,7 +179,7 @@ def _said(needed: Sequence[float | None]) -> str:
 def draw(searches: Mapping[str, Mapping[str, Any]], best: float, path: Path) -> None:
     """Median over seeds of the best trial's excess loss, over the cost."""
     pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.6, 4.2), layout="constrained")
     colors = pyplot.get_cmap("tab10")
     longest = max(cost for search in searches.values() for curve in search["curves"] for cost, _ in curve)
     costs = [2 ** (step / 8) for step in range(math.ceil(8 * math.log2(longest)) + 1)]
@@ -193,7 +196,7 @@ def draw(searches: Mapping[str, Mapping[str, Any]], best: float, path: Path) -> 
     axes.set_title(f"Median of {len(next(iter(searches.values()))['curves'])} searches", loc="left", fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save_figure(figure, path)
 
 
@@ -219,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run.dir of the proxy's table")
     parser.add_argument("--target", type=Path, metavar="RUN", help="run.dir of the target's table")
     parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--runs", type=int, default=_MOST_RUNS, help="trials after which a search gives up")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
     records = [_record(run) for run in (asked.run, asked.target) if run]
@@ -227,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if target is not None:
         proxy = proxy.within(target)
     config = load_config(asked.run / "config.yaml")
-    searches = _searches(config, proxy, target, asked.seeds)
+    searches = _searches(config, proxy, target, asked.seeds, asked.runs)
     asked.output.mkdir(parents=True, exist_ok=True)
     result = {
         "goal": GOAL,

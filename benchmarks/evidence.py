@@ -63,7 +63,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 def _own(line: dict[str, Any]) -> str:
     """How one parametrization of a record would be judged, were it the one that is."""
-    return "passed" if not (line["reasons"] or line.get("open")) else "failed"
+    return "failed" if line["reasons"] else "undecided" if line.get("open") else "passed"
 
 
 def _seeds(found: dict[str, Any]) -> str:
@@ -443,6 +443,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "rates": partial(_rates, "stability-lr-width"),
     "rates-fan-in": partial(_rates, "stability-fan-in"),
     "rates-512": _rates_512,
+    "rates-bert": partial(_rates, "bert"),
     "others": _others,
     "mixed-growth": _mixed,
     "clip-norm": _clipping,

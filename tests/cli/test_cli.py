@@ -59,7 +59,7 @@ def by_name(explained: dict[str, Any]) -> dict[str, Any]:
 def test_explain_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make(MIXED, "llama", parallel__tensor_model_parallel_size=2)
     explained = explain(capsys, write(tmp_path, config), "--world-size", "4", "--rank", "3")
-    assert set(explained) == {"config", "layout", "growth", "forward", "horizon", "parameters"}
+    assert set(explained) == {"config", "layout", "growth", "forward", "horizon", "experts", "parameters"}
     assert explained["growth"]["ffn_hidden_size"] == {"base": 64, "target": 160, "follows": None}
     assert set(explained["forward"]) == {"softmax_scale", "readout", "embedding", "residual", "relative_bias"}
     assert explained["layout"]["tensor_model_parallel_rank"] == 1
@@ -223,8 +223,9 @@ def test_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 # Where a number does not do for an option.
 _GIVEN = {"--widths": "1,2,4", "--growth": "hidden_size=1,2,4", "--parametrization": "standard", "--output": "folder"}
-# What excludes others: --thorough judges mup and breaks no rule, --join starts no ranks, --native needs more words.
-_WITHOUT = {"--parametrization", "--break", "--join", "--native"}
+# What excludes others: --thorough judges mup, breaks no rule and shows no ranges; --join starts no ranks, and --native
+# needs more words.
+_WITHOUT = {"--parametrization", "--break", "--ranges", "--join", "--native"}
 
 
 def every_option(command: str, leave_out: set[str]) -> list[str]:

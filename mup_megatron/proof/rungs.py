@@ -101,11 +101,9 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
 
 def _off(config: Config) -> dict[str, str]:
     off = {"parametrization.batch": "none", "parametrization.tokens": "none"}
-    return off | ({"parametrization.weight_decay": "independent"} if _keeps_timescale(config) else {})
-
-
-def _keeps_timescale(config: Config) -> bool:
-    return config.parametrization.weight_decay == "timescale"
+    if config.parametrization.weight_decay == "timescale":
+        off["parametrization.weight_decay"] = "independent"
+    return off
 
 
 def _models(config: Config, asked: Ladder) -> dict[int, Config]:

@@ -1,6 +1,6 @@
 """The folder of a checkpoint, written whole or not at all, and what a run's folder holds of its target.
 
-Public names: `Checkpoints`, `check_folder`, `hash_files`, `SUMS`.
+Public names: `Checkpoints`, `check_folder`, `is_complete`, `hash_files`, `SUMS`.
 
 A checkpoint is a folder `step_00000100/`: weights and optimizer (engines/state.py), random states, `mup.json`
 (manifest.py) and `SHA256SUMS` of all of them, which `sha256sum -c` reads. It is written under another name and renamed
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -67,14 +68,50 @@ def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
     return True
 
 
+def is_complete(config: Config) -> bool:
+    """Whether a run's folder holds the whole run of a config, but no checkpoint of its last step.
+
+    Training it again would write over its result. With a checkpoint of the last step the run goes on from there, which
+    is nothing.
+
+    Args:
+        config: the run, after `check_folder`.
+
+    Raises:
+        UserError: the folder holds a whole run with other settings, and no checkpoint from which these could go on.
+    """
+    directory, steps = Path(config.run.dir), config.training.train_steps
+    ended = _ended(directory)
+    whole = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept).newest_first()
+    if ended is None or (whole and int(whole[0].name.removeprefix("step_")) >= steps):
+        return False
+    settings, step = ended
+    now = settings_of(config.model_dump())
+    changed = [key for key, _, _ in check_settings(settings, now, directory, allowed=now)]
+    if not changed and step == steps:
+        return True
+    if whole:
+        return False
+    other = ", ".join(changed) or f"training.train_steps {steps}"
+    raise UserError(
+        f"{directory / METRICS}: this run is complete, and kept no checkpoint from which it could go on with "
+        f"{other}; expected another run.dir, or that file removed to train it anew"
+    )
+
+
 def _ended(directory: Path) -> tuple[dict[str, Any], int] | None:
-    """The settings of a target that took all its steps and kept no checkpoint, and how many steps these are."""
+    """The settings of a target that took all its steps, its last evaluation included, and how many steps these are."""
     try:
         settings = json.loads((directory / "explain.json").read_text(encoding="utf-8"))["config"]
-        steps = [json.loads(line)["step"] for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
-        if max(steps, default=0) < settings["training"]["train_steps"]:
+        lines = [json.loads(line) for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
+        training, last = settings["training"], max((line["step"] for line in lines), default=0)
+        found = {
+            key: line[key] for line in lines if line["step"] == last for key in ("loss", "eval_loss") if key in line
+        }
+        wanted = ("loss", "eval_loss") if training["eval_interval"] else ("loss",)
+        if last < training["train_steps"] or not all(math.isfinite(found[key]) for key in wanted):
             return None
-        return settings_of(settings), max(steps)
+        return settings_of(settings), last
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 

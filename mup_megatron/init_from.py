@@ -176,19 +176,18 @@ def load_start(
     read_into(chunks, weights, layout, rank, start.left_out)
 
 
-def check_same_start(found: CheckpointManifest, where: Path, asked: Path, *, new_embeddings: bool) -> None:
+def check_same_start(before: Mapping[str, Any] | None, where: Path, asked: Path, *, new_embeddings: bool) -> None:
     """Whether a run that goes on is the one that began so. The source is not read again, and may be gone.
 
     Args:
-        found: manifest of the run's own checkpoint.
-        where: that checkpoint, for the message.
+        before: what the run's manifest says of its beginning (`initialised_from`).
+        where: its checkpoint or its folder, for the message.
         asked: what `--init-from` names now.
         new_embeddings: as it is typed now.
 
     Raises:
         UserError: it began otherwise.
     """
-    before = found.initialised_from
     if before is None:
         raise UserError(f"--init-from: {where} began with initial values; expected a run.dir without checkpoints")
     if before["asked"] != _absolute(asked) or before["new_embeddings"] != new_embeddings:

@@ -60,17 +60,16 @@ def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_c
         if rank.is_first:
             meeting.tell("values", json.dumps(trained_values(config, progress, allowed_changes)))
         setup = setup.derive(keys_of(json.loads(meeting.await_told("values"))))
-        if only:
-            meeting.part(rank)
-            return
-        train.train(setup, rank, allowed_changes, meeting=meeting)
-        for name in controls(config) if control else ():
+        if not only:
+            train.train(setup, rank, allowed_changes, meeting=meeting)
+        for name in controls(config) if control and not only else ():
             runtime.stop_distributed()
             progress.say(f"the same target, {CONTROLS[name]}, with the same values")
             try:
                 train.train(setup.derive(control_keys(config, name)), rank, allowed_changes, meeting=meeting)
             except train.Diverged as diverged:
                 progress.say(f"{CONTROLS[name]}: {diverged}")
+        meeting.part(rank)  # of a run that was complete there are no process groups in which ranks wait for each other
 
 
 def controls(config: Config) -> list[str]:

@@ -174,7 +174,8 @@ def stop_distributed() -> None:
     gc.collect()  # engines hold groups in cycles, and every gloo group holds threads
     parallel_state.destroy_model_parallel()
     # A script of megatron.training starts the groups without DeepSpeed.
-    (deepspeed.comm if deepspeed.comm.is_initialized() else torch.distributed).destroy_process_group()
+    if torch.distributed.is_initialized():  # no run began where each was complete
+        (deepspeed.comm if deepspeed.comm.is_initialized() else torch.distributed).destroy_process_group()
     gc.collect()
     while _set_variables:
         os.environ.pop(_set_variables.pop(), None)

@@ -20,7 +20,7 @@ import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron import runtime
-from mup_megatron.checkpoint import Checkpoints, check_folder, hash_files
+from mup_megatron.checkpoint import METRICS, Checkpoints, check_folder, hash_files, is_complete
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.gpt import GPTMaker
@@ -84,7 +84,7 @@ def train(
         new_embeddings: whether word embeddings and readout keep their initial values then.
 
     Returns:
-        The last evaluation's loss (nats per token), None if there was none.
+        The last evaluation's loss (nats per token), None if there was none, or if the run was complete before.
 
     Raises:
         UserError: bad input.
@@ -99,6 +99,14 @@ def train(
     with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
         if watcher is None:  # a trial's own study guards it
             check_folder(config, allowed_changes)  # by every rank: one that went on alone would wait for the others
+            if is_complete(config):
+                if init_from is not None:
+                    check_same_start(_beginning(directory), directory, init_from, new_embeddings=new_embeddings)
+                progress.say(
+                    f"{directory}: this run is complete, {config.training.train_steps} steps; nothing to do. To train "
+                    f"it anew, choose another run.dir or remove {directory / METRICS}"
+                )
+                return None
         if rank.is_first:
             prepare(
                 config, progress.say, verified=directory / VERIFIED
@@ -119,7 +127,7 @@ def train(
                 changes=[*(found.changes or ()), *changes], initialised_from=found.initialised_from
             )
             if init_from is not None:
-                check_same_start(found, latest, init_from, new_embeddings=new_embeddings)
+                check_same_start(found.initialised_from, latest, init_from, new_embeddings=new_embeddings)
         if begin is not None:
             check_start(begin, parametrization, manifest)
             manifest = manifest.replaced(initialised_from=begin.as_json())
@@ -181,6 +189,12 @@ def train(
             return loop.run(start)
         finally:
             engine.close()
+
+
+def _beginning(directory: Path) -> dict[str, Any] | None:
+    """What the weights of a run's folder began from, as explain.json says; None for initial values."""
+    explanation: dict[str, Any] = json.loads((directory / "explain.json").read_text(encoding="utf-8"))
+    return explanation.get("initialised_from")
 
 
 def _samples(setup: Setup, engine: Engine, batches: Batches, tokenizer: Any) -> Samples | None:

@@ -317,3 +317,47 @@ def test_weights_and_biases_offline(config_file: Path, tmp_path: Path, monkeypat
     written = b"".join(path.read_bytes() for path in kept)
     assert len(losses(tmp_path / "run")) == 12
     assert all(json.dumps(loss).encode() in written for loss in losses(tmp_path / "run"))
+
+
+def test_a_complete_run_without_checkpoints_is_not_trained_again(
+    config_file: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Its metrics are all that is left of it. With the file removed, or its last evaluation missing, it trains."""
+    steps = ["training.train_steps=3", "training.eval_interval=3", "training.checkpoint_interval=null"]
+    words = ["train", str(config_file), *steps, "parallel.tensor_model_parallel_size=1"]
+    path = tmp_path / "run" / "metrics.jsonl"
+
+    def trained(*more: str) -> tuple[int, str, bool]:
+        """Exit status, what was said, and whether the file is another one."""
+        before = path.stat().st_ino if path.exists() else None
+        ((status, out, err),) = ranks.run(1, bodies.command, arguments=[*words, *more])
+        return status, out + err, path.stat().st_ino != before
+
+    assert trained()[::2] == (0, True)
+    first = path.read_bytes()
+    status, said, written_again = trained()
+    assert (status, written_again) == (0, False)
+    assert (
+        f"this run is complete, 3 steps; nothing to do. To train it anew, choose another run.dir or remove {path}"
+        in (said.replace("\n", " "))
+    )
+    for more in (
+        ["hparams.lr=1e-3", "--allow-change", "hparams.lr"],
+        ["training.train_steps=4", "training.lr_decay_steps=3"],
+    ):
+        status, said, written_again = trained(*more)
+        assert (status, written_again) == (2, False)
+        assert f"kept no checkpoint from which it could go on with {more[0].partition('=')[0]}" in said
+        assert "expected another run.dir, or that file removed to train it anew" in said
+    status, said, written_again = trained("--init-from", str(tmp_path))
+    assert (status, written_again) == (2, False)
+    assert "began with initial values" in said
+    assert path.read_bytes() == first
+
+    lines = first.decode().splitlines(keepends=True)
+    assert "eval_loss" in lines[-1]
+    path.write_text("".join(lines[:-1]))  # as if it had been killed before its last evaluation
+    assert trained()[::2] == (0, True)
+    assert [line.get("eval_loss") for line in metrics(path.parent)] == [
+        json.loads(line).get("eval_loss") for line in lines
+    ]

@@ -267,30 +267,37 @@ def _quality() -> Rows:
 def _ladder() -> Rows:
     """Best rate and loss of every rung, the last of which no law has seen."""
     found = record("ladder/ladder.json")
-    rows = [["batch", "tokens", "steps", "best rate", "lowest loss", ""]]
+    rows = [["batch", "tokens", "width", "steps", "best rate", "loss there", ""]]
     for rung in found["rungs"]:
         error = "" if rung["error"] is None else f" ± {rung['error']:.2f} octaves"
         steps = found["steps"][f"batch-{rung['batch']}-tokens-{rung['tokens']}-width-{rung['width']}"]
-        cells = [f"× {rung['batch']}", f"× {rung['tokens']}", str(steps), f"{_best({'minimum': rung})}{error}"]
+        sizes = [f"× {rung[axis]}" for axis in ("batch", "tokens", "width")]
+        cells = [*sizes, str(steps), f"{_best({'minimum': rung})}{error}"]
         held = found["held_out"] if rung is found["rungs"][-1] else None
         rate = f"{held['rate']['predicted']:.2g} ± {held['rate']['error']:.2f} octaves" if held else ""
         said = f"predicted: {rate}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
-        rows.append([*cells, f"{rung['loss']:.3f}", said])
+        rows.append([*cells, f"{rung['least']:.3f}", said])
     return rows
 
 
 def _exponents() -> Rows:
-    """Of the laws, and how far others' exponents end from the last rung's best rate."""
+    """Of the rate, and how far it and others' exponents end from the last rung's best rate."""
     found = record("ladder/ladder.json")
-    axes = [axis for axis in ("batch", "tokens") if axis in found["rate"]]
-    rows = [["", *(f"exponent of {axis}" for axis in axes), "octaves off at the largest rung"]]
-    for law in ("rate", "loss"):
-        cells = [f"{found[law][axis]['exponent']:+.2f} ± {found[law][axis]['error']:.2f}" for axis in axes]
-        off = found["held_out"]["rate"]["octaves"] if law == "rate" else None
-        rows.append([f"{law}, fitted", *cells, "" if off is None else f"{off:+.2f}"])
+    axes = [axis for axis in ("batch", "tokens", "width") if axis in found["rate"]]
+    rows = [
+        [
+            "",
+            *(f"exponent of {axis}" for axis in axes),
+            "octaves off at the largest rung",
+            "scatter of all rungs (octaves)",
+        ]
+    ]
+    cells = [f"{found['rate'][axis]['exponent']:+.2f} ± {found['rate'][axis]['error']:.2f}" for axis in axes]
+    off = found["held_out"]["rate"]["octaves"]
+    rows.append(["fitted", *cells, "not known" if off is None else f"{off:+.2f}", f"{found['rate']['spread']:.2f}"])
     for name, each in found["published"].items():
         off = "not known" if each["octaves"] is None else f"{each['octaves']:+.2f}"
-        rows.append([f"rate, {name}, from the first rung", *[""] * len(axes), off])
+        rows.append([f"{name}, from the first rung", *[""] * len(axes), off, f"{each['scatter']:.2f}"])
     return rows
 
 

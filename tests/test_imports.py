@@ -44,7 +44,7 @@ LEVELS = [
     {"config"},
     {"shipped"},
     {"files", "disk", "locks", "ranks"},
-    {"errors"},
+    {"errors", "loss_law"},
 ]
 BESIDE = {
     "architectures",

@@ -22,10 +22,10 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         best += f", at the {rung['edge']} end of what was tried" if rung["edge"] else ""
         where = ", ".join(f"{name} × {rung[name]}" for name in AXES)
         said.append(f"  {where}: loss {rung['loss']:.4f} at lr {best}")
-    for what in ("rate", "loss"):
-        law = result[what]
-        terms = [f"{name}^({law[name]['exponent']:+.3f} ± {law[name]['error']:.3f})" for name in AXES if name in law]
-        said.append(f"{what}: {2 ** law['constant']:.4g} · {' · '.join(terms)}")
+    law = result["rate"]
+    terms = [f"{name}^({law[name]['exponent']:+.3f} ± {law[name]['error']:.3f})" for name in AXES if name in law]
+    said.append(f"rate: {2 ** law['constant']:.4g} · {' · '.join(terms)}, spread {law['spread']:.2f} octaves")
+    said.append(f"loss: {result['loss']['said']}, spread {result['loss']['spread']:.4f}")
     held = result["held_out"]
     rate, loss = held["rate"], held["loss"]
     octaves = "beyond what was tried" if rate["octaves"] is None else f"{rate['octaves']:+.2f} octaves off"
@@ -36,7 +36,9 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     )
     for name, each in result["published"].items():
         off = "not known" if each["octaves"] is None else f"{each['octaves']:+.2f} octaves off there"
-        said.append(f"  {name}, from the first rung: {off}")
+        said.append(
+            f"  {name}, from the first rung: {off}; all rungs scatter by {each['scatter']:.2f} octaves about it"
+        )
     said += [f"dropped, too far from the minimum: {line}" for line in result["dropped"]]
     said += [f"failed: {line}" for line in result["failed"]]
     said += [*result["reasons"], *result["open"]]

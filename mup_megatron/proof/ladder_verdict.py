@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mup_megatron.errors import UserError
+from mup_megatron.loss_law import LossLaw, fit_loss_law
 from mup_megatron.proof.laws import Law, fit
-from mup_megatron.proof.optimum import Curve, Minimum, minimum
+from mup_megatron.proof.optimum import Curve, Minimum, least_loss, minimum
 from mup_megatron.proof.rungs import AXES, Rung
 
 BOUNDS = {"octaves": 0.25, "loss": 0.01}
@@ -49,8 +50,9 @@ def laws(curves: Mapping[Rung, Curve]) -> dict[str, Any]:
         )
     points = [rung.octaves for rung in fitted]
     rate = fit(points, [math.log2(least[rung].value or 0) for rung in fitted], _noise(least, fitted))
-    loss = fit(points, [math.log2(least[rung].loss) for rung in fitted], _loss_noise(curves, fitted))
-    reasons, opened, held_out = _judge(largest, least[largest], rate, loss)
+    lowest = {rung: least_loss(curve) for rung, curve in curves.items()}
+    loss = fit_loss_law(points, [lowest[rung] for rung in fitted], _loss_noise(curves, fitted))
+    reasons, opened, held_out = _judge(largest, least[largest], lowest[largest], rate, loss)
     return {
         "rungs": [
             {
@@ -58,13 +60,14 @@ def laws(curves: Mapping[Rung, Curve]) -> dict[str, Any]:
                 **dataclasses.asdict(least[rung]),
                 "values": curve.values,
                 "losses": _of(curve),
+                "least": lowest[rung],
             }
             for rung, curve in curves.items()
         ],
         "rate": rate.as_json(),
-        "loss": loss.as_json(),
+        "loss": loss.as_json() | {"said": str(loss)},
         "held_out": held_out,
-        "published": _published(curves, least),
+        "published": _published(least),
         "keys": _keys(rate),
         "bounds": BOUNDS,
         "reasons": reasons,
@@ -85,21 +88,23 @@ def _noise(least: Mapping[Rung, Minimum], rungs: Sequence[Rung]) -> float:
 
 
 def _loss_noise(curves: Mapping[Rung, Curve], rungs: Sequence[Rung]) -> float:
-    """Of a lowest mean loss's logarithm, over seeds; 0 with one."""
+    """Of a lowest mean loss (nats), over seeds; 0 with one."""
     spreads = []
     for rung in rungs:
         losses = list(curves[rung].losses[curves[rung].best].values())
         if len(losses) > 1:
-            spreads.append(statistics.stdev(map(math.log2, losses)) / math.sqrt(len(losses)))
+            spreads.append(statistics.stdev(losses) / math.sqrt(len(losses)))
     return math.sqrt(statistics.fmean(each**2 for each in spreads)) if spreads else 0.0
 
 
-def _judge(largest: Rung, found: Minimum, rate: Law, loss: Law) -> tuple[list[str], list[str], dict[str, Any]]:
+def _judge(
+    largest: Rung, found: Minimum, lowest: float, rate: Law, loss: LossLaw
+) -> tuple[list[str], list[str], dict[str, Any]]:
     """Why the laws do not hold, what is open, and predicted beside measured."""
     predicted, error = rate.at(largest.octaves)
     expected, uncertain = loss.at(largest.octaves)
     off = None if found.value is None else math.log2(found.value) - predicted
-    share = found.loss / 2**expected - 1
+    share = lowest / expected - 1
     reasons, opened = [], []
     if off is None:
         opened.append(f"{largest.name}: the best rate lies beyond those tried")
@@ -110,21 +115,41 @@ def _judge(largest: Rung, found: Minimum, rate: Law, loss: Law) -> tuple[list[st
     held_out = {
         **dataclasses.asdict(largest),
         "rate": {"predicted": 2**predicted, "error": error, "measured": found.value, "octaves": off},
-        "loss": {"predicted": 2**expected, "error": 2**expected * math.log(2) * uncertain, "measured": found.loss},
+        "loss": {"predicted": expected, "error": uncertain, "measured": lowest, "share": share},
     }
     return reasons, opened, held_out
 
 
-def _published(curves: Mapping[Rung, Curve], least: Mapping[Rung, Minimum]) -> dict[str, Any]:
-    """From the first rung's best rate to the last's by the exponents of others: octaves from there to the measured."""
-    first, last = next(iter(curves)), list(curves)[-1]
-    start, end = least[first].value, least[last].value
-    moved = {name: last.octaves[name] - first.octaves[name] for name in AXES}
+def _published(least: Mapping[Rung, Minimum]) -> dict[str, Any]:
+    """How well the exponents of others tell the best rates.
+
+    Returns:
+        By name, `octaves`: from where they come from the first rung's best rate to the last's, None where one of the
+        two is not known; and `scatter`: standard deviation over all rungs about them, with a constant per width.
+    """
+    known = {rung: math.log2(found.value) for rung, found in least.items() if found.value is not None}
+    first, last = next(iter(least)), list(least)[-1]
     found = {}
     for name, (batch, tokens) in PUBLISHED.items():
-        step = batch * moved["batch"] + tokens * moved["tokens"]
-        found[name] = {"octaves": math.log2(end / start) - step if start and end else None}
+        off = {
+            rung: place - batch * rung.octaves["batch"] - tokens * rung.octaves["tokens"]
+            for rung, place in known.items()
+        }
+        found[name] = {
+            "octaves": off[last] - off[first] if first in off and last in off else None,
+            "scatter": _scatter(off),
+        }
     return found
+
+
+def _scatter(places: Mapping[Rung, float]) -> float:
+    """Standard deviation about the mean of each width."""
+    widths = {rung.width for rung in places}
+    means = {
+        width: statistics.fmean(place for rung, place in places.items() if rung.width == width) for width in widths
+    }
+    freedom = max(1, len(places) - len(widths))
+    return math.sqrt(sum((place - means[rung.width]) ** 2 for rung, place in places.items()) / freedom)
 
 
 def _keys(rate: Law) -> dict[str, str]:

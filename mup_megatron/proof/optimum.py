@@ -1,6 +1,6 @@
 """Where the loss over a hyperparameter is least, how far that moves from size to size, and what moving costs.
 
-Public names: `Curve`, `Minimum`, `minimum`, `drift`, `moves_at_least`, `transfer_cost`, `wider_is_worse`,
+Public names: `Curve`, `Minimum`, `minimum`, `least_loss`, `drift`, `moves_at_least`, `transfer_cost`, `wider_is_worse`,
 `pooled_noise`. Plain numbers.
 """
 
@@ -84,8 +84,21 @@ def minimum(curve: Curve) -> Minimum:
     )
 
 
+def least_loss(curve: Curve) -> float:
+    """Of the parabola that `minimum` goes by; the lowest mean where there is none."""
+    numbers = [value for value in curve.values if isinstance(value, float)]
+    found = _parabola(numbers, curve.means) if len(numbers) == len(curve.values) else None
+    return min(curve.means) if found is None else found[1]
+
+
 def _vertex(values: Sequence[float], losses: Sequence[float]) -> float | None:
     """log2 of where the parabola through the lowest point and its neighbors is least."""
+    found = _parabola(values, losses)
+    return None if found is None else found[0]
+
+
+def _parabola(values: Sequence[float], losses: Sequence[float]) -> tuple[float, float] | None:
+    """log2 of where the parabola through the lowest point and its neighbors is least, and the loss there."""
     place = min(range(len(values)), key=lambda each: losses[each])
     if not 0 < place < len(values) - 1 or not math.isfinite(losses[place - 1] + losses[place + 1]):
         return None
@@ -93,8 +106,9 @@ def _vertex(values: Sequence[float], losses: Sequence[float]) -> float | None:
     left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
     bend = (right - left) / (x[2] - x[0])
     if bend <= 0:  # three equal losses
-        return x[1]
-    return (x[0] + x[1]) / 2 - left / (2 * bend)
+        return x[1], y[1]
+    vertex = (x[0] + x[1]) / 2 - left / (2 * bend)
+    return vertex, y[0] + left * (vertex - x[0]) + bend * (vertex - x[0]) * (vertex - x[1])
 
 
 def drift(small: Minimum, large: Minimum) -> tuple[float, float] | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.loss_law import read_loss_law
 from mup_megatron.report.pictures import load_pyplot, save_figure
 
 
@@ -29,16 +30,19 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     series = sorted({(rung["batch"], rung["width"]) for rung in result["rungs"]})
     colors = pyplot.get_cmap("viridis")
-    held = result["held_out"]
+    held, loss = result["held_out"], read_loss_law(result["loss"])
     for number, (batch, width) in enumerate(series):
         color = colors(0.9 * (1 - number / max(1, len(series) - 1)))
         rungs = [rung for rung in result["rungs"] if (rung["batch"], rung["width"]) == (batch, width)]
         tokens = [rung["tokens"] for rung in rungs]
         label = f"batch × {batch}" + (f", width × {width}" if len({w for _, w in series}) > 1 else "")
-        for panel, law, key in ((panels[0], result["rate"], "value"), (panels[1], result["loss"], "loss")):
+        for panel, key in ((panels[0], "value"), (panels[1], "least")):
             shown = [(rung["tokens"], rung[key]) for rung in rungs if rung[key] is not None]
             panel.plot(*zip(*shown, strict=True), "o", color=color, ms=5, label=label) if shown else None
-            panel.plot(tokens, [_at(law, batch, each, width) for each in tokens], "--", color=color, lw=1)
+        factors = [{"batch": batch, "tokens": each, "width": width} for each in tokens]
+        panels[0].plot(tokens, [_rate(result["rate"], each) for each in factors], "--", color=color, lw=1)
+        octaves = [{name: math.log2(factor) for name, factor in each.items()} for each in factors]
+        panels[1].plot(tokens, [loss.at(each)[0] for each in octaves], "--", color=color, lw=1)
     for panel, key in ((panels[0], "rate"), (panels[1], "loss")):
         if held[key]["measured"] is not None:
             panel.plot([held["tokens"]], [held[key]["measured"]], "*", color="0.1", ms=11, label="held out")
@@ -50,7 +54,7 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("best learning rate")
-    panels[1].set_ylabel("lowest loss (nats per token)")
+    panels[1].set_ylabel("loss at the best rate (nats per token)")
     panels[0].set_title(f"{result['verdict']} ({result['seeds']} seeds)", loc="left", fontsize=10)
     panels[1].legend(frameon=False, fontsize=8)
     save_figure(figure, path)
@@ -58,7 +62,6 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
-def _at(law: Mapping[str, Any], batch: int, tokens: int, width: int) -> float:
-    factors = {"batch": batch, "tokens": tokens, "width": width}
+def _rate(law: Mapping[str, Any], factors: Mapping[str, int]) -> float:
     exponents = sum(law[name]["exponent"] * math.log2(factor) for name, factor in factors.items() if name in law)
     return float(2 ** (law["constant"] + exponents))

@@ -21,12 +21,12 @@ from mup_megatron.proof.rungs import AXES, Ladder, Rung, rungs
 from mup_megatron.report.ladder import draw_ladder
 from tests.configs import MIXED, make, pipeline_file
 
-BATCH, TOKENS, START, LOSS = 0.4, -0.3, 2.0**-8, 4.0
+BATCH, TOKENS, START = 0.4, -0.3, 2.0**-8
 RUNGS = [Rung(batch, tokens, 1) for batch in (1, 2, 4) for tokens in (1, 2, 4, 8)]
 
 
 def curves(noise: float = 0.0, seeds: int = 1, octaves: float = 0.0, share: float = 0.0) -> dict[Rung, Curve]:
-    """Parabolas in log2 of the rate, least at START · batch^0.4 · tokens^-0.3, where the loss is 4 · tokens^-0.05.
+    """Parabolas in log2 of the rate, least at START · batch^0.4 · tokens^-0.3, where the loss is 2 + 2 · tokens^-0.2.
 
     Args:
         noise: standard deviation of a seed's minimum, in octaves.
@@ -38,7 +38,7 @@ def curves(noise: float = 0.0, seeds: int = 1, octaves: float = 0.0, share: floa
     made = {}
     for rung in RUNGS:
         best = math.log2(START) + BATCH * math.log2(rung.batch) + TOKENS * math.log2(rung.tokens)
-        least = LOSS * rung.tokens**-0.05
+        least = 2.0 + 2.0 * rung.tokens**-0.2
         if rung == RUNGS[-1]:
             best, least = best + octaves, least * (1 + share)
         places = [best + generator.gauss(0, noise) for _ in range(seeds)]
@@ -55,13 +55,23 @@ def test_exponents_that_were_put_in_come_out() -> None:
     assert found["rate"]["batch"]["exponent"] == pytest.approx(BATCH, abs=1e-9)
     assert found["rate"]["tokens"]["exponent"] == pytest.approx(TOKENS, abs=1e-9)
     assert 2 ** found["rate"]["constant"] == pytest.approx(START)
-    assert found["loss"]["tokens"]["exponent"] == pytest.approx(-0.05, abs=0.005)  # of the lowest tried, near the least
+    # Every parabola's least lies on the law, so the law is exact; batch has no part in it, so nothing is spent on it.
+    terms = {name: number["value"] for name, number in found["loss"]["terms"].items()}
+    assert terms["floor"] == pytest.approx(2.0, abs=1e-3)
+    assert terms["data"] == pytest.approx(2.0, abs=1e-3)
+    assert terms["data_exponent"] == pytest.approx(0.2, abs=1e-4)
+    assert terms["critical_batch"] > 1e5
+    assert found["held_out"]["loss"]["predicted"] == pytest.approx(2 + 2 * 8**-0.2, abs=1e-4)
     assert found["verdict"] == "passed"
     assert found["keys"] == {"parametrization.batch": "power:0.40", "parametrization.tokens": "power:-0.30"}
     # From batch 1, tokens 1 to batch 4, tokens 8: 2 · 0.4 - 3 · 0.3 = -0.1; the square root rule says 1 - 0.96 = 0.04.
     assert found["published"]["no rule"]["octaves"] == pytest.approx(-0.1)
     assert found["published"]["batch^0.5 tokens^-0.32"]["octaves"] == pytest.approx(-0.14)
     assert found["published"]["(batch / tokens)^0.5"]["octaves"] == pytest.approx(-0.1 + 0.5)
+    # What is left is -0.1 per octave of batch (0, 1, 2: variance 2/3) and 0.2 per octave of tokens (0 to 3: 5/4), on a
+    # grid of 12: sum of squares 12 · (0.01 · 2/3 + 0.04 · 5/4) over 11.
+    left = math.sqrt(12 * (0.01 * 2 / 3 + 0.04 * 5 / 4) / 11)
+    assert found["published"]["(batch / tokens)^0.5"]["scatter"] == pytest.approx(left)
 
 
 def test_errors_are_of_the_size_of_what_scatters() -> None:

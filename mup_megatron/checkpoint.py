@@ -72,7 +72,7 @@ def is_complete(config: Config) -> bool:
     """Whether a run's folder holds the whole run of a config, but no checkpoint of its last step.
 
     Training it again would write over its result. With a checkpoint of the last step the run goes on from there, which
-    is nothing.
+    is nothing. A run that writes such a checkpoint, and lost it, goes on from an earlier one, and has it again.
 
     Args:
         config: the run, after `check_folder`.
@@ -83,7 +83,8 @@ def is_complete(config: Config) -> bool:
     directory, steps = Path(config.run.dir), config.training.train_steps
     ended = _ended(directory)
     whole = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept).newest_first()
-    if ended is None or (whole and int(whole[0].name.removeprefix("step_")) >= steps):
+    begun = bool(whole) and (config.training.checkpoint_interval or int(whole[0].name.removeprefix("step_")) >= steps)
+    if ended is None or begun:
         return False
     settings, step = ended
     now = settings_of(config.model_dump())

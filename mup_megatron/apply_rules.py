@@ -26,6 +26,7 @@ from mup_megatron.parametrization import (
     TensorHyperparameters,
 )
 from mup_megatron.shapes import FixedFanOut, InfDim, Init, TensorShape, TensorSpec
+from mup_megatron.unit_scaling import unit_scale
 
 
 def apply_rules(
@@ -61,7 +62,8 @@ def apply_rules(
         row = dataclasses.replace(rows[key], shape=shape)
         if config.hparams.per_tensor:
             row = row.times(factors_of(config, shape))
-        tensors[name] = row.carrying(carried[name]) if name in carried else row
+        row = row.carrying(carried[name]) if name in carried else row
+        tensors[name] = row.stored_over(unit_scale(row)) if config.parametrization.scaling == "unit" else row
     return Parametrization(
         config=config,
         shapes=shapes,

@@ -126,7 +126,8 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict
         "m_in": float(shape.fan_in.ratio),
         "m_out": None if blocks else float(shape.fan_out.ratio),
         "blocks": blocks,
-        "forward_multiplier": tensor.forward_multiplier,
+        "forward_multiplier": tensor.forward_multiplier * float(tensor.theta),
+        "theta": float(tensor.theta),
         "init": _init(tensor),
         "init_std": None if blocks else tensor.init_std[None],
         "lr": tensor.lr,
@@ -180,6 +181,8 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
     console.print(_growth(config), highlight=False)
     if config.parametrization.experts != "none":
         console.print(_experts_rule(config), highlight=False)
+    if _is_unit(config):
+        console.print(_UNIT, highlight=False)
     if over := horizon.said(config):
         console.print(over, highlight=False)
     for warning in sorted({without_numbers(line) for line in parametrization.clip_warnings()}):
@@ -194,9 +197,10 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
         table = Table(
             title=f"lr {first.lr:.4g} ({_times(first.lr_multiplier)}){eps}, {decay}", title_justify="left", box=None
         )
-        for column in (*_COLUMNS, *(["per_tensor"] if config.hparams.per_tensor else [])):
+        further = [*(["θ"] if _is_unit(config) else []), *(["per_tensor"] if config.hparams.per_tensor else [])]
+        for column in (*_COLUMNS, *further):
             table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=True)
-        for rows in _rows(tensors, layout):
+        for rows in _rows(tensors, layout, unit=_is_unit(config)):
             table.add_row(*rows)
         console.print(table)
     console.print(
@@ -207,6 +211,10 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
     )
 
 
+_UNIT = (
+    "scaling: unit: init std, lr, eps and weight decay are those of the stored weights, which are the weights divided "
+    "by θ; θ is part of the forward multiplier"
+)
 _COLUMNS = ("tensor", "global", "local", "base", "m_in", "m_out", "init std", "forward")
 
 
@@ -243,7 +251,11 @@ def _experts_rule(config: Config) -> str:
     )
 
 
-def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[str, ...]]:
+def _is_unit(config: Config) -> bool:
+    return config.parametrization.scaling == "unit"
+
+
+def _rows(tensors: list[TensorHyperparameters], layout: Layout, *, unit: bool) -> list[tuple[str, ...]]:
     families: dict[tuple[str, ...], int] = {}
     for tensor in tensors:
         shape = tensor.shape
@@ -253,7 +265,8 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout) -> list[tuple[st
             _blocks({block: f"{std:.4g}" for block, std in tensor.init_std.items()})
             if any(tensor.init_std.values())
             else _init(tensor),
-            _times(tensor.forward_multiplier),
+            _times(tensor.forward_multiplier * float(tensor.theta)),
+            *([f"2^{round(math.log2(tensor.theta))}" if tensor.theta != 1 else "1"] if unit else []),
             *([] if tensor.factors is None else [_shown_factors(tensor)]),
         )
         row = (

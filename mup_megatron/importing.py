@@ -70,6 +70,7 @@ def import_checkpoint(source: Path, config: Config, say: Callable[[str], None] =
         UserError: the source is none, is damaged, or is of another model; the run has a checkpoint.
     """
     config.needs_gpt("import")
+    config.needs_plain_weights("import")
     setup = resolve(config, smallest_world(config), trains=False)
     config = setup.config
     checkpoints = Checkpoints(Path(config.run.dir) / "checkpoints", config.training.checkpoints_kept)

@@ -90,6 +90,12 @@ def check_start(start: Start, parametrization: Parametrization, current: Checkpo
         UserError: model, base, multipliers or tokenizer are others; says which and what would be right.
     """
     config, found = parametrization.config, start.manifest
+    config.needs_plain_weights("--init-from")
+    if found.thetas:
+        raise UserError(
+            f"{start.path}: its weights are stored at unit scale (parametrization.scaling), which --init-from does not "
+            "know; expected a checkpoint of scaling: none"
+        )
     advice = "it begins a run of the same model and multipliers; rates, data, batch, schedule and optimizer may differ"
     check_settings(_function(found.config), _function(current.config), start.path, advice=advice)
     _check_base(start, current, config)

@@ -97,6 +97,7 @@ class CheckpointManifest(BaseModel):
         initialised_from: checkpoint that the weights of step 0 came from; None where they were initial values.
         applied: groups with their rates, forward multipliers, digest of the base; only under `mup-megatron run`.
         horizon: factors of the rules over batch and tokens; None where none is chosen.
+        thetas: what was divided out of the stored weights, by tensor, where it is not 1; None where nothing was.
         as_built: a user's entries about tensors; only of a model that was parametrised as a script builds it.
         files: every other file of the checkpoint; None where Megatron writes it.
     """
@@ -121,6 +122,7 @@ class CheckpointManifest(BaseModel):
     tokenizer_type: str | None = None
     carried: dict[str, list[float]] | None = None
     horizon: dict[str, float] | None = None
+    thetas: dict[str, float] | None = None
     initialised_from: dict[str, Any] | None = None
     applied: dict[str, Any] | None = None
     as_built: list[str] | None = None
@@ -226,6 +228,8 @@ def make_manifest(parametrization: Parametrization, layout: Layout, data_digest:
             for name, tensor in parametrization.tensors.items()
         },
         "horizon": dataclasses.asdict(horizon(config)) if config.parametrization.has_horizon_rule else None,
+        "thetas": {n: float(tensor.theta) for n, tensor in parametrization.tensors.items() if tensor.theta != 1}
+        or None,
         "carried": {name: list(factors) for name, factors in parametrization.carried.items()} or None,
         "versions": {package: importlib.metadata.version(package) for package in _PACKAGES},
     }
@@ -316,6 +320,7 @@ def _compared(manifest: CheckpointManifest) -> dict[str, Any]:
         "base_shapes": manifest.base_shapes,
         "carried": manifest.carried or {},
         "horizon": manifest.horizon or {},
+        "thetas": manifest.thetas or {},
         **({} if manifest.as_built is None else {"as_built": manifest.as_built}),
     }
 

@@ -24,8 +24,9 @@ from mup_megatron.architectures import Part, architecture_of, layers_of
 from mup_megatron.base_file import shapes_from_file
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import UserError
-from mup_megatron.global_names import named_parameters
+from mup_megatron.global_names import named_modules, named_parameters
 from mup_megatron.layers.tensor_spec import spec_of
+from mup_megatron.layers.unit_scaling import multiply_back
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import WORD_EMBEDDINGS, ForwardMultipliers, Parametrization
 from mup_megatron.representatives import layer_kinds, replicate, representatives
@@ -140,7 +141,26 @@ def _chunks(parametrization: Parametrization, layout: Layout, rank: int, device:
         ]
     for chunk, model in enumerate(chunks):
         check_specs(model, parametrization, layout, rank, chunk)
+        _multiply_back(model, parametrization)
     return chunks
+
+
+def _multiply_back(model: LanguageModule, parametrization: Parametrization) -> None:
+    """Has the layers of a chunk multiply by what was divided out of their weights.
+
+    Raises:
+        UserError: no known layer has such a weight; names it.
+    """
+    thetas = {name: float(tensor.theta) for name, tensor in parametrization.tensors.items() if tensor.theta != 1}
+    if not thetas:
+        return
+    reached = multiply_back(named_modules(model), thetas, tied=model.share_embeddings_and_output_weights)
+    for name, _ in named_parameters(model):
+        if name in thetas and name not in reached:
+            raise UserError(
+                f"{name}: no layer is known to multiply by it, so it cannot be stored at unit scale; expected "
+                "parametrization.scaling: none"
+            )
 
 
 def _part(model: Model, layout: Layout, stage: int, chunk: int, device: torch.device) -> Part:

@@ -126,6 +126,9 @@ class TensorHyperparameters:
         group: multipliers on rate, epsilon and decay.
         base: what these multiply.
         factors: what of it comes from `hparams.per_tensor` and not from the rules; None where nothing is said there.
+        theta: what was divided out of the stored values, and what the tensor's layer multiplies its output with, beside
+            `forward_multiplier`; a power of two, 1 unless `parametrization.scaling` is `unit`. All the others are of
+            the tensor as it is stored.
     """
 
     shape: TensorShape
@@ -135,6 +138,26 @@ class TensorHyperparameters:
     group: GroupKey
     base: BaseValues
     factors: PerTensorFactors | None = None
+    theta: Fraction = rules.ONE
+
+    def stored_over(self, theta: Fraction) -> TensorHyperparameters:
+        """The same training of a tensor that is stored divided by θ, by abc-symmetry (docs/parametrization.md, 11).
+
+        Args:
+            theta: beside what is divided out already.
+        """
+        if theta == 1:
+            return self
+        group, power = self.group, 2 if self.group.update_rule == "sgd" else 1
+        changed = self.retuned(
+            lr=group.lr / theta**power, eps=group.eps * theta, decay=group.weight_decay * theta**power
+        )
+        return dataclasses.replace(
+            changed,
+            init_std={block: std / float(theta) for block, std in self.init_std.items()},
+            gradient_norm={block: weight / float(theta**2) for block, weight in self.gradient_norm.items()},
+            theta=self.theta * theta,
+        )
 
     def retuned(
         self,
@@ -245,7 +268,8 @@ class Parametrization:
         """The same model under other rules: what a negative control trains. This one stays as it is.
 
         Args:
-            change: from each row of the table to the one in its place; None keeps the rows.
+            change: from each row of the table to the one in its place, both of the tensor as it is before anything is
+                divided out of it; None keeps the rows.
             forward: forward multipliers that are others, by their names in `ForwardMultipliers`. Rows follow them.
         """
         multipliers = dataclasses.replace(self.forward, **forward)
@@ -254,7 +278,10 @@ class Parametrization:
             for name, tensor in self.tensors.items()
         }
         if change is not None:
-            tensors = {name: change(tensor) for name, tensor in tensors.items()}
+            tensors = {
+                name: change(tensor.stored_over(1 / tensor.theta)).stored_over(tensor.theta)
+                for name, tensor in tensors.items()
+            }
         return dataclasses.replace(self, forward=multipliers, tensors=tensors)
 
     def clip_warnings(self) -> list[str]:

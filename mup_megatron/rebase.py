@@ -73,6 +73,7 @@ def rebase(
                 + ", ".join(MULTIPLIERS.values())
             )
     source = open_source(checkpoint)
+    source.run.config.needs_plain_weights("rebase")
     if source.run.manifest.key_prefix is not None:
         raise UserError(f"{source.run.path}: written by megatron.training; expected a checkpoint of mup-megatron train")
     before = source.parametrization
@@ -127,6 +128,7 @@ def _under(
     """The new base's rules, with the multipliers that were named, and the others such that the forward pass is kept."""
     # Growth that the run declared for its proxy is of the old base; it has been tuned.
     config = before.config.derive({"proxy": {}, **keys})
+    config.needs_plain_weights("rebase")
     rules = parametrize(config, vocabulary)
     if rules.carried:
         raise UserError(

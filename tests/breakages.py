@@ -501,6 +501,47 @@ def fsdp2_first_rows() -> contextlib.AbstractContextManager[None]:
     return replaced(fully_sharded, "_first_row", lambda shared: 0)
 
 
+def no_theta_in_the_forward_pass() -> contextlib.AbstractContextManager[None]:
+    """Weights are stored at unit scale, and no layer multiplies by what was divided out."""
+    from mup_megatron import model
+
+    return replaced(model, "_multiply_back", lambda chunk, table: None)
+
+
+def bias_times_theta() -> contextlib.AbstractContextManager[None]:
+    """A layer multiplies what it gives, its bias included, although a bias is stored as it is."""
+    from mup_megatron.layers import unit_scaling
+
+    def scale_linear(layer: Any, theta: float) -> None:
+        layer.register_forward_hook(lambda _layer, _inputs, result: (result[0] * theta, result[1]))
+
+    return replaced(unit_scaling, "_scale_linear", scale_linear)
+
+
+def norm_of_stored_gradients() -> contextlib.AbstractContextManager[None]:
+    """The norm that clips is that of the gradients as they are of what is stored."""
+    from mup_megatron.engines import gradient_norm
+
+    return replaced(gradient_norm, "_plain", lambda squares, tensor: squares.sum())
+
+
+def unit_scale_without_epsilon() -> contextlib.AbstractContextManager[None]:
+    """Adam's epsilon stays where the gradient is divided."""
+    return _stored_over(lambda whole, changed: changed.retuned(eps=whole.group.eps))
+
+
+def unit_scale_without_decay() -> contextlib.AbstractContextManager[None]:
+    """Weight decay stays where the rate is multiplied."""
+    return _stored_over(lambda whole, changed: changed.retuned(decay=whole.group.weight_decay))
+
+
+def _stored_over(change: Any) -> contextlib.AbstractContextManager[None]:
+    from mup_megatron.parametrization import TensorHyperparameters
+
+    original = TensorHyperparameters.stored_over
+    return replaced(TensorHyperparameters, "stored_over", lambda row, theta: change(row, original(row, theta)))
+
+
 @contextlib.contextmanager
 def _patch_off(name: str) -> Iterator[None]:
     from mup_megatron import upstream

@@ -37,6 +37,7 @@ LEVELS = [
     {"data", "optim", "runtime", "mup", "global_names", "unsharded"},
     {"layers"},
     {"base_file", "apply_rules"},
+    {"unit_scaling"},
     {"parametrization", "horizon", "init", "upstream"},
     {"layout", "patches", "representatives", "kinds"},
     {"shapes", "stages"},

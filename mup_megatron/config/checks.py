@@ -1,8 +1,8 @@
 """What no single key of a config can tell, and what no text of a config may hold. Public name: `check`.
 
 Each check is a function that says one thing that must hold, and raises ConfigError: of the model (model_checks.py,
-t5_checks.py, bert_checks.py), of what grows (growth_checks.py, expert_checks.py), of training, data, tuning and SLURM
-(run_checks.py), of every text (here).
+t5_checks.py, bert_checks.py), of what grows (growth_checks.py, expert_checks.py), of the scale of weights
+(scaling_checks.py), of training, data, tuning and SLURM (run_checks.py), of every text (here).
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-from mup_megatron.config import bert_checks, expert_checks, growth_checks, model_checks, run_checks, t5_checks
+from mup_megatron.config import (
+    bert_checks,
+    expert_checks,
+    growth_checks,
+    model_checks,
+    run_checks,
+    scaling_checks,
+    t5_checks,
+)
 from mup_megatron.config.schema import Config
 from mup_megatron.errors import masked_value, shown
 
 
 def check(config: Config) -> None:
     """Runs every check. Raises ConfigError."""
-    rooms = (t5_checks, bert_checks, model_checks, expert_checks, growth_checks, run_checks)
+    rooms = (t5_checks, bert_checks, model_checks, expert_checks, growth_checks, scaling_checks, run_checks)
     for must_hold in (_check_texts, *(each for room in rooms for each in room.CHECKS)):
         must_hold(config)
 

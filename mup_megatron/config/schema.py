@@ -85,6 +85,16 @@ class Config(Section):
         return self.model.max_position_embeddings or max(training.seq_length, training.decoder_length)
 
     @property
+    def weighs_gradients(self) -> bool:
+        """Whether the norm that clips is not the plain one of the gradients that an engine has, but weighted."""
+        return self.training.clip_norm == "invariant" or self.parametrization.scaling == "unit"
+
+    @property
+    def weighing_key(self) -> str:
+        """The key that asks for it, with its value, for messages."""
+        return "training.clip_norm: invariant" if self.training.clip_norm == "invariant" else "scaling: unit"
+
+    @property
     def experts_ratio(self) -> Fraction:
         """Experts in a layer over the base's; 1 where their number does not grow."""
         base = self.base.num_moe_experts
@@ -162,6 +172,21 @@ class Config(Section):
                 "model.architecture",
                 f"{what} needs a model that predicts the next token, and {self.model.architecture} does not; "
                 f"expected {architectures}",
+            )
+
+    def needs_plain_weights(self, what: str) -> None:
+        """Refuses weights that are stored at unit scale, for what knows no such weights.
+
+        Args:
+            what: that knows none; the subject of the message.
+
+        Raises:
+            ConfigError: they are.
+        """
+        if self.parametrization.scaling != "none":
+            raise self.error(
+                "parametrization.scaling",
+                f"{what} knows no weights that are stored at {self.parametrization.scaling} scale; expected none",
             )
 
     def error(self, key: str, problem: str) -> ConfigError:

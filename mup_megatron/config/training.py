@@ -45,6 +45,9 @@ class ParametrizationSection(Section):
     tokens: Annotated[str, Field(pattern=_POWER)] = "none"
     """Rule for a run on more tokens than a trial (section 9): `power:-0.32` multiplies the rate by the ratio to that
     power, `none` changes nothing."""
+    scaling: Literal["none", "unit"] = "none"
+    """Scale at which weights are stored (section 11): `unit` stores every matrix with a standard deviation near 1 at
+    the start, and its layer multiplies by what was divided out. The training is the same to the last bit."""
     fixed_fan_out_init: Literal["auto", "output_like", "hidden_like"] = "auto"
     """Init of tensors whose fan-in grows and whose fan-out does not (section 2). `auto` is what transferred best in
     docs/evidence: `hidden_like` in an MLP, `output_like` elsewhere."""

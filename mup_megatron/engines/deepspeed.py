@@ -58,8 +58,7 @@ class DeepSpeedEngine:
             groups = mark_expert_groups(groups, layout)
         settings = copy.deepcopy(dict(setup.deepspeed or {}))
         check_settings(config, settings, Mpu())
-        invariant = config.training.clip_norm == "invariant"
-        self._clips_itself = invariant or layout.zero_stage == 0 or layout.expert > 1
+        self._clips_itself = config.weighs_gradients or layout.zero_stage == 0 or layout.expert > 1
         if self._clips_itself:
             # At stage 0 DeepSpeed clips without keeping the norm, it sums norms in float32, and it knows the plain one
             # alone. Here it is done before its step.

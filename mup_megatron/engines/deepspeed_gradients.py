@@ -40,7 +40,7 @@ def gradient_parts(
     wanted = "fp32_partitioned_groups_flat" if layout.zero_stage == 3 else "params_in_partition"
     if not hasattr(optimizer, wanted):
         raise UserError(
-            f"training.clip_norm: {parametrization.config.training.clip_norm} with DeepSpeed's "
+            f"{parametrization.config.weighing_key} with DeepSpeed's "
             f"{type(optimizer).__name__} is not known here; expected no data_types in the DeepSpeed JSON"
         )
     names = {id(parameter): name for name, parameter in named_parameters}

@@ -3,6 +3,7 @@
 There are two norms. `global` is the plain 2-norm. `invariant` is N² = Σ m_out/(A² m_in) |grad|², summed over the blocks
 of all tensors; it does not depend on width (docs/parametrization.md, section 6). Its weights are in the table
 (`TensorHyperparameters.gradient_norm`); in the standard parametrization all weights are 1 and both norms are equal.
+Of a tensor that is stored over θ (section 11), both are norms of the gradient that it would have if it were not.
 Sums are in float64. DeepSpeed's own clipping at stage 0 sums in float32, which is off by 1e-5 of the norm already in
 small models.
 
@@ -98,7 +99,7 @@ def clip(
         if is_copied(part.name) and layout.pipeline_rank(rank) != 0:
             continue  # of a tied head, multi-token prediction, a table of relative positions; the first stage's counts
         squares = part.gradient.detach().double().square()
-        value = _weighted(squares, part.start, tensor, own, slices) if invariant else squares.sum()
+        value = _weighted(squares, part.start, tensor, own, slices) if invariant else _plain(squares, tensor)
         total += value.to(device) / part.holders
     torch.distributed.all_reduce(total)
     norm = float(total.sqrt())
@@ -107,6 +108,11 @@ def clip(
         for part in parts:
             part.gradient.mul_(factor)
     return norm
+
+
+def _plain(squares: torch.Tensor, tensor: TensorHyperparameters) -> torch.Tensor:
+    """Σ squares of the gradient of the tensor before θ was divided out of it: of what is stored it is θ times that."""
+    return squares.sum() / float(tensor.theta**2)
 
 
 def _weighted(squares: torch.Tensor, start: int, tensor: TensorHyperparameters, rank: int, ranks: int) -> torch.Tensor:

@@ -77,12 +77,12 @@ class MegatronEngine:
         set_learning_rates(self.optimizer, base_lr)
         forget_logged_losses()
         loss = self._run(micro_batches, forward_only=False)
-        invariant = self._clip() if self._config.training.clip_norm == "invariant" else None
+        weighted = self._clip() if self._config.weighs_gradients else None
         _, norm, _ = self.optimizer.step()
-        return StepResult(loss=loss, grad_norm=float(norm) if invariant is None else invariant)
+        return StepResult(loss=loss, grad_norm=float(norm) if weighted is None else weighted)
 
     def _clip(self) -> float:
-        """Clips by the invariant norm, which megatron-core does not know, before its step; the norm before."""
+        """Clips by a weighted norm, which megatron-core does not know, before its step; the norm before."""
         parts = []
         for name, parameter in named_parameters(self.chunks):
             gradient: Any = parameter.grad if self._layout.fully_sharded else getattr(parameter, "main_grad", None)

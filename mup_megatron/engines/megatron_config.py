@@ -45,8 +45,8 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
         adam_beta2=betas(config)[1],
         adam_eps=optimizer.eps,
         sgd_momentum=optimizer.momentum,
-        # Of no limit, megatron-core would not compute the norm. By the invariant norm the engine clips.
-        clip_grad=(config.training.clip_norm == "global" and config.training.clip_grad) or math.inf,
+        # Of no limit, megatron-core would not compute the norm. By a weighted norm the engine clips.
+        clip_grad=(not config.weighs_gradients and config.training.clip_grad) or math.inf,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=layout.distributed_optimizer,

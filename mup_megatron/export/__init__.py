@@ -163,7 +163,7 @@ def export_hugging_face(
     made = architecture.config(parametrization, activation_name(config.model, fused=source.run.fused_activation))
     name = str(DTYPES[dtype]).removeprefix("torch.")
     made |= {"vocab_size": source.vocabulary, **special, "torch_dtype": name, "dtype": name}
-    said = {"to": "hf", "architecture": architecture.name, "dtype": dtype, **provenance(source, factors)}
+    said = {"to": "hf", "architecture": architecture.name, "dtype": dtype, **provenance(source, weights.factors)}
     if remark:
         say(remark)
     described: dict[str, Any] = {
@@ -190,7 +190,7 @@ def export_safetensors(
     factors = fold(source.parametrization)
     weights = FoldedWeights(source.weights, source.parametrization, factors, source.vocabulary)
     parts = megatron_core.parts(weights)
-    said = {"to": "safetensors", "architecture": "megatron-core", "dtype": dtype, **provenance(source, factors)}
+    said = {"to": "safetensors", "architecture": "megatron-core", "dtype": dtype, **provenance(source, weights.factors)}
     described = {"model.json": megatron_core.plain_model(config, source.vocabulary)}
     return _write(source, directory, described, parts, said, max_shard_size, say)
 
@@ -254,7 +254,7 @@ def export_megatron(
     factors = fold(parametrization)
     rows = config.model.padded_vocab_size(source.vocabulary)
     weights = FoldedWeights(source.weights, parametrization, factors, rows)
-    said = {"to": "megatron", "architecture": "megatron-core", "dtype": dtype, **provenance(source, factors)}
+    said = {"to": "megatron", "architecture": "megatron-core", "dtype": dtype, **provenance(source, weights.factors)}
     with new_folder(directory, sum(part.numbers for part in megatron_core.parts(weights)) * 4, say) as folder:
         release = folder.path / megatron_core.RELEASE
         release.mkdir()
@@ -269,7 +269,7 @@ def export_megatron(
 TARGETS = {"safetensors": export_safetensors, "megatron": export_megatron}
 
 
-def provenance(source: Source, factors: dict[str, Factors]) -> dict[str, Any]:
+def provenance(source: Source, factors: Mapping[str, Factors]) -> dict[str, Any]:
     """What an export was made of: checkpoint, multipliers, and the factor of every tensor that was changed."""
     run, forward = source.run, source.parametrization.forward
     folded = {

@@ -88,6 +88,21 @@ def fold(parametrization: Parametrization) -> dict[str, Factors]:
     return found
 
 
+def _times_theta(parametrization: Parametrization, factors: Mapping[str, Factors]) -> dict[str, Factors]:
+    """The same factors of tensors that are stored over θ (docs/parametrization.md, section 11).
+
+    Args:
+        parametrization: of the checkpoint.
+        factors: of the tensors before θ was divided out.
+    """
+    found = dict(factors)
+    for name, tensor in parametrization.tensors.items():
+        if tensor.theta != 1:
+            before = factors.get(name, _NEUTRAL)
+            found[name] = {block: factor * float(tensor.theta) for block, factor in before.items()}
+    return found
+
+
 def plain_softmax_scale(parametrization: Parametrization) -> float:
     """Of megatron-core's attention where nobody sets it, as Hugging Face's: 1/sqrt(d), with YaRN's factor under MLA."""
     model = parametrization.config.model
@@ -105,7 +120,7 @@ class FoldedWeights:
     Args:
         saved: the checkpoint's.
         parametrization: of the same model.
-        factors: from `fold`; empty where multipliers are kept.
+        factors: from `fold`; empty where multipliers are kept. What is stored over θ takes θ beside them.
         vocabulary: rows of embedding and head that are kept; the others pad the vocabulary.
 
     Raises:
@@ -121,7 +136,7 @@ class FoldedWeights:
     ) -> None:
         self._saved, self._vocabulary = saved, vocabulary
         self._zero_centered = parametrization.config.model.layernorm_zero_centered_gamma
-        self.factors = factors
+        self.factors = _times_theta(parametrization, factors)
         self.specs = {name: shape.spec for name, shape in parametrization.shapes.items() if not name.startswith("mtp.")}
         self.specs |= expert_biases(parametrization)
         for name, spec in self.specs.items():

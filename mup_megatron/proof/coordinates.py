@@ -146,10 +146,11 @@ class Probe:
         self._trained = {name: held for name, held in named_parameters(chunks) if not _frozen(parametrization, name)}
         self._weights = {name: held.detach().float().clone() for name, held in self._trained.items()}
         tensors = parametrization.tensors
+        self._thetas = {name: float(tensors[name].theta) for name in self._trained}
         self._cut = {name: _rows(tensors[name].shape.spec, layout, rank, device) for name in self._trained}
         self._initial, self._updates = Sums(), Sums()
         for name, weight in self._weights.items():
-            for part, values in parts(name, weight, self._cut[name]):
+            for part, values in parts(name, weight * self._thetas[name], self._cut[name]):
                 self._initial.add(part, values)
         self._recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context), ranges=ranges)
         self.losses: list[float] = []
@@ -179,7 +180,8 @@ class Probe:
         for name, parameter in self._trained.items():
             held = gather(parameter)[WEIGHT]  # None where no optimizer group of this rank has it (ZeRO 1, 2)
             weight = self._weights[name] if held is None else held.detach().float().clone()
-            for part, values in parts(name, weight - self._weights[name], self._cut[name]):
+            change = (weight - self._weights[name]) * self._thetas[name]
+            for part, values in parts(name, change, self._cut[name]):
                 self._updates.add((part, step), values)
             self._weights[name] = weight
 

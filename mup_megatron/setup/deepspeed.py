@@ -69,10 +69,10 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
             source,
         )
     device = (zero.get("offload_optimizer") or {}).get("device")
-    if device == "nvme" and training.clip_norm == "invariant":
+    if device == "nvme" and config.weighs_gradients:
         raise ConfigError(
             "zero_optimization.offload_optimizer.device",
-            "nvme keeps gradients where training.clip_norm: invariant does not reach them; expected cpu",
+            f"nvme keeps gradients where {config.weighing_key} does not reach them; expected cpu",
             source,
         )
     result.setdefault("steps_per_print", 2**31)

@@ -46,7 +46,7 @@ def digested(config: Config) -> dict[str, Any]:
         "parametrization": {
             name: value
             for name, value in config.parametrization.model_dump().items()
-            if name not in ("batch", "tokens", "experts") or value != "none"
+            if name not in ("batch", "tokens", "experts", "scaling") or value != "none"
         },
         "data.tokenizer": {
             "library": tokenizer.library,

@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mtp": ("llama", MIXED, {**_DEEP, "model__mtp_num_layers": 1}),
     "qk-norm": ("llama", MIXED, {**_DEEP, "model__qk_layernorm": True}),
     "batch and tokens": ("llama", MIXED, {**_DEEP, **_HORIZON}),
+    "unit scale": ("gpt3", MIXED, {**_DEEP, "parametrization__scaling": "unit"}),
     "t5": ("t5", T5, {"hparams__lr": 3e-3, "training__decoder_seq_length": 24}),
     "t5 rope": (
         "t5",
@@ -79,7 +80,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "t5 relative": ("t5", T5, {"hparams__lr": 3e-3, "training__decoder_seq_length": 24, **_RELATIVE}),
 }
-UNGATED = ("gpt3", "t5", "t5 rope", "t5 relative")
+UNGATED = ("gpt3", "unit scale", "t5", "t5 rope", "t5 relative")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +255,7 @@ MATRIX = [
     *(("moe", split) for split in (Split("plain", pipeline=4), Split("distributed", pipeline=4), Split(3, data=2))),
     ("mla moe", Split(3, data=2)),
     *(("batch and tokens", split) for split in (*FEW, Split(1, tensor=2), Split(3, data=2))),
+    *(("unit scale", split) for split in (*FEW, Split(1, tensor=2), Split(3, data=2))),
     *CONTEXT,
     *FULLY_SHARDED,
     *(("t5", split) for split in T5_SPLITS),

@@ -45,6 +45,7 @@ def explain(parametrization: Parametrization, layout: Layout, rank: int | None =
         },
         "experts": {"rule": config.parametrization.experts, "m_experts": float(config.experts_ratio)},
         "horizon": {**dataclasses.asdict(horizon.horizon(config)), "betas": list(horizon.betas(config))},
+        "moved": {name: list(ends) for name, ends in horizon.moved(config).items()},
         "parameters": [
             _parameter(name, tensor, layout)
             for name, tensor in parametrization.tensors.items()

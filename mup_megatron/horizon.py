@@ -1,7 +1,8 @@
 """What a config's rules over batch and tokens make of the optimizer's numbers (rules.py, docs/parametrization.md).
 
-Public names: `horizon`, `betas`, `said`. Hyperparameters are those of the trials: of `tuning.global_batch_size`,
-`seq_length` and `train_steps`, where these are set, else of the run's own, and then every factor is 1.
+Public names: `horizon`, `betas`, `said`, `moved`. Hyperparameters are those of the trials: of
+`tuning.global_batch_size`, `seq_length` and `train_steps`, where these are set, else of the run's own, and then every
+factor is 1.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from mup_megatron.config import Config
 
 
 def horizon(config: Config) -> rules.HorizonFactors:
-    """The factors on rate, epsilon, decay and 1 - beta, from the trials' batch and tokens to the run's."""
+    """The factors on rate, epsilon, decay and 1 - beta, from the trials' batch and tokens to the run's.
+
+    Raises:
+        ConfigError: an exponent is a ladder's, and no ladder has said it.
+    """
     chosen = config.parametrization
     return rules.horizon_factors(
         m_batch=config.batch_ratio,
         m_tokens=config.tokens_ratio,
-        batch="sqrt_sde" if chosen.batch == "sqrt_sde" else _exponent(chosen.batch),
-        tokens=_exponent(chosen.tokens),
+        batch="sqrt_sde" if chosen.batch == "sqrt_sde" else _exponent(config, "batch"),
+        tokens=_exponent(config, "tokens"),
         keeps_timescale=chosen.weight_decay == "timescale",
     )
 
@@ -45,6 +50,25 @@ def said(config: Config) -> str | None:
     )
 
 
-def _exponent(rule: str) -> float:
-    """Of `power:NUMBER`; 0 of `none`."""
-    return 0.0 if rule == "none" else float(rule.removeprefix("power:"))
+def moved(config: Config) -> dict[str, tuple[float, float]]:
+    """Every value that the rules move, by name: at the trials' batch and tokens, and at the run's; both at the base."""
+    found, optimizer = horizon(config), config.optimizer
+    values = {"lr": (config.hparams.lr, found.lr), "weight_decay": (config.hparams.weight_decay, found.weight_decay)}
+    if optimizer.name != "sgd":
+        values["eps"] = (optimizer.eps, found.eps)
+    ends = {name: (value, value * factor) for name, (value, factor) in values.items()}
+    ends |= {f"beta{n}": pair for n, pair in enumerate(zip(optimizer.betas, betas(config), strict=True), 1)}
+    return {name: (before, after) for name, (before, after) in ends.items() if before != after}
+
+
+def _exponent(config: Config, axis: str) -> float:
+    """Of `power:NUMBER` and `fitted:NUMBER`; 0 of `none`."""
+    rule = getattr(config.parametrization, axis)
+    if rule == "fitted":
+        raise config.error(
+            f"parametrization.{axis}",
+            "fitted takes its exponent from a ladder, and there is none; expected tuning.ladder: PATH of a ladder.json "
+            "(mup-megatron ladder CONFIG writes it), or pipeline with a transfer record that holds one, or "
+            "fitted:NUMBER",
+        )
+    return float(rule.partition(":")[2] or 0.0)

@@ -19,9 +19,8 @@ from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import CONTROLS, own_run_directory
 from mup_megatron.setup import resolve
-from mup_megatron.tuning.decide import decide, trained_values
+from mup_megatron.tuning.decide import decide, trained_keys
 from mup_megatron.tuning.lead import tune
-from mup_megatron.tuning.space import keys_of
 
 
 def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_changes: tuple[str, ...] = ()) -> None:
@@ -58,8 +57,8 @@ def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_c
         if json.loads(meeting.await_told("tune")):
             tune(setup, rank, meeting, progress)
         if rank.is_first:
-            meeting.tell("values", json.dumps(trained_values(config, progress, allowed_changes)))
-        setup = setup.derive(keys_of(json.loads(meeting.await_told("values"))))
+            meeting.tell("values", json.dumps(trained_keys(config, progress, allowed_changes)))
+        setup = setup.derive(json.loads(meeting.await_told("values")))
         if not only:
             train.train(setup, rank, allowed_changes, meeting=meeting)
         for name in controls(config) if control and not only else ():

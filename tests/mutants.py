@@ -29,6 +29,7 @@ _STUDY = "mup_megatron/tuning/study.py"
 _STORAGE = "mup_megatron/tuning/storage.py"
 _OUTCOME = "mup_megatron/tuning/outcome.py"
 _RECORD = "mup_megatron/tuning/record.py"
+_FITTED = "mup_megatron/tuning/fitted.py"
 _FOLD = "mup_megatron/export/fold.py"
 
 RULES = (
@@ -119,6 +120,38 @@ RULES = (
         "error = math.sqrt(self.spread**2 + float(slope @ np.array(self.covariance) @ slope))",
         "error = self.spread",
         "test_loss_law.py",
+    ),
+    _mutant(
+        "fitted: the exponent upside down",
+        "a ladder's exponent is applied with the other sign",
+        "mup_megatron/horizon.py",
+        'return float(rule.partition(":")[2] or 0.0)',
+        'return -float(rule.partition(":")[2] or 0.0)',
+        "tuning/test_fitted.py",
+    ),
+    _mutant(
+        "fitted: however far",
+        "an exponent is taken for a target far beyond what the ladder spanned",
+        _FITTED,
+        "beyond.times > MOST_BEYOND",
+        "beyond.times > 1e9",
+        "tuning/test_fitted.py",
+    ),
+    _mutant(
+        "fitted: a failed ladder",
+        "exponents are taken of laws that did not tell the largest rung",
+        _FITTED,
+        'if found.verdict == "passed" or',
+        "if found.verdict or",
+        "tuning/test_fitted.py",
+    ),
+    _mutant(
+        "fitted: another family's ladder",
+        "exponents are taken that were measured with another optimizer",
+        _FITTED,
+        "if found.digest == digest(here):",
+        "if found.digest:",
+        "tuning/test_fitted.py",
     ),
     _mutant(
         "horizon: unseen on resume",

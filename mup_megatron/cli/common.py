@@ -99,11 +99,25 @@ def stopped(what: str) -> int:
     return 128 + number
 
 
-def read_config(path: str, overrides: list[str] | None) -> Any:
-    """The config with its overrides. Raises UserError."""
+def read_config(path: str, overrides: list[str] | None, *, takes_ladder: bool = True) -> Any:
+    """The config with its overrides, and with the exponents of the ladder that it names.
+
+    Args:
+        path: of the file.
+        overrides: key.path=value.
+        takes_ladder: whether `tuning.ladder` is read; not where it may not be there yet.
+
+    Raises:
+        UserError: bad input.
+    """
     from mup_megatron.config import load_config, parse_overrides
 
-    return load_config(path, parse_overrides(overrides or []))
+    settings = load_config(path, parse_overrides(overrides or []))
+    if settings.tuning.ladder is None or not takes_ladder:
+        return settings
+    from mup_megatron.tuning.fitted import ladder_of, settled
+
+    return settled(settings, ladder_of(settings, None))
 
 
 def gpus() -> int:

@@ -259,7 +259,7 @@ def ladder(
     """Measure how the best rate moves with batch and tokens, fit it, and test the fit on the largest. Goes on."""
     from mup_megatron import upstream
 
-    settings = read_config(config, overrides)
+    settings = read_config(config, overrides, takes_ladder=False)
     upstream.prepare_process()
     from mup_megatron.proof.ladder import ladder as measure
     from mup_megatron.proof.ladder_told import lines, write

@@ -36,7 +36,7 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train the tokenizer and write the indexed dataset; does nothing where they are there already."""
     from mup_megatron import upstream
 
-    settings = read_config(config, overrides)
+    settings = read_config(config, overrides, takes_ladder=False)
     upstream.prepare_process()
     from mup_megatron.data.parts import check_parts, needs_validation
     from mup_megatron.data.prepare import data_directory
@@ -191,22 +191,25 @@ def transfer(
     setup = resolve(settings, world_size or smallest_world(settings), trains=False)
     settings, layout = setup.config, setup.layout
     from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.horizon import moved
     from mup_megatron.model import parametrize
     from mup_megatron.report.summary import print_transfer
     from mup_megatron.tuning.decide import apply_record
+    from mup_megatron.tuning.fitted import ladder_of, told
     from mup_megatron.tuning.record import becomes, extrapolated, remarks
 
     transferred, record = apply_record(settings)
+    ladder, over = ladder_of(transferred, record.ladder), moved(transferred)
     on_target = becomes(parametrize(transferred, known_vocab_size(settings)), layout)
     if output:
         never = transferred.derive({"tuning.run": "never"})
         write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")
-    said = remarks(record.study, extrapolated(transferred, record))
+    said = [*remarks(record.study, extrapolated(transferred, record)), *told(transferred, ladder)]
     if as_json:
-        shown = {"values": record.values, "tuned": record.tuned, "becomes": on_target, "remarks": said}
+        shown = {"values": record.values, "tuned": record.tuned, "moved": over, "becomes": on_target, "remarks": said}
         print(json.dumps(shown, indent=1))
         return
-    print_transfer(record, on_target, said, console())
+    print_transfer(record, over, on_target, said, console())
 
 
 @app.command(epilog="Example: mup-megatron plan configs/gpt3/6.7b.yaml --world-size 64")

@@ -285,6 +285,12 @@ def _check_slurm(config: Config) -> None:
 def _check_horizon(config: Config) -> None:
     """The rules over batch and tokens."""
     rules, optimizer = config.parametrization, config.optimizer
+    if rules.fitted and config.tuning.command:
+        raise config.error(
+            f"parametrization.{rules.fitted[0]}",
+            f"{getattr(rules, rules.fitted[0])} is of this project's own runs, and the target of tuning.command is one "
+            "of megatron.training; expected none, and the rate for its batch and length as --lr",
+        )
     if rules.batch != "sqrt_sde":
         return
     if optimizer.name not in ("adamw", "adam"):

@@ -113,6 +113,15 @@ class Tuning(Section):
     `only` stops after the record."""
     record: str | None = None
     """Path of the transfer record; configs of one family share it. If unset: run.dir/transfer.json."""
+    ladder: str | None = None
+    """Path of the ladder.json of a ladder over batch and tokens (mup-megatron ladder), from which the rules `fitted`
+    of `parametrization:` take their exponents, and the loss of the target is predicted; from the working directory. If
+    unset: what the transfer record holds of one, if anything."""
+    allow_extrapolated_ladder: bool = False
+    """Whether a ladder's exponents are also taken for a target more than 8 times beyond its largest or smallest rung in
+    batch or tokens."""
+    allow_failed_ladder: bool = False
+    """Whether the exponents of a ladder are also taken where its laws did not tell its largest rung."""
     trials: Ranks = 16
     """Points of the search space that are tried, without repetitions. Unit: trials."""
     sampler: Literal["random", "quasi_random", "tpe", "grid"] = "random"

@@ -20,7 +20,7 @@ from mup_megatron.config.section import (
     Width,
 )
 
-_POWER = r"^(none|power:-?\d+(\.\d+)?)$"
+_POWER = r"^(none|fitted(:-?\d+(\.\d+)?)?|power:-?\d+(\.\d+)?)$"
 
 
 class ParametrizationSection(Section):
@@ -41,10 +41,12 @@ class ParametrizationSection(Section):
     `independent` over width, and keeps rate times decay times steps over batch and tokens (section 9)."""
     batch: Annotated[str, Field(pattern=_POWER.replace("none", "none|sqrt_sde"))] = "none"
     """Rule for a step of more tokens than a trial's (section 9): `sqrt_sde` is the square root rule for Adam (rate,
-    epsilon and betas), `power:0.5` multiplies the rate by the ratio to that power, `none` changes nothing."""
+    epsilon and betas), `power:0.5` multiplies the rate by the ratio to that power, `fitted` does so with the exponent
+    of a ladder (tuning.ladder, or the transfer record), which then stands behind it as in `fitted:0.41`, `none` changes
+    nothing."""
     tokens: Annotated[str, Field(pattern=_POWER)] = "none"
     """Rule for a run on more tokens than a trial (section 9): `power:-0.32` multiplies the rate by the ratio to that
-    power, `none` changes nothing."""
+    power, `fitted` does so with a ladder's exponent, `none` changes nothing."""
     scaling: Literal["none", "unit"] = "none"
     """Scale at which weights are stored (section 11): `unit` stores every matrix with a standard deviation near 1 at
     the start, and its layer multiplies by what was divided out. The training is the same to the last bit."""
@@ -61,6 +63,16 @@ class ParametrizationSection(Section):
         """α of the depth rule: 1 is CompleteP, 1/2 is Depth-µP, None is off."""
         named = {"none": None, "completep": 1.0, "depth_mup": 0.5}
         return named[self.depth] if isinstance(self.depth, str) else self.depth
+
+    @property
+    def fitted(self) -> list[str]:
+        """Which of `batch` and `tokens` have a ladder's exponent, known or not."""
+        return [name for name in ("batch", "tokens") if getattr(self, name).startswith("fitted")]
+
+    @property
+    def unfitted(self) -> list[str]:
+        """Which of these have none yet."""
+        return [name for name in self.fitted if getattr(self, name) == "fitted"]
 
     @property
     def has_horizon_rule(self) -> bool:

@@ -20,9 +20,10 @@ from mup_megatron.proof.grid import Job, Outcome, alone, run_grid
 from mup_megatron.proof.halving import Wanted, wanted
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.optimum import Curve
-from mup_megatron.proof.rungs import Ladder, Rung, rungs
+from mup_megatron.proof.rungs import AXES, Ladder, Rung, rungs
 from mup_megatron.proof.stability import as_json
 from mup_megatron.ranks import Rank
+from mup_megatron.tuning.fitted import facts
 
 
 def ladder(
@@ -72,6 +73,7 @@ def ladder(
         "failed": [f"{name}: {each.reason}" for name, each in runs.outcomes.items() if each.state == "failed"],
         "seconds": sum(each.seconds for each in runs.outcomes.values()),
         "config": config.model_dump(),
+        **facts(config, list(made.values()), {name: getattr(next(iter(made)), name) for name in AXES}),
     }
     found: dict[str, Any] = as_json(result)
     return found

@@ -44,7 +44,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     said += [*result["reasons"], *result["open"]]
     keys = ", ".join(f"{key}: {value}" for key, value in result["keys"].items())
     ends = {
-        "passed": f"passed: the laws tell the largest rung; in a config: {keys}",
+        "passed": f"passed: the laws tell the largest rung; in a config: {keys}, or fitted, with its ladder.json as "
+        "tuning.ladder",
         "failed": "failed: the laws do not tell the largest rung",
         "undecided": "undecided: the largest rung's best rate is not known",
     }

@@ -13,6 +13,7 @@ from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import comparable
+from mup_megatron.tuning.fitted import without_rules
 from mup_megatron.tuning.space import stretched
 
 AXES = ("batch", "tokens", "width")
@@ -85,7 +86,7 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
         UserError: a rung makes no config, or too few are left, or the largest is not.
     """
     found, short = {}, []
-    for width, model in _models(config.derive(_off(config)), asked).items():
+    for width, model in _models(config.derive(without_rules(config)), asked).items():
         for batch in asked.batch:
             for tokens in asked.tokens:
                 rung, steps = Rung(batch, tokens, width), round(config.training.train_steps * tokens / batch)
@@ -97,13 +98,6 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
         say(f"left out, with fewer than {asked.min_steps} steps: {', '.join(short)}")
     _check(asked, found)
     return found
-
-
-def _off(config: Config) -> dict[str, str]:
-    off = {"parametrization.batch": "none", "parametrization.tokens": "none"}
-    if config.parametrization.weight_decay == "timescale":
-        off["parametrization.weight_decay"] = "independent"
-    return off
 
 
 def _models(config: Config, asked: Ladder) -> dict[int, Config]:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from mup_megatron.errors import UserError
 
@@ -98,6 +98,7 @@ class Explanation(_Part):
 
     config: Settings | None = None
     changes: list[_Change] = []
+    moved: dict[str, Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]] = {}
     forward: dict[str, float]
     parameters: list[_Tensor]
 
@@ -116,6 +117,7 @@ class Plan(_Part):
     tuning: _Proxy | None = None
     target: _Cost
     extrapolated: list[_Text]
+    ladder: list[_Text] = []
 
 
 class _Trial(_Part):
@@ -184,6 +186,7 @@ class _Budget(_Part):
 
 class _Target(_Part):
     extrapolated: list[_Text]
+    ladder: list[_Text] = []
 
 
 class Tuned(_Part):

@@ -63,6 +63,8 @@ def summary(run: Run) -> dict[str, Any]:
     for curve in run.curves:
         results.append(["target loss" if curve is run.target else f"the same target, {curve.name}", curve.result])
     of = " of the tuned values" if run.others else ""
+    moved = (run.explanation or {}).get("moved", {})
+    results += [[f"{name} over batch and tokens", _step(ends)] for name, ends in moved.items()]
     times = (
         [f"tuning{of} {run.record['budget']['spent']['process_seconds']:.0f} s of one process"] if run.record else []
     )
@@ -106,6 +108,12 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
+def _step(ends: Sequence[float]) -> str:
+    """From a trial's batch and tokens to the run's."""
+    before, after = ends
+    return f"{before:.6g} → {after:.6g}" + (f" (× {after / before:.4g})" if before else "")
+
+
 def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
     """What the study of the run's record found: rows of results, remarks."""
     from mup_megatron.tuning.record import remarks
@@ -134,7 +142,8 @@ def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
     ]
     # The record may be a family's: what it says of a target is of the one that it was tuned for.
     extrapolated = run.plan["extrapolated"] if run.plan is not None else record["target"]["extrapolated"]
-    return results, [*said, *remarks(study, extrapolated)]
+    of_ladder = (run.plan or record["target"]).get("ladder", [])
+    return results, [*said, *remarks(study, extrapolated), *of_ladder]
 
 
 def _share(run: Run, spent: Mapping[str, Any]) -> str:
@@ -181,8 +190,16 @@ def _print(data: Mapping[str, Any], console: Any) -> None:
         console.print(f"- {line}", highlight=False)
 
 
-def print_transfer(record: TransferRecord, becomes: Mapping[str, Any], said: Sequence[str], console: Any) -> None:
-    """The record's values, what each becomes on a target (record.becomes), and remarks on both."""
+def print_transfer(
+    record: TransferRecord,
+    moved: Mapping[str, Sequence[float]],
+    becomes: Mapping[str, Any],
+    said: Sequence[str],
+    console: Any,
+) -> None:
+    """The record's values, before and after the rules over batch and tokens (horizon.moved), what each becomes on a
+    target (record.becomes), and remarks on all of them.
+    """
     from rich.table import Table
 
     values = Table(box=None, title="at the base", title_justify="left", show_header=False)
@@ -191,6 +208,8 @@ def print_transfer(record: TransferRecord, becomes: Mapping[str, Any], said: Seq
         if value is not None:
             values.add_row(name, value if isinstance(value, str) else f"{value:.6g}", how)
     console.print(values)
+    for name, ends in moved.items():
+        console.print(f"over batch and tokens: {name} {_step(ends)}", highlight=False)
     forward = becomes["forward"]
     console.print(
         f"on the target: logits = {forward['readout']:.6g} · W h, "

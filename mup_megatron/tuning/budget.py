@@ -20,7 +20,7 @@ from mup_megatron.layout import Layout
 from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.shapes import Init
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
-from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of
+from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of, without_fitted
 
 # Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
 # ones, whose steps are mostly overhead, far less: no bound in either direction.
@@ -177,7 +177,7 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         going /= tuning.reduction_factor
     repetitions = tuning.repeat_best * tuning.repeat_seeds
     proxy_parametrization, target_parametrization = (
-        parametrize(one.derive({"model.as_built": None}), vocab_size) for one in (proxy, config)
+        parametrize(one.derive({"model.as_built": None, **without_fitted(one)}), vocab_size) for one in (proxy, config)
     )
     return Plan(
         trials=tuning.trials,

@@ -1,6 +1,6 @@
 """Whether to tune, the checks before tuning starts, and a run with the values of a record.
 
-Public names: `decide`, `apply_record`, `trained_values`.
+Public names: `decide`, `apply_record`, `trained_keys`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,12 +19,23 @@ from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.errors import no_such_file
 from mup_megatron.files import write_whole
+from mup_megatron.horizon import horizon
 from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import PLAN
 from mup_megatron.setup import resolve
 from mup_megatron.tuning import budget, record
-from mup_megatron.tuning.space import Value, check_overrides, key_of, proxy_config, value_of, values_of, with_values
+from mup_megatron.tuning.fitted import ladder_of, settled, told
+from mup_megatron.tuning.space import (
+    Value,
+    check_overrides,
+    key_of,
+    keys_of,
+    proxy_config,
+    value_of,
+    values_of,
+    with_values,
+)
 
 
 def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, ...] = ()) -> bool:
@@ -33,6 +45,10 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     """
     path = record.record_path(config)
     found = record.TransferRecord.read(path, config)
+    ladder = ladder_of(config, None if found is None else found.ladder)
+    config = settled(config, ladder)
+    if config.parametrization.unfitted and config.tuning.run != "only":
+        horizon(config)  # says now, not when tuning has been paid for, that there is no ladder
     tune = found is None and config.tuning.run != "never"
     if tune and not config.tuning.search:
         raise config.error(
@@ -61,8 +77,8 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
     if tune or config.tuning.run != "only":
-        extrapolated = record.extrapolated(config, found)
-        write_whole(directory / PLAN, json.dumps({**plan.as_json(), "extrapolated": extrapolated}, indent=1))
+        said = {"extrapolated": record.extrapolated(config, found), "ladder": told(config, ladder)}
+        write_whole(directory / PLAN, json.dumps({**plan.as_json(), **said}, indent=1))
     if config.tuning.command:  # the script reads its own data
         return tune
     prepared = prepare(config, progress.say)
@@ -123,14 +139,21 @@ def apply_record(config: Config) -> tuple[Config, record.TransferRecord]:
     found = record.TransferRecord.read(path, config)
     if found is None:
         raise config.error("tuning.record", f"{no_such_file(path)}; expected a transfer record (mup-megatron tune)")
+    config = settled(config, ladder_of(config, found.ladder))
     return with_values(config, _transferred(config, found)), found
 
 
-def trained_values(config: Config, progress: Progress, allowed: tuple[str, ...]) -> dict[str, Value]:
-    """The values to train with: the record's, else the config's own."""
+def trained_keys(config: Config, progress: Progress, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """What to train with, by the config's keys: the record's values and its ladder's exponents, else the config's."""
     found = record.TransferRecord.read(record.record_path(config), config)
-    if found is None:
-        return {}
+    config = settled(config, ladder_of(config, None if found is None else found.ladder))
+    keys = {f"parametrization.{axis}": getattr(config.parametrization, axis) for axis in config.parametrization.fitted}
+    return keys if found is None else {**keys, **keys_of(_trained_values(config, found, progress, allowed))}
+
+
+def _trained_values(
+    config: Config, found: record.TransferRecord, progress: Progress, allowed: tuple[str, ...]
+) -> dict[str, Value]:
     values, given = _transferred(config, found, allowed), values_of(config)
     for name in values:
         value = found.values.get(name, 1.0)  # what it does not name of `per_tensor` was 1

@@ -42,11 +42,12 @@ def digested(config: Config) -> dict[str, Any]:
     settings = {
         "model": {**model, "vocab_size": config.vocab_size},
         "base": base,
-        # A rule that is off is left out, so that records from before there was one keep their digest.
+        # A rule that is off is left out, so that records from before there was one keep their digest. So is one whose
+        # exponent a ladder says: trials do not see it, and the record may get it later.
         "parametrization": {
             name: value
             for name, value in config.parametrization.model_dump().items()
-            if name not in ("batch", "tokens", "experts", "scaling") or value != "none"
+            if name not in ("batch", "tokens", "experts", "scaling") or not value.startswith(("none", "fitted"))
         },
         "data.tokenizer": {
             "library": tokenizer.library,

@@ -25,8 +25,9 @@ from mup_megatron.runtime import Meeting
 from mup_megatron.setup import Setup, resolve
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
+from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
-from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
+from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
 
 _BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
@@ -305,7 +306,8 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
     chosen = with_values(config, values)
     vocab_size = known_vocab_size(config)
     plan = budget.plan(config, vocab_size, rank.world_size)
-    table = parametrize(chosen.derive({"model.as_built": None}), vocab_size)
+    unknown = without_fitted(chosen) if chosen.parametrization.unfitted else {}
+    table = parametrize(chosen.derive({"model.as_built": None, **unknown}), vocab_size)
     found = {"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()}
     written = record.make_record(
         dataclasses.replace(table, config=chosen),
@@ -313,6 +315,7 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
         values,
         study=with_name(found, study.objective),
         budget={**plan.as_json(), "spent": spent(config, choice.trials, plan)},
+        ladder=ladder_of(config, None),
     )
     record.write_record(record.record_path(config), written)
     progress.say(f"chosen: {', '.join(f'{name} {_short(value)}' for name, value in choice.values.items())}")

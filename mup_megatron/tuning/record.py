@@ -15,7 +15,7 @@ import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from mup_megatron.files import open_new
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.fitted import Fitted, told
 from mup_megatron.tuning.objective import LOSS, objective_of
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.record_parts import check_record
-from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values
+from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
 
 FORMAT = 1
 _MOST_DIFFERENCES = 8
@@ -144,6 +145,7 @@ class TransferRecord:
         study: what the values were found with (outcome.Choice.as_json).
         budget: the plan, and what was spent.
         versions: of the packages that tuned.
+        ladder: what a ladder measured of the family (fitted.Fitted); empty without one.
     """
 
     created: str
@@ -157,6 +159,7 @@ class TransferRecord:
     study: Mapping[str, Any]
     budget: Mapping[str, Any]
     versions: Mapping[str, str] = field(default_factory=dict)
+    ladder: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, config: Config | None) -> TransferRecord | None:
@@ -169,6 +172,8 @@ class TransferRecord:
     def as_json(self) -> dict[str, Any]:
         """As it is written: with its format, and a checksum over the rest."""
         plain = {"format": FORMAT, **vars(self)}
+        if not self.ladder:
+            del plain["ladder"]
         return {**plain, "checksum": digest(plain)}
 
 
@@ -179,6 +184,7 @@ def make_record(
     *,
     study: Mapping[str, Any],
     budget: Mapping[str, Any],
+    ladder: Fitted | None = None,
 ) -> TransferRecord:
     """The record of what was tuned.
 
@@ -188,8 +194,13 @@ def make_record(
         values: every hyperparameter at the base.
         study: what they were found with (outcome.Choice.as_json).
         budget: the plan, and what was spent.
+        ladder: of the config; a rule that takes its exponent from one is left out where there is none.
     """
     config = parametrization.config
+    chosen = config.parametrization.model_dump()
+    if config.parametrization.unfitted:
+        config = config.derive(without_fitted(config))
+        parametrization = replace(parametrization, config=config)
     settings = digested(config)
     made = {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -203,13 +214,14 @@ def make_record(
             "becomes": {**becomes(parametrization, layout), **({"tensors": {}} if config.model.as_built else {})},
             "extrapolated": extrapolated(config),
             "not_transferred": not_transferred(config.tuning.search),
+            **({} if ladder is None else {"ladder": told(config, ladder)}),
         },
         "proxy": {
             "sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")},
             "trained": _tuned_on(config),
         },
         "rules": {
-            **config.parametrization.model_dump(),
+            **chosen,
             "optimizer": parametrization.update_rule,
         },
         "study": dict(study),
@@ -218,6 +230,7 @@ def make_record(
             "python": platform.python_version(),
             **{package: importlib.metadata.version(package) for package in _PACKAGES},
         },
+        "ladder": {} if ladder is None else ladder.as_json(),
     }
     return TransferRecord(**json.loads(json.dumps(made)))  # as it will be read: keys are text, tuples are lists
 

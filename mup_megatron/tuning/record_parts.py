@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from mup_megatron.errors import UserError
+from mup_megatron.tuning.fitted import Fitted
 
 _PARTS = {"created": str, "digest": str, "family": dict, "values": dict, "tuned": list, "study": dict, "budget": dict}
 
@@ -38,6 +39,12 @@ def check_record(path: Path, record: Mapping[str, Any]) -> None:
     except ValidationError as error:
         where = ".".join(("proxy", *map(str, error.errors()[0]["loc"])))
         raise UserError(f"{path}: {where}: expected whole numbers above 0 by name, as tuning writes them") from None
+    try:
+        if record.get("ladder"):
+            Fitted.model_validate(record["ladder"])
+    except ValidationError as error:
+        where = ".".join(("ladder", *map(str, error.errors()[0]["loc"])))
+        raise UserError(f"{path}: {where}: expected what a ladder says there (mup-megatron ladder)") from None
     try:
         _Study.model_validate(record["study"])
     except (ValidationError, RecursionError):

@@ -1,7 +1,7 @@
 """What may be tuned, and a config with values put in.
 
 Public names: `with_values`, `values_of`, `value_of`, `key_of`, `keys_of`, `check_overrides`, `proxy_config`,
-`distributions`, `one_process`, `stretched`.
+`without_fitted`, `distributions`, `one_process`, `stretched`.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def proxy_config(
             **keys_of(values),
             **_schedule(training, tuning_steps(config)),
             **({} if config.tuning.command else _one_process(config)),
+            **without_fitted(config),
             "run.samples": [],
             "run.name": f"{config.run.name}, {directory.name}",
             "run.dir": str(directory),
@@ -153,6 +154,11 @@ def proxy_config(
             "data.cache_dir": str(cache) if cache else None,
         }
     )
+
+
+def without_fitted(config: Config) -> dict[str, str]:
+    """Keys that take out what a ladder says: of trials, at whose batch and tokens it is nothing."""
+    return {f"parametrization.{name}": "none" for name in config.parametrization.fitted}
 
 
 def stretched(config: Config, steps: int) -> Config:

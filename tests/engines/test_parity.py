@@ -29,7 +29,7 @@ _BIAS = {
 }
 _HORIZON = {
     "parametrization__batch": "sqrt_sde",
-    "parametrization__tokens": "power:-0.32",
+    "parametrization__tokens": "fitted:-0.32",
     "parametrization__weight_decay": "timescale",
     "tuning__global_batch_size": 4,
     "tuning__train_steps": 10,

@@ -342,7 +342,7 @@ def try_transfer(path: Path, config: Config) -> None:
     except UserError as error:
         return said(error, str(path))
     told = remarks(found.study, extrapolated(config, found))
-    print_transfer(found, {"forward": FORWARD, "tensors": {}}, told, Console(file=io.StringIO()))
+    print_transfer(found, {}, {"forward": FORWARD, "tensors": {}}, told, Console(file=io.StringIO()))
 
 
 FORWARD = dict.fromkeys(("readout", "softmax_scale", "embedding", "residual"), 1.0)

@@ -224,6 +224,7 @@ _STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed
     ("keys", "sentence"),
     [
         ({"parametrization.batch": "power:x"}, "parametrization.batch"),
+        ({"parametrization.tokens": "fitted:10"}, "parametrization.tokens"),  # a rate times 10^30 overflows
         ({**SDE, "optimizer.name": "sgd"}, "sqrt_sde is derived for Adam, not for sgd"),
         ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
         ({"tuning.seq_length": 4096}, "tuning.seq_length"),

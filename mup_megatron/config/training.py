@@ -20,7 +20,7 @@ from mup_megatron.config.section import (
     Width,
 )
 
-_POWER = r"^(none|fitted(:-?\d+(\.\d+)?)?|power:-?\d+(\.\d+)?)$"
+_POWER = r"^(none|fitted(:-?\d(\.\d+)?)?|power:-?\d(\.\d+)?)$"
 
 
 class ParametrizationSection(Section):

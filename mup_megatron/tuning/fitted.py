@@ -36,7 +36,7 @@ class _Part(BaseModel):
 class Exponent(_Part):
     """Of the best rate, with its standard error."""
 
-    exponent: FiniteFloat
+    exponent: Annotated[FiniteFloat, Field(gt=-9, lt=9)]
     error: Annotated[FiniteFloat, Field(ge=0)]
 
 
@@ -223,7 +223,7 @@ def _rule(config: Config, found: Fitted, axis: str) -> str:
         raise config.error(
             key, f"{given}, but {found.path} has rungs of one {axis} alone; expected a ladder with --{axis} 1,2,4"
         )
-    rule = f"fitted:{found.exponents[axis].exponent:.4f}"  # type: ignore[index]
+    rule = f"fitted:{found.exponents[axis].exponent:.4f}"
     if given != "fitted" and float(given.partition(":")[2]) != float(rule.partition(":")[2]):
         raise config.error(key, f"{given}, but {found.path} says {rule}; expected fitted, which takes the ladder's")
     return rule

@@ -128,7 +128,7 @@ def test_the_ladder_says_the_number(ladder: Path) -> None:
     for axis in ("batch", "tokens"):
         assert getattr(config.parametrization, axis) == f"fitted:{exponents[axis]['exponent']:.4f}"
         assert exponents[axis]["exponent"] == pytest.approx({"batch": 0.4, "tokens": -0.3}[axis], abs=0.05)
-        assert found.exponents[axis].error == exponents[axis]["error"] > 0  # type: ignore[index]
+        assert found.exponents[axis].error == exponents[axis]["error"] > 0
     # 8 sequences of 32 tokens; 200 steps of them; MIXED's own width.
     span = found.as_json()["span"]
     assert span["batch"] == {"smallest": 256, "largest": 1024, "own": 256, "factor": 4.0}
@@ -220,6 +220,7 @@ def test_another_family_is_refused(ladder: Path, tmp_path: Path) -> None:
         ({"verdict": "great"}, "verdict: expected what mup-megatron ladder writes there"),
         ({"rate": {"tokens": {"exponent": 0.1, "error": 0.1}}}, "has rungs of one batch alone; expected a ladder with"),
         ({"rate": {"batch": {"exponent": "1"}}}, "exponents.batch.exponent: expected what"),
+        ({"rate": {"batch": {"exponent": 1e300, "error": 0.1}}}, "exponents.batch.exponent: expected what"),
         ({"span": {"batch": {"smallest": 0}}}, "span.batch.smallest: expected what"),
     ],
     ids=str,

@@ -1,12 +1,13 @@
-"""A law of the lowest loss over tokens, batch and width: what is left at any size of the run, and what falls with each.
+"""A law of the lowest loss over tokens, steps and width: what is left at any size of the run, and what falls with each.
 
 Public names: `LossLaw`, `fit_loss_law`, `read_loss_law`, `LEVELS_OF_A_FLOOR`. Factors are of the first rung of a
-ladder: tokens D, sequences a step B, width w.
+ladder: tokens D, sequences a step B, steps D/B, width w.
 
-    L = floor + width · w^-a + data · (D / (1 + B / critical))^-b
+    L = floor + width · w^-a + data · D^-b + steps · (D/B)^-s
 
-The floor, the width's and the data's term are the form of Hoffmann et al. (2203.15556, equation 2). That a larger batch
-spends tokens as if there were 1 + B/critical times fewer is the form of McCandlish et al. (1812.06162, equation 2.11).
+The floor, the width's and the data's term are the form of Hoffmann et al. (2203.15556, equation 2), the steps' term is
+that of Kaplan et al. (2001.08361, equation 1.6). A larger batch takes fewer steps for the same tokens, and costs by
+that term alone. Both sources found their forms at scales far from a ladder's: whether they hold here, its test says.
 A ladder of too few lengths for these numbers has a product of powers instead: L = constant · B^g · D^-b · w^-a.
 """
 
@@ -31,7 +32,8 @@ _RANGES = {
     "width_exponent": (0.3, 0.0, 3.0),
     "data": (1.0, 0.0, _INFINITE),
     "data_exponent": (0.3, 0.0, 3.0),
-    "critical_batch": (4.0, 1e-3, 1e6),
+    "steps": (0.3, 0.0, _INFINITE),
+    "steps_exponent": (1.0, 0.0, 3.0),
     "constant": (1.0, 0.0, _INFINITE),
     **{f"power_of_{axis}": (0.0, -3.0, 3.0) for axis in _AXES},
 }
@@ -43,7 +45,7 @@ class LossLaw:
 
     Args:
         terms: numbers by name, of those that the ladder determines: of `floor`, `width`, `width_exponent`, `data`,
-            `data_exponent` and `critical_batch`, or of `constant`, `power_of_batch`, `power_of_tokens` and
+            `data_exponent`, `steps` and `steps_exponent`, or of `constant`, `power_of_batch`, `power_of_tokens` and
             `power_of_width`.
         covariance: of the same, in their order.
         spread: standard deviation of a measured loss about the law (nats).
@@ -81,8 +83,9 @@ class LossLaw:
         said = [f"{terms['floor']:.3f}"] if "floor" in terms else []
         if "width" in terms:
             said.append(f"{terms['width']:.3f} · width^-{terms['width_exponent']:.3f}")
-        spent = f" / (1 + batch / {terms['critical_batch']:.3g})" if "critical_batch" in terms else ""
-        said.append(f"{terms['data']:.3f} · (tokens{spent})^-{terms['data_exponent']:.3f}")
+        said.append(f"{terms['data']:.3f} · tokens^-{terms['data_exponent']:.3f}")
+        if "steps" in terms:
+            said.append(f"{terms['steps']:.3f} · (tokens/batch)^-{terms['steps_exponent']:.3f}")
         return " + ".join(said)
 
 
@@ -146,7 +149,7 @@ def _determined(points: Sequence[Mapping[str, float]]) -> list[str]:
     names = ["width", "width_exponent"] if sizes["width"] > 1 else []
     if not names or sizes["width"] >= LEVELS_OF_A_FLOOR:
         names.insert(0, "floor")
-    names += ["data", "data_exponent"] + (["critical_batch"] if sizes["batch"] > 1 else [])
+    names += ["data", "data_exponent"] + (["steps", "steps_exponent"] if sizes["batch"] > 1 else [])
     if sizes["tokens"] >= LEVELS_OF_A_FLOOR and len(points) > len(names):
         return names
     return ["constant", *(f"power_of_{axis}" for axis in _AXES if sizes[axis] > 1)]
@@ -163,8 +166,10 @@ def _loss(terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
     loss = terms.get("floor", 0.0)
     if "width" in terms:
         loss += terms["width"] * factors["width"] ** -terms["width_exponent"]
-    spent = 1 + factors["batch"] / terms["critical_batch"] if "critical_batch" in terms else 1.0
-    return loss + terms["data"] * (factors["tokens"] / spent) ** -terms["data_exponent"]
+    loss += terms["data"] * factors["tokens"] ** -terms["data_exponent"]
+    if "steps" in terms:
+        loss += terms["steps"] * (factors["tokens"] / factors["batch"]) ** -terms["steps_exponent"]
+    return loss
 
 
 def _slopes(terms: Mapping[str, float], factors: Mapping[str, float]) -> Any:

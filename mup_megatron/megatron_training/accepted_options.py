@@ -94,15 +94,17 @@ HARMLESS: tuple[tuple[str, str], ...] = (
         "logits of attention are divided by the layer's number and multiplied with it again, against overflow",
     ),
     (
+        "fp8-recipe fp8-quantizer-factory fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo "
+        "no-fp8-wgrad fp4-recipe fp4-quantizer-factory first-last-layers-bf16 num-layers-at-start-in-bf16 "
+        "num-layers-at-end-in-bf16",
+        "read beside --fp8-format and --fp4-format: how operands of matrix products are quantized, and in which layers",
+    ),
+    (
         "qk-clip-alpha qk-clip-threshold moe-upcycling-granularity dsa-indexer-skip-topk-offset "
         "relative-attention-num-buckets relative-attention-max-distance "
         "mrope-section mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim "
         "mup-attn-scale-power "
-        ""
-        "lion-beta1 lion-beta2 fp8-recipe fp8-quantizer-factory fp8-margin "
-        "fp8-interval fp8-amax-history-len fp8-amax-compute-algo no-fp8-wgrad fp8-output-proj fp4-recipe "
-        "fp4-quantizer-factory kitchen-attention-backend first-last-layers-bf16 num-layers-at-start-in-bf16 "
-        "num-layers-at-end-in-bf16 keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag "
+        "lion-beta1 lion-beta2 kitchen-attention-backend keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag "
         "fsdp-manual-registration fsdp-double-buffer "
         "fsdp-db-use-persist-buf-on-alloc-fail megatron-fsdp-main-params-dtype megatron-fsdp-main-grads-dtype "
         "megatron-fsdp-grad-comm-dtype megatron-fsdp-enable-fine-grained-param-gather "

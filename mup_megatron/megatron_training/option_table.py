@@ -60,7 +60,7 @@ _VERSIONS: tuple[tuple[str, str], ...] = (
     (
         "use-transformer-engine-op-fuser use-grouped-gemm-for-dense-mlp moe-single-grouped-weight "
         "moe-single-grouped-bias moe-mlp-glu-interleave-size overlap-dispatch-backward-with-experts-wgrad "
-        "moe-paged-stash moe-expert-rank-capacity-factor no-pad-vocab-size",
+        "moe-paged-stash moe-expert-rank-capacity-factor no-pad-vocab-size fp8-output-proj",
         ">=0.18",
     ),
     (

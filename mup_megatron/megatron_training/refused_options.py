@@ -77,13 +77,19 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "weights are gathered in bf16",
         (),
     ),
+    (
+        "fp8-output-proj",
+        "under mxfp8 it makes the readout a module of Transformer Engine's, in which the shims and the readout's "
+        "multiplier are not tested; leave it out, and the readout is computed in bf16",
+        (),
+    ),
     ("te-precision-config-file", "recipes by module are not read here; give --fp8-format or --fp4-format", ()),
     (
         "init-model-with-meta-device",
         "initial values are drawn where the model is built; leave it out, and ranks hold the whole model for a moment",
         (),
     ),
-    ("optimizer", "no rule is known for it", ("sgd", "muon", "dist_muon", "lion")),
+    ("optimizer", "no rule for it is built and tested here", ("sgd", "muon", "dist_muon", "lion")),
     ("muon-scale-mode muon-scalar-optimizer", "Muon's rates are worked out for the default", ()),
     (
         "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards",

@@ -151,17 +151,18 @@ REFUSED = """
 --moe-paged-stash | the same unfused; leave it out
 --fp8-param-gather | quantized where it is made
 --fp4-param-gather | quantized where it is made
+--fp8-output-proj | makes the readout a module of Transformer Engine's
 --te-precision-config-file a.yaml | give --fp8-format
 --init-method-xavier-uniform | give --init-method-std
 --init-model-with-meta-device | initial values are drawn
 --moe-use-upcycling | train the mixture from its own
 --freeze-all-layers | nothing would be trained
---optimizer soap | no rule is known
+--optimizer soap | no rule for it is built and tested
 --muon-scale-mode unit_rms_norm | worked out for the default
 --muon-no-split-qkv | rates of their own
 --muon-scalar-optimizer lion | worked out for the default
---optimizer soap | no rule is known
---optimizer adaptive_muon | no rule is known
+--optimizer soap | no rule for it is built and tested
+--optimizer adaptive_muon | no rule for it is built and tested
 --tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
 --expert-tensor-parallel-num-weight-shards 2 | tensor-parallel ranks alone
 --hybrid-context-parallel | split evenly over ranks
@@ -237,6 +238,26 @@ def test_cuda_alone(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused_in_a_run(args, {}, known()) == []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_options(args, {}, known())
+
+
+@needs_training
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--fp8-format e4m3 --fp8-recipe delayed --fp8-margin 1 --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+        "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1",
+        "--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad",
+        "--fp4-format e2m1 --fp4-recipe nvfp4",
+    ],
+)
+def test_recipes_of_low_precision(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says how a recipe quantizes is taken with it; weights that are quantized themselves are not."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    args = parsed(*LOCAL, *words.split())
+    check_options(args, {}, known())
+    assert refused_in_a_run(args, {}, known()) == []
+    for name in ("--fp8-param-gather", "--fp8-output-proj"):
+        assert refusal(*words.split(), name).startswith(f"{name}: ")
 
 
 @needs_training

@@ -334,6 +334,19 @@ def _experts() -> Rows:
     return rows
 
 
+def _optimizers() -> Rows:
+    heads = ["best rate at 32, 64, 128", "octaves from 32 to 128", "32's best tried rate costs 128", "lowest loss"]
+    rows = [["optimizer", "", *heads, "verdict"]]
+    for name in ("muon", "lion"):
+        found = record(f"optimizers/{name}.json")
+        for kind, line in found["lines"].items():
+            first = line["rows"][0]
+            cells = [", ".join(_best(row) for row in line["rows"]), _octaves(first), _cost(first), _losses(found, kind)]
+            said = verdict(found) if kind == found["judged"] else "not judged"
+            rows.append([f"`{name}`" if kind == "mup" else "", LINES[kind], *cells, said])
+    return rows
+
+
 def _decay() -> Rows:
     rows = [["rule", "lowest loss at 32, 64, 128", "best decay at 32, 64, 128", "verdict"]]
     for rule in ("independent", "coupled"):
@@ -460,6 +473,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "exponents": _exponents,
     "depth": _depth,
     "experts": _experts,
+    "optimizers": _optimizers,
     "decay": _decay,
     "norm-gains": _gains,
     "positions": _positions,

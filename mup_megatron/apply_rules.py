@@ -216,7 +216,7 @@ class Rules:
         AdamW steps the rest.
         """
         matrix = len(spec.shape) == 2 and not spec.is_lookup and not spec.readout
-        if self._config.optimizer.of_matrices and not matrix:
+        if self._config.steps_matrices and not matrix:
             return "adam"
         return self._rule
 

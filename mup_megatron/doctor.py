@@ -22,8 +22,12 @@ _OPTIONAL = (
         "transformer_engine",
         "no model.transformer_impl: transformer_engine; megatron-core's local layers and sdpa attention are used",
     ),
-    ("emerging_optimizers", "emerging_optimizers", "no optimizer.name: muon or lion"),
-    ("C++ compiler", "c++", "no optimizer.implementation deepspeed_cpu_adam (parallel.offload_optimizer needs it)"),
+    ("emerging_optimizers", "emerging_optimizers", "no optimizer.name: muon, and lion under DeepSpeed alone"),
+    (
+        "C++ compiler",
+        "c++",
+        "no optimizer.implementation deepspeed_cpu_adam (parallel.offload_optimizer needs it), nor deepspeed_lion",
+    ),
 )
 
 

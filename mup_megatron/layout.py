@@ -37,6 +37,7 @@ class Layout:
         expert_tensor: tensor-parallel size inside the experts.
         context: context-parallel size.
         distributed_optimizer: whether Megatron's optimizer is split over data-parallel ranks.
+        layer_wise: whether each data-parallel rank steps some of Muon's matrices, whole ones, for all.
         fully_sharded: whether parameters, gradients and optimizer state are (torch's FSDP2).
         pipeline_before_data: whether the next rank after those of a stage is in the next stage (Megatron's
             `--use-tp-pp-dp-mapping`), not in the next data-parallel replica.
@@ -56,6 +57,7 @@ class Layout:
     expert_tensor: int = 1
     context: int = 1
     distributed_optimizer: bool = False
+    layer_wise: bool = False
     fully_sharded: bool = False
     pipeline_before_data: bool = False
 
@@ -118,6 +120,8 @@ class Layout:
             parts.append("SP")
         if self.fully_sharded:
             return ", ".join([*parts, "FSDP2"])
+        if self.layer_wise:
+            return ", ".join([*parts, "layer-wise optimizer"])
         return ", ".join([*parts, "distributed optimizer" if self.distributed_optimizer else f"ZeRO {self.zero_stage}"])
 
 
@@ -179,6 +183,7 @@ def resolve_layout(config: Config, world_size: int, *, stages: Stages | None = N
             f"{pipeline} (pipeline stages); {config.training.global_batch_size} makes {micro_batches}",
         )
     megatron = parallel.engine == "megatron"
+    muon = config.optimizer.name == "muon"
     return Layout(
         world_size=world_size,
         tensor=tensor,
@@ -193,7 +198,8 @@ def resolve_layout(config: Config, world_size: int, *, stages: Stages | None = N
         expert=expert,
         expert_tensor=expert_tensor,
         context=context,
-        distributed_optimizer=megatron and parallel.use_distributed_optimizer,
+        distributed_optimizer=megatron and parallel.use_distributed_optimizer and not muon,
+        layer_wise=megatron and parallel.use_distributed_optimizer and muon,
         fully_sharded=megatron and parallel.use_torch_fsdp2,
         pipeline_before_data=parallel.use_tp_pp_dp_mapping,
     )

@@ -322,7 +322,16 @@ def _compared(manifest: CheckpointManifest) -> dict[str, Any]:
         "horizon": manifest.horizon or {},
         "thetas": manifest.thetas or {},
         **({} if manifest.as_built is None else {"as_built": manifest.as_built}),
+        **_lion_steps(manifest.config),
     }
+
+
+def _lion_steps(config: Mapping[str, Any]) -> dict[str, str]:
+    """What Lion steps, which the engine decides, although it is free to change under every other optimizer."""
+    if config.get("optimizer", {}).get("name") != "lion":
+        return {}
+    every = config.get("parallel", {}).get("engine") == "deepspeed"
+    return {"optimizer.steps": "every tensor" if every else "matrices inside the blocks"}
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

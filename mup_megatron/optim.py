@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from mup_megatron import horizon, rules
 from mup_megatron.config import Config, Training
 from mup_megatron.errors import UserError
+from mup_megatron.lion import build_lion
 from mup_megatron.parametrization import Parametrization
 
 MOMENTS: dict[rules.UpdateRule, tuple[str, ...]] = {
@@ -83,11 +84,12 @@ def megatron_overrides(
         parametrization: of the same model.
     """
     rules = {}
-    optimizer, hparams = parametrization.config.optimizer, parametrization.config.hparams
+    config = parametrization.config
+    optimizer, hparams = config.optimizer, config.hparams
     for name, parameter in named_parameters:
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
-        if optimizer.of_matrices and tensor.group.update_rule == "adam":
+        if config.steps_matrices and tensor.group.update_rule == "adam":
             # megatron-core's Muon and Lion skip parameters with this flag; we set it on position embeddings too.
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         rules[str(tensor.group)] = tensor
@@ -130,6 +132,11 @@ def build_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim
     if optimizer.name == "sgd":
         fused = implementation == "torch_fused"
         return torch.optim.SGD(groups, lr=lr, momentum=optimizer.momentum, fused=fused)
+    if optimizer.name == "lion":
+        if implementation == "deepspeed_lion":
+            _check_build("cpu_lion")
+        offloaded = config.parallel.offload_optimizer
+        return build_lion(groups, lr=lr, betas=betas, implementation=implementation, offloaded=offloaded)
     is_adamw = {"adam": False, "adamw": True}[optimizer.name]  # no other name is taken for Adam
     if implementation in ("torch", "torch_fused"):
         kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
@@ -184,11 +191,16 @@ def allocate(optimizer: Any, parameters: Iterable[torch.Tensor], kinds: Iterable
         if adam and ours:
             on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
             state["step"] = torch.tensor(float(step), device=parameter.device if on_device else "cpu")
-        elif adam:
+        elif adam or _is_deepspeed(optimizer):
             state["step"] = step
     if adam and not ours:
         for group in optimizer.param_groups:
             group["step"] = step  # where the fused Adams of Apex and Transformer Engine count
+
+
+def _is_deepspeed(optimizer: Any) -> bool:
+    """Whether it counts steps per tensor although it is no Adam: DeepSpeed's Lion."""
+    return any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__)
 
 
 class LearningRateSchedule:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -14,7 +15,7 @@ from hypothesis import settings
 
 from mup_megatron.upstream import UPSTREAM_WARNINGS
 from tests import reports
-from tests.commands import BIN, run
+from tests.commands import BIN, environment, run
 from tests.configs import pipeline_file
 from tests.distributed import Ranks
 
@@ -145,3 +146,10 @@ def whole(ranks: Ranks, repository: Path, tmp_path_factory: pytest.TempPathFacto
     assert result.returncode == 0, result.stderr
     (folder / "out.txt").write_text(result.stdout)
     return folder
+
+
+@pytest.fixture(scope="session")
+def cpu_lion() -> None:
+    """Compiles DeepSpeed's Lion for CPUs, which takes minutes: longer than ranks are waited for."""
+    build = "from deepspeed.ops.op_builder import CPULionBuilder; CPULionBuilder().load(verbose=False)"
+    subprocess.run([sys.executable, "-c", build], env=environment(), capture_output=True, timeout=900, check=True)

@@ -1011,6 +1011,44 @@ BASE = (
     ),
 )
 
+LION = (
+    _mutant(
+        "lion: of matrices under both engines",
+        "DeepSpeed's Lion steps embeddings and gains with AdamW's epsilon and name",
+        "mup_megatron/config/schema.py",
+        'return name == "muon" or (name == "lion" and engine == "megatron")',
+        'return name in ("muon", "lion")',
+        "test_parametrization.py::test_lion_steps_every_tensor_under_deepspeed_and_matrices_under_megatron",
+    ),
+    _mutant(
+        "lion: values of one engine for the other",
+        "a record's digest does not say what Lion stepped",
+        "mup_megatron/tuning/family.py",
+        'return {"steps": "every tensor"} if',
+        'return {} if True else {"steps": "every tensor"} if',
+        "test_lion.py::test_lion_of_one_engine_is_another_than_that_of_the_other",
+    ),
+    _mutant(
+        "lion: state of one engine for the other",
+        "a run under Megatron's Lion goes on under DeepSpeed's",
+        "mup_megatron/manifest.py",
+        'if config.get("optimizer", {}).get("name") != "lion":',
+        "if True:",
+        "test_lion.py::test_lion_of_one_engine_is_another_than_that_of_the_other",
+    ),
+)
+
+MUON_SHARED = (
+    _mutant(
+        "muon: shared steps in fp32",
+        "the distributed optimizer with Muon in fp32 ends in a traceback of megatron-core's",
+        "mup_megatron/setup/megatron.py",
+        'if name == "muon" and config.training.precision != "bf16":',
+        "if False:",
+        "engines/test_engine.py::test_what_upstream_gets_wrong_is_refused",
+    ),
+)
+
 _DEEPSPEED = "mup_megatron/deepspeed"
 _PREPARE = "mup_megatron/mup/hugging_face.py"
 TORCH = (
@@ -1392,6 +1430,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *RECOVERY,
     *NORM,
     *BASE,
+    *LION,
+    *MUON_SHARED,
     *TORCH,
     *SCRIPTS,
     *EXPORT,

@@ -44,7 +44,7 @@ LEVELS = [
     {"rules"},
     {"config"},
     {"shipped"},
-    {"files", "disk", "locks", "ranks"},
+    {"files", "disk", "locks", "ranks", "lion"},
     {"errors", "loss_law"},
 ]
 BESIDE = {

@@ -311,6 +311,19 @@ def test_muon() -> None:
     assert {tensor.lr_multiplier for tensor in standard.values()} == {1}
 
 
+def test_lion_steps_every_tensor_under_deepspeed_and_matrices_under_megatron() -> None:
+    """Adam's rates, no epsilon; under Megatron AdamW steps embedding and gain, with theirs."""
+    every = apply(MIXED, optimizer__name="lion").tensors
+    assert {tensor.group.update_rule for tensor in every.values()} == {"lion"}
+    assert numbers(every[EMBEDDING]) == (1, None, 1)
+    assert numbers(every[FC1 + ".weight"]) == (pytest.approx(2 / 3), None, 1.5)  # m_in 3/2
+    assert numbers(every[FC2 + ".weight"]) == (pytest.approx(2 / 5), None, 2.5)  # m_in 5/2
+    matrices = apply(MIXED, optimizer__name="lion", parallel__engine="megatron").tensors
+    assert numbers(matrices[EMBEDDING]) == (1, pytest.approx(2 / 3), 1)  # m_out 3/2
+    assert numbers(matrices[FC1 + ".weight"]) == numbers(every[FC1 + ".weight"])
+    assert matrices["decoder.final_layernorm.weight"].group.update_rule == "adam"
+
+
 MUON: dict[str, Any] = {"optimizer__name": "muon", "parallel__engine": "megatron"}
 
 

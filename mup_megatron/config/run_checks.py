@@ -77,15 +77,27 @@ def _check_optimizer(config: Config, hparams: Hparams | None = None) -> None:
         )
     if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
         raise config.error("optimizer.decoupled_min_lr", "needs decoupled_lr")
-    adam_only = {"deepspeed_cpu_adam", "apex", "transformer_engine"}
-    # megatron-core takes SGD, too, from the package that has its Adam.
-    if optimizer.name == "sgd" and optimizer.implementation in adam_only and config.parallel.engine == "deepspeed":
+    if optimizer.name == "muon" and config.parallel.engine != "megatron":
+        raise config.error("optimizer.name", "muon is megatron-core's; expected it with parallel.engine: megatron")
+    _check_implementation(config)
+
+
+_LIONS = ("deepspeed_lion", "emerging_optimizers")
+_TORCHS = ("torch", "torch_fused")
+
+
+def _check_implementation(config: Config) -> None:
+    """Whether the code that is named has the optimizer. megatron-core's engine takes what it took at its import."""
+    name, implementation = config.optimizer.name, config.optimizer.implementation
+    if implementation == "auto" or config.parallel.engine == "megatron":
+        return
+    has = _LIONS if name == "lion" else _TORCHS if name == "sgd" else None
+    if implementation in _LIONS and name != "lion":
+        raise config.error("optimizer.implementation", f"{implementation} implements Lion here, not {name}")
+    if has is not None and implementation not in has:
+        what = "SGD and Adam, not lion" if implementation in _TORCHS else f"Adam and AdamW, not {name}"
         raise config.error(
-            "optimizer.implementation", f"{optimizer.implementation} implements Adam and AdamW, not sgd; expected torch"
-        )
-    if optimizer.of_matrices and config.parallel.engine != "megatron":
-        raise config.error(
-            "optimizer.name", f"{optimizer.name} is megatron-core's; expected it with parallel.engine: megatron"
+            "optimizer.implementation", f"{implementation} implements {what}; expected {' or '.join(has)}"
         )
 
 
@@ -131,7 +143,7 @@ def _check_fsdp2(config: Config) -> None:
         if wrong:
             found = shown(getattr(parallel, key))
             raise config.error(f"parallel.{key}", f"{found} with parallel.use_torch_fsdp2: {why}")
-    if config.optimizer.of_matrices:
+    if config.steps_matrices:
         raise config.error(
             "optimizer.name",
             f"{config.optimizer.name} with parallel.use_torch_fsdp2: it steps whole matrices, of which FSDP2 leaves a "

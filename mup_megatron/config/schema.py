@@ -101,6 +101,15 @@ class Config(Section):
         return Fraction(self.model.num_moe_experts or base, base) if base is not None else Fraction(1)
 
     @property
+    def steps_matrices(self) -> bool:
+        """Whether the optimizer is one of megatron-core's for matrices inside the blocks alone; AdamW steps the rest.
+
+        DeepSpeed's Lion steps every tensor.
+        """
+        name, engine = self.optimizer.name, self.parallel.engine
+        return name == "muon" or (name == "lion" and engine == "megatron")
+
+    @property
     def batch_ratio(self) -> Fraction:
         """Tokens of a step over those of a trial's step, where hyperparameters are found."""
         tuning, training = self.tuning, self.training

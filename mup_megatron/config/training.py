@@ -184,8 +184,8 @@ class Optimizer(Section):
     """The optimizer and whose implementation of it steps."""
 
     name: Literal["adamw", "adam", "sgd", "muon", "lion"] = "adamw"
-    """The update rule; the µP rates follow it. `muon` and `lion` are megatron-core's, on matrices inside the blocks;
-    AdamW steps everything else."""
+    """The update rule; the µP rates follow it. `muon`, and under the Megatron engine `lion`, are megatron-core's, on
+    matrices inside the blocks; AdamW steps everything else. Under DeepSpeed Lion steps every tensor."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """Decay of Adam's averages of gradients and of their squares, per step; of Lion, the share of its average in an
     update, and the decay of that average. Unit: a factor."""
@@ -201,13 +201,18 @@ class Optimizer(Section):
     hparams.lr."""
     apply_wd_to_qk_layernorm: bool = False
     """Whether weight decay also falls on the norms of queries and keys, as Megatron's option of that name."""
-    implementation: Literal["auto", "torch", "torch_fused", "deepspeed_cpu_adam", "apex", "transformer_engine"] = "auto"
-    """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded."""
-
-    @property
-    def of_matrices(self) -> bool:
-        """Whether it is one of megatron-core's that step matrices inside the blocks alone; AdamW steps the rest."""
-        return self.name in ("muon", "lion")
+    implementation: Literal[
+        "auto",
+        "torch",
+        "torch_fused",
+        "deepspeed_cpu_adam",
+        "deepspeed_lion",
+        "emerging_optimizers",
+        "apex",
+        "transformer_engine",
+    ] = "auto"
+    """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded. DeepSpeed's Lion
+    (`deepspeed_lion`) is FusedLion on CUDA, DeepSpeedCPULion on a CPU and where the optimizer is offloaded."""
 
 
 class Parallel(Section):
@@ -249,7 +254,7 @@ class Parallel(Section):
     sequence_parallel: bool = False
     """Whether norms and dropout are split along the sequence over tensor-parallel ranks; saves activations."""
     use_distributed_optimizer: bool = True
-    """Whether optimizer state is split over data-parallel ranks (Megatron engine)."""
+    """Whether optimizer state is split over data-parallel ranks (Megatron engine); under Muon whole matrices are."""
     use_torch_fsdp2: bool = False
     """Whether data-parallel ranks share parameters, gradients and optimizer state: torch's FSDP2 in megatron-core's
     wrapper (Megatron engine, without use_distributed_optimizer, pipeline stages and expert parallelism)."""

@@ -31,7 +31,7 @@ from mup_megatron.engines.deepspeed_gradients import gradient_parts
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.global_names import named_parameters
-from mup_megatron.optim import allocate, build_optimizer, parameter_groups, set_learning_rates
+from mup_megatron.optim import MOMENTS, allocate, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.setup import Setup
 from mup_megatron.setup.deepspeed import check_settings
@@ -167,9 +167,10 @@ class DeepSpeedEngine:
         """The optimizer that DeepSpeed has wrapped."""
         return self.optimizer if self._layout.zero_stage == 0 else self.optimizer.optimizer
 
-    @staticmethod
-    def _moments(state: Any) -> dict[str, torch.Tensor]:
-        return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind != "step"}
+    def _moments(self, state: Any) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps of a parameter. DeepSpeed's Lion for CPUs also allocates a moment it never uses."""
+        own = MOMENTS[self._parametrization.update_rule]
+        return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind in own}
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks; see engines.Engine."""

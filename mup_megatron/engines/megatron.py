@@ -25,7 +25,7 @@ from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.global_names import named_parameters
-from mup_megatron.optim import allocate, megatron_overrides, set_learning_rates
+from mup_megatron.optim import MOMENTS, allocate, megatron_overrides, set_learning_rates
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.setup import Setup
 
@@ -51,6 +51,9 @@ class MegatronEngine:
             config_overrides=megatron_overrides(named_parameters(chunks), parametrization),
             use_gloo_process_groups=False,
         )
+        self._rules = {
+            parameter: parametrization.tensors[name].group.update_rule for name, parameter in named_parameters(chunks)
+        }
         for group in self.optimizer.param_groups:
             group["weight_decay"] = config.hparams.weight_decay * group["wd_mult"]
         for chunk in chunks:
@@ -119,6 +122,8 @@ class MegatronEngine:
     @torch.no_grad()
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """What data-parallel ranks share of a parameter is put together; see engines.Engine."""
+        if self._layout.layer_wise:
+            return self._gather_whole(parameter)
         if not self._layout.distributed_optimizer:
             main = getattr(parameter, "main_param", parameter)
             held = {WEIGHT: main.float(), **self._moments_of(main)}
@@ -133,6 +138,23 @@ class MegatronEngine:
             whole[kind] = flat.view(parameter.shape)
         return whole
 
+    def _gather_whole(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """From the data-parallel rank that steps the parameter to those that do not."""
+        if not parameter.requires_grad:
+            return {WEIGHT: parameter.float()}
+        held, whole = self._own(parameter), {}
+        for kind in (WEIGHT, *MOMENTS[self._rules[parameter]]):
+            whole[kind] = torch.zeros_like(parameter, dtype=torch.float32)
+            if kind in held:
+                whole[kind].copy_(held[kind])
+            torch.distributed.all_reduce(whole[kind], group=_data_parallel_group(parameter))
+        return whole
+
+    def _own(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """What this rank's layer-wise optimizer holds of a parameter: all of it, or nothing."""
+        main = getattr(parameter, "main_param", None)
+        return {} if main is None else {WEIGHT: main, **self._moments_of(main)}
+
     @torch.no_grad()
     def prepare_state(self, kinds: Sequence[str], step: int) -> None:
         """Allocates moments of zero; see engines.Engine."""
@@ -146,6 +168,9 @@ class MegatronEngine:
             part, held = self._part(parameter)
             for kind, value in values.items() if part is not None else ():
                 held[kind].copy_(value.view(-1)[part])
+        elif self._layout.layer_wise:
+            for kind, own in self._own(parameter).items():
+                own.copy_(values[kind])
         else:
             main = getattr(parameter, "main_param", parameter)
             held = {WEIGHT: main, **self._moments_of(main)}

@@ -50,6 +50,7 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=layout.distributed_optimizer,
+        **({"use_layer_wise_distributed_optimizer": True} if layout.layer_wise else {}),
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
 

@@ -98,7 +98,8 @@ def _depth_grows(config: Config, steps: int) -> dict[str, Any]:
 def _sgd(config: Config, steps: int) -> dict[str, Any]:
     """A rate with which SGD moves what Adam would at most, unclipped; without decay."""
     lr = config.hparams.lr if config.optimizer.name == "sgd" else 0.02
-    return {"optimizer.name": "sgd", "hparams.lr": lr, "hparams.weight_decay": 0.0, "training.clip_grad": 0.0}
+    keys = {"optimizer.name": "sgd", "hparams.lr": lr, "hparams.weight_decay": 0.0, "training.clip_grad": 0.0}
+    return {**keys, "optimizer.implementation": "auto"} if config.optimizer.name == "lion" else keys
 
 
 def _muon(config: Config, steps: int) -> dict[str, Any]:

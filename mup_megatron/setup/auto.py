@@ -27,17 +27,14 @@ def resolve_auto(config: Config) -> Config:
     if config.parallel.engine == "megatron":
         implementation = _megatron_optimizer(config)
     elif implementation == "auto":
-        offload = config.parallel.offload_optimizer
-        implementation = "deepspeed_cpu_adam" if offload and optimizer.name != "sgd" else "torch"
-        if cuda and implementation == "torch":
-            implementation = "torch_fused"
+        implementation = _deepspeed_optimizer(config, cuda)
     if config.run.wandb_project is not None and not importable("wandb"):
         raise config.error("run.wandb_project", "wandb is not installed; expected pip install wandb, or null")
     kernels = _kernels(config, cuda)
     for key, value in (("optimizer.implementation", implementation), *kernels.items()):
         if value in CUDA_ONLY and not cuda:
             raise config.error(key, f"{value} computes on CUDA alone, and none is here; expected auto")
-        if value in CUDA_ONLY and not importable(value):
+        if value in (*CUDA_ONLY, "emerging_optimizers") and not importable(value):
             raise config.error(
                 key, f"{value} is not installed; expected auto, or one that is (see mup-megatron doctor)"
             )
@@ -78,6 +75,16 @@ def _grouped(config: Config) -> bool:
     if asked != "auto":
         return asked
     return model.num_moe_experts is not None and model.transformer_impl == _TE
+
+
+def _deepspeed_optimizer(config: Config, cuda: bool) -> str:
+    """Whose optimizer DeepSpeed is given: torch's, but where that has none or its state is offloaded."""
+    name = config.optimizer.name
+    if name == "lion":
+        return "deepspeed_lion"
+    if config.parallel.offload_optimizer and name != "sgd":
+        return "deepspeed_cpu_adam"
+    return "torch_fused" if cuda else "torch"
 
 
 def _megatron_optimizer(config: Config) -> str:

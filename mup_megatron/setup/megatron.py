@@ -32,12 +32,9 @@ def refuse(config: Config, layout: Layout) -> None:
     Raises:
         ConfigError: names the key and what works.
     """
-    if config.optimizer.name != "adamw" and config.parallel.use_distributed_optimizer:
-        raise config.error(
-            "parallel.use_distributed_optimizer",
-            f"megatron-core's distributed optimizer is AdamW's, not {config.optimizer.name}'s; expected false",
-        )
-    if config.optimizer.of_matrices and (missing := emerging_missing(config.optimizer.name)):
+    if config.parallel.use_distributed_optimizer and (problem := _distributed_problem(config)):
+        raise config.error("parallel.use_distributed_optimizer", problem)
+    if config.steps_matrices and (missing := emerging_missing(config.optimizer.name)):
         raise config.error("optimizer.name", missing)
     model = config.model
     if model.mtp_num_layers is not None and layout.context > 1:
@@ -52,3 +49,18 @@ def refuse(config: Config, layout: Layout) -> None:
             "megatron-core sums the gradients of every q_layernorm over tensor-parallel ranks, and multi-latent "
             "attention's are whole there; expected true, or parallel.engine: deepspeed",
         )
+
+
+def _distributed_problem(config: Config) -> str | None:
+    """What is wrong with sharing an optimizer's steps over data-parallel ranks; None if nothing is."""
+    name = config.optimizer.name
+    if name not in ("adamw", "muon"):
+        return f"megatron-core's distributed optimizer is AdamW's, not {name}'s; expected false"
+    if name == "muon" and config.training.precision != "bf16":
+        return (
+            "Muon's layer-wise optimizer steps in bf16 alone (megatron-core wraps its parts for nothing else); "
+            "expected training.precision: bf16, or false"
+        )
+    if name == "muon" and config.parallel.overlap_param_gather:
+        return "Muon's layer-wise optimizer is not tested with parallel.overlap_param_gather; expected that false"
+    return None

@@ -53,9 +53,14 @@ def digested(config: Config) -> dict[str, Any]:
             "library": tokenizer.library,
             "path": Path(tokenizer.path).name if tokenizer.path else None,
         },
-        "optimizer": config.optimizer.model_dump(exclude={"implementation"}),
+        "optimizer": {**config.optimizer.model_dump(exclude={"implementation"}), **_lion_steps(config)},
     }
     return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+
+
+def _lion_steps(config: Config) -> dict[str, str]:
+    """What Lion steps, where it is not what megatron-core's does, whose records keep their digest."""
+    return {"steps": "every tensor"} if config.optimizer.name == "lion" and not config.steps_matrices else {}
 
 
 def _sha256(path: str) -> str:

@@ -30,7 +30,7 @@ def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
     state = (4 if config.optimizer.name == "sgd" else 8) + (4 if bf16 else 0)
     replicas = layout.data * layout.context
     stage = 3 if layout.fully_sharded else layout.zero_stage
-    split = [stage >= 1 or layout.distributed_optimizer, stage >= 2, stage >= 3]
+    split = [stage >= 1 or layout.distributed_optimizer or layout.layer_wise, stage >= 2, stage >= 3]
     each = sum(size / (replicas if over else 1) for size, over in zip((state, gradients, weights), split, strict=True))
     stages = range(0, layout.world_size, layout.world_size // layout.pipeline)
     return round(max(_held(parametrization, layout, rank) for rank in stages) * each)

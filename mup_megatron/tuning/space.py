@@ -186,7 +186,7 @@ def one_process(config: Config) -> Config:
 
 def _one_process(config: Config) -> dict[str, Any]:
     parallel, optimizer = config.parallel, config.optimizer
-    of_megatron = optimizer.of_matrices  # which the Megatron engine alone has
+    of_megatron = config.steps_matrices  # which the Megatron engine alone has
     keys: dict[str, Any] = {
         "engine": "megatron" if of_megatron else "deepspeed",
         "use_torch_fsdp2": False,

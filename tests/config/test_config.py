@@ -104,6 +104,11 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
         ({"optimizer__name": "adam", "hparams__weight_decay": 0.1}, "would be L2 added to the gradient"),
         ({"optimizer__name": "muon"}, "optimizer.name: muon is megatron-core's; expected it with parallel.engine"),
         ({"optimizer__name": "sgd", "optimizer__implementation": "apex"}, "implements Adam and AdamW, not sgd"),
+        (
+            {"optimizer__name": "lion", "optimizer__implementation": "torch"},
+            "optimizer.implementation: torch implements SGD and Adam, not lion; expected deepspeed_lion or em",
+        ),
+        ({"optimizer__implementation": "deepspeed_lion"}, "deepspeed_lion implements Lion here, not adamw"),
         ({"hparams__lr": 0}, "hparams.lr: expected a number > 0"),
         ({"hparams__lr": float("nan")}, "hparams.lr"),
         ({"base": {}}, "base: missing; expected the sizes that grow"),

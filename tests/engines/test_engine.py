@@ -246,6 +246,24 @@ def test_recomputation_changes_nothing(ranks: Ranks, recompute: dict[str, Any]) 
             {"parallel__engine": "megatron", "parallel__context_parallel_size": 2, "model__mtp_num_layers": 1},
             "parallel.context_parallel_size: megatron-core takes the mean of multi-token prediction over each rank's",
         ),
+        (
+            {"parallel__engine": "megatron", "optimizer__name": "lion"},
+            "parallel.use_distributed_optimizer: megatron-core's distributed optimizer is AdamW's, not lion's",
+        ),
+        (
+            {"parallel__engine": "megatron", "optimizer__name": "muon", "training__precision": "fp32"},
+            "parallel.use_distributed_optimizer: Muon's layer-wise optimizer steps in bf16 alone",
+        ),
+        (
+            {
+                "parallel__engine": "megatron",
+                "optimizer__name": "muon",
+                "training__precision": "bf16",
+                "parallel__overlap_grad_reduce": True,
+                "parallel__overlap_param_gather": True,
+            },
+            "parallel.use_distributed_optimizer: Muon's layer-wise optimizer is not tested with parallel.overlap_param",
+        ),
     ],
 )
 def test_what_upstream_gets_wrong_is_refused(overrides: dict[str, Any], sentence: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,3 +152,70 @@ def test_the_update_by_hand(ranks: Ranks) -> None:
     for rank, result in enumerate(ranks.run(2, muon_bodies.first_step, config=two, broken="muon_slices")):
         assert off(result["changes"][layer + FC2], parts[rank]) > 0.1
         assert off(result["changes"][layer + FC2], by_hand(own[rank])) < 1e-4  # which is why
+
+
+LAYER_WISE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llama", {"data": 2}),
+    ("llama", {"tensor": 2, "data": 2, "sequence": True}),
+    ("llama", {"pipeline": 2, "data": 2}),
+    ("llama", {"context": 2}),
+    ("moe", {"expert": 2, "data": 2}),
+    ("moe", {"expert": 2, "data": 4}),
+    ("moe", {"pipeline": 2, "expert": 2, "data": 2}),
+)
+
+
+def each_and_shared(model: str, split: dict[str, Any]) -> list[Any]:
+    """In bf16, every rank stepping every matrix, and each matrix stepped by one rank for all.
+
+    Not clipped, since the norm is summed in another order.
+    """
+    keys = {"training__precision": "bf16", "training__clip_grad": 0.0}
+    return [config_of(model, Split(state, **split), **keys) for state in ("plain", "distributed")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "split"), LAYER_WISE, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_ranks_that_share_the_steps_train_as_those_that_do_not(ranks: Ranks, model: str, split: dict[str, Any]) -> None:
+    """Upstream's layer-wise optimizer: 20 losses to the last bit, groups too."""
+    each, shared = each_and_shared(model, split)
+    count = Split("plain", **split).processes
+    whole = ranks.run(count, bodies.train, config=each, steps=STEPS)
+    assert whole[0]["losses"][0] - whole[0]["losses"][-1] > 1.0
+    for one, other in zip(whole, ranks.run(count, bodies.train, config=shared, steps=STEPS), strict=True):
+        assert one["losses"] == other["losses"]
+
+
+def test_a_step_that_is_not_shared_is_seen(ranks: Ranks) -> None:
+    """Quick, and its negative control: nobody hears of the others' steps. The first rate is 0."""
+    each, shared = each_and_shared("llama", {"data": 2})
+    whole, same = (ranks.run(2, bodies.train, config=config, steps=4)[0]["losses"] for config in (each, shared))
+    assert same == whole
+    alone = ranks.run(2, bodies.train, config=shared, steps=4, broken="layer_wise_steps_stay")[0]["losses"]
+    assert [one == other for one, other in zip(alone, whole, strict=True)] == [True, True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [("llama", {"tensor": 2, "data": 2}), ("llama", {"pipeline": 2, "data": 2}), ("moe", {"expert": 2, "data": 4})],
+)
+def test_shared_steps_stop_and_go(ranks: Ranks, tmp_path: Path, model: str, split: dict[str, Any]) -> None:
+    """Saved at step 5 and loaded: every loss to the last bit; by ranks that step every matrix themselves too.
+
+    Negative control: without what the ranks that step a matrix hold of it, the ninth loss is another.
+    """
+    each, shared = each_and_shared(model, split)
+    count = Split("plain", **split).processes
+    whole = ranks.run(count, bodies.leg, config=shared, start_at=0, stop_at=9)[0]["losses"]
+    first = ranks.run(count, bodies.leg, config=shared, start_at=0, stop_at=5, save=str(tmp_path))[0]["losses"]
+    for config in (shared, each):
+        again = ranks.run(count, bodies.leg, config=config, start_at=5, stop_at=9, load=str(tmp_path))[0]["losses"]
+        assert [*first, *again] == whole
+    lost = ranks.run(
+        count, bodies.leg, config=shared, start_at=5, stop_at=9, load=str(tmp_path), broken="load_weights_alone"
+    )[0]["losses"]
+    assert lost[0] == whole[5]
+    assert lost[3] != whole[8]

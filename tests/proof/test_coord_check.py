@@ -88,12 +88,15 @@ def test_attention_that_grows_twice(ranks: Ranks, repository: Path, tmp_path: Pa
     assert sorted(expected) == [pytest.approx(-1.5), 0.0]
 
 
+MEGATRON = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(emerging_missing("lion") is not None, reason=str(emerging_missing("lion")))
-def test_lion(ranks: Ranks) -> None:
-    """Its sign takes Adam's rates; with the standard parametrization's it fails."""
-    megatron = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
-    config = config_of("gpt3", optimizer__name="lion", hparams__lr=2e-3, **megatron)
+@pytest.mark.parametrize("engine", [MEGATRON, {"optimizer__implementation": "emerging_optimizers"}], ids=["m", "d"])
+def test_lion(ranks: Ranks, engine: dict[str, Any]) -> None:
+    """Its sign takes Adam's rates, of matrices and of every tensor; with the standard parametrization's it fails."""
+    config = config_of("gpt3", optimizer__name="lion", hparams__lr=2e-3, **engine)
     result = check(ranks, config, compare=True)
     assert result["verdict"] == "passed", lines(result)
     standard = [name for name, each in result["verdicts"]["standard"].items() if each["verdict"] == "out of bounds"]

@@ -262,6 +262,13 @@ def _check_tuning_batch(config: Config) -> None:
         )
     if batch % micro:
         raise config.error("tuning.micro_batch_size", f"{micro} does not divide the proxy's global batch size {batch}")
+    if tuning.descent.trials and not (tuning.repeat_best and tuning.repeat_seeds):
+        key = "repeat_seeds" if tuning.repeat_best else "repeat_best"
+        raise config.error(
+            "tuning.descent.trials",
+            "a value is accepted where its loss is better beyond noise, which repetitions with other seeds measure; "
+            f"expected tuning.{key} of 1 or more, found 0",
+        )
     if tuning.command:
         config.needs_gpt("tuning.command")
     if tuning.storage != "journal" and "://" not in tuning.storage:

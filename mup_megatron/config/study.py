@@ -105,6 +105,20 @@ class Range(Section):
     Unit: the hyperparameter's."""
 
 
+class CoordinateDescent(Section):
+    """After the joint search: one hyperparameter after the other is moved around the best trial, and stays where its
+    loss is better beyond noise."""
+
+    trials: Repetitions = 0
+    """Most trials of this stage, repetitions with other seeds included; 0 leaves the stage out. Unit: trials."""
+    factor: Annotated[float, Field(gt=1, le=1e6)] = 2.0
+    """What a value of a log_uniform range is multiplied and divided by. The step along a uniform range is an eighth of
+    it at 2, two eighths at 4. Of `choice` the next values are tried. Unit: a ratio."""
+    rounds: Annotated[int, Field(gt=0, le=20)] = 1
+    """How often all hyperparameters are gone through; the second time with the root of `factor`, and so on.
+    Unit: rounds."""
+
+
 class Tuning(Section):
     """How the proxy is tuned: its trials, when they stop early, where the study and its record live."""
 
@@ -140,6 +154,9 @@ class Tuning(Section):
     """Best trials that are trained again with other seeds. Unit: trials."""
     repeat_seeds: Repetitions = 2
     """Other seeds per repeated trial; the mean over seeds decides. Unit: seeds."""
+    descent: CoordinateDescent = CoordinateDescent()
+    """Coordinate descent after the joint search: the embedding's rate first, then other kinds of `hparams.per_tensor`,
+    then the rest of `search`."""
     train_steps: Positive | None = None
     """Length of a trial; the schedule is stretched to it. If unset: training.train_steps. Unit: optimizer steps."""
     global_batch_size: Positive | None = None

@@ -70,6 +70,7 @@ class Plan:
         state: bytes of the target's weights, gradients and optimizer state on the fullest process; None without a
             layout.
         activations: bytes that its backward pass needs, about; None without a layout.
+        descent: most trials of coordinate descent, which `tuning` and `most` count whole.
     """
 
     trials: int
@@ -82,6 +83,7 @@ class Plan:
     target: Cost
     state: int | None = None
     activations: int | None = None
+    descent: int = 0
 
     @property
     def share(self) -> float:
@@ -91,8 +93,11 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         rule = {name: getattr(self, name).six_nd for name in ("tuning", "target")}
+        plain = asdict(self)
+        if not self.descent:
+            del plain["descent"]
         return {
-            **asdict(self),
+            **plain,
             "share": self.share,
             "most_share": self.most.flops / self.target.flops,
             "six_nd": {**rule, "share": rule["tuning"] / rule["target"]},
@@ -176,6 +181,7 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         expected += going * (step - before)
         going /= tuning.reduction_factor
     repetitions = tuning.repeat_best * tuning.repeat_seeds
+    whole = repetitions + tuning.descent.trials  # of which halving stops none
     proxy_parametrization, target_parametrization = (
         parametrize(one.derive({"model.as_built": None, **without_fitted(one)}), vocab_size) for one in (proxy, config)
     )
@@ -185,11 +191,12 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         steps=steps,
         rungs=stops,
         workers=workers,
-        tuning=_cost(proxy_parametrization, tuning.trials * expected + repetitions * steps, workers, measure),
-        most=_cost(proxy_parametrization, (tuning.trials + repetitions) * steps, workers, False),
+        tuning=_cost(proxy_parametrization, tuning.trials * expected + whole * steps, workers, measure),
+        most=_cost(proxy_parametrization, (tuning.trials + whole) * steps, workers, False),
         target=_cost(target_parametrization, config.training.train_steps, workers, measure),
         state=None if layout is None else state_bytes(target_parametrization, layout),
         activations=None if layout is None else activation_bytes(target_parametrization, layout),
+        descent=tuning.descent.trials,
     )
 
 
@@ -271,8 +278,9 @@ def lines(config: Config, budget: Plan) -> list[str]:
     """The plan for people."""
     halved = f", halved at {' and '.join(map(str, budget.rungs))}" if budget.rungs else ""
     again = f"; then {budget.repetitions} repetitions of the best with other seeds" if budget.repetitions else ""
+    then = f"; then at most {budget.descent} of coordinate descent" if budget.descent else ""
     rows = [
-        f"plan: {budget.trials} trials of {budget.steps} steps on the proxy{halved}{again}",
+        f"plan: {budget.trials} trials of {budget.steps} steps on the proxy{halved}{again}{then}",
         f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'6ND':>12}{'share':>10}{'time, about':>15}",
     ]
     for name, cost in (("tuning", budget.tuning), ("target", budget.target)):

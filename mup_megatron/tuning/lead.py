@@ -236,7 +236,7 @@ class _Leader:
             progress.say(f"going on with a study of which {len(self._said)} trials are done")
 
     def done(self) -> bool:
-        """Whether every trial is done, repetitions included."""
+        """Whether every trial is done, repetitions and coordinate descent included."""
         self._listen()
         trials = self.announce()
         check_failures(trials, self._study.directory, self._study.logs)
@@ -246,13 +246,15 @@ class _Leader:
             self._repeating = True
             self._study.repeat_best()
             return self.done()
-        return True
+        return not self._study.descend()
 
     def announce(self) -> list[Any]:
         """Says which trials ended since the last time; returns all."""
         trials = self._study.trials()
-        repeats = sum(trial.repeats for trial in trials)
-        total = max(len(self._study.points), len(trials) - repeats) + repeats
+        moved = sum(trial.moved is not None for trial in trials)
+        repeats = sum(trial.repeats and trial.moved is None for trial in trials)
+        joint = max(len(self._study.points), len(trials) - moved - repeats)
+        total = joint + repeats + max(moved, self._study.descent_trials)
         for trial in trials:
             if trial.state in ("waiting", "running") or (trial.name, trial.state) in self._said:
                 continue
@@ -261,6 +263,8 @@ class _Leader:
             objective = self._study.objective
             loss = f"{objective.name} {objective.text(trial.loss)}" if trial.loss is not None else ""
             steps = max(trial.reports, default=0)
+            if trial.moved is not None:
+                values = f"{trial.moved} moved; {values}"
             how = {"stopped": f"stopped at step {steps}, {loss}", "complete": loss, "diverged": "diverged"}
             ended = sum(1 for other in trials if other.state not in ("waiting", "running"))
             self._progress.say(

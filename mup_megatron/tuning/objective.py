@@ -66,8 +66,18 @@ def with_name(study: Mapping[str, Any], objective: Objective) -> dict[str, Any]:
         value = part[number]
         return {**part, objective.key: None if value is None else objective.shown(value)}
 
-    parts = {
+    parts: dict[str, Any] = {
         "trials": [told(trial, "loss") for trial in study["trials"]],
         "candidates": [told(candidate, "mean") for candidate in study["candidates"]],
     }
+    if "descent" in study:
+        moves = [
+            {
+                **move,
+                f"{objective.key}_before": objective.shown(move["loss_before"]),
+                f"{objective.key}_after": objective.shown(move["loss_after"]),
+            }
+            for move in study["descent"]["moves"]
+        ]
+        parts["descent"] = {**study["descent"], "moves": moves}
     return {"objective": objective.key, **told(study, "loss"), **parts}

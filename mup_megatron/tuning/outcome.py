@@ -1,6 +1,7 @@
 """How a study came out: its trials, the best of them with their repetitions, the one that is chosen.
 
-Public names: `Trial`, `State`, `FINISHED`, `Candidate`, `Choice`, `best`, `choose`, `open_sides`, `Side`.
+Public names: `Trial`, `State`, `FINISHED`, `Candidate`, `Choice`, `best`, `choose`, `descent_of`,
+`open_sides`, `Side`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
+from mup_megatron.tuning.descent import Descent, descend
 from mup_megatron.tuning.space import Value
 
 State = Literal["waiting", "running", "complete", "stopped", "diverged", "failed"]
@@ -35,6 +37,7 @@ class Trial:
         seconds: spent.
         reason: why it failed.
         attempts: processes that died while running it.
+        moved: the hyperparameter that it moves, of coordinate descent; None for a trial of the joint search.
     """
 
     id: int
@@ -48,6 +51,7 @@ class Trial:
     seconds: float
     reason: str | None
     attempts: int
+    moved: str | None = None
 
     @property
     def name(self) -> str:
@@ -87,6 +91,7 @@ class Choice:
         interior: per number that was searched, whether enough was tried on both sides of it (`open_sides`).
         ranges: per number that was searched, {"low", "high", "log"}.
         trials: every trial of the study.
+        descent: what coordinate descent moved; None without it.
     """
 
     values: dict[str, Value]
@@ -97,10 +102,18 @@ class Choice:
     interior: dict[str, bool]
     ranges: dict[str, dict[str, Any]]
     trials: list[Trial] = field(repr=False)
+    descent: Descent | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data; a loss that is not finite is null."""
-        return _finite(asdict(self))
+        """Plain data; a loss that is not finite is null. Of coordinate descent nothing is said where there is none."""
+        found = asdict(self)
+        descent = found.pop("descent")
+        if self.descent is None:
+            for trial in found["trials"]:
+                del trial["moved"]
+        else:
+            found["descent"] = {key: descent[key] for key in ("start", "noise", "moves", "count", "ended")}
+        return _finite(found)
 
 
 def _finite(value: Any) -> Any:
@@ -112,41 +125,27 @@ def _finite(value: Any) -> Any:
 
 
 def best(trials: list[Trial]) -> list[Trial]:
-    """Whole first trials, best first."""
-    whole = [trial for trial in trials if not trial.repeats and trial.state == "complete"]
+    """Whole first trials of the joint search, best first."""
+    whole = [trial for trial in trials if not trial.repeats and trial.moved is None and trial.state == "complete"]
     return sorted(whole, key=lambda trial: (trial.loss, trial.slot))
 
 
 def choose(config: Config, trials: list[Trial]) -> Choice:
-    """The best candidate by the mean over its seeds.
+    """The best candidate by the mean over its seeds; where coordinate descent went on from there, its last move.
 
     Raises:
         UserError: no trial ended with a finite loss.
     """
-    whole = best(trials)
-    if not whole:
-        ends = ", ".join(sorted({trial.reason or trial.state for trial in trials}))
-        raise UserError(
-            f"tuning: none of the {len(trials)} trials ended with a finite loss ({ends}); expected lower rates in "
-            "tuning.search, or see tuning/worker-*.log in run.dir"
-        )
-    candidates = []
-    for trial in whole[: max(1, config.tuning.repeat_best)]:
-        again = [
-            other
-            for other in trials
-            if other.repeats and other.slot == trial.slot and other.state in ("complete", "diverged")
-        ]
-        losses = [float(other.loss) for other in (trial, *again) if other.loss is not None]
-        candidates.append(Candidate(slot=trial.slot, values=trial.values, losses=losses, mean=statistics.fmean(losses)))
-    candidates = [candidate for candidate in candidates if math.isfinite(candidate.mean)]
-    if not candidates:
-        raise UserError(
-            f"tuning: each of the best {max(1, config.tuning.repeat_best)} trials diverged with another seed; expected "
-            "lower rates in tuning.search, or a larger tuning.repeat_best"
-        )
-    candidates.sort(key=lambda candidate: (candidate.mean, candidate.slot))
-    chosen, noise = candidates[0], _noise(candidates)
+    joint = _candidates(config, trials)
+    descent = descent_of(config, trials)
+    chosen, candidates = joint[0], joint
+    if descent is not None:
+        by_slot = {trial.slot: trial for trial in trials if trial.moved is not None and not trial.repeats}
+        further = [_candidate(by_slot[slot], losses) for slot, losses in descent.repeated.items()]
+        candidates = _in_order([*joint, *further])
+        chosen = next(candidate for candidate in candidates if candidate.slot == descent.slot)
+        candidates = [chosen, *(candidate for candidate in candidates if candidate is not chosen)]
+    noise = _noise(candidates)
     marked = [
         Candidate(**{**asdict(candidate), "within_noise": _within_noise(candidate, chosen, noise)})
         for candidate in candidates
@@ -166,7 +165,70 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
         interior=interior,
         ranges=ranges,
         trials=trials,
+        descent=descent,
     )
+
+
+def descent_of(config: Config, trials: list[Trial]) -> Descent | None:
+    """How far coordinate descent has come, once the joint search is over; None where the config asks for none.
+
+    Raises:
+        UserError: no trial of the joint search ended with a finite loss.
+    """
+    if not config.tuning.descent.trials:
+        return None
+    candidates = _candidates(config, trials)
+    chosen = candidates[0]
+    by_seed = {
+        trial.seed: trial.loss
+        for trial in trials
+        if trial.slot == chosen.slot and trial.state in ("complete", "diverged") and trial.loss is not None
+    }
+    ended = [trial for trial in trials if trial.moved is not None and trial.state in FINISHED]
+    known = {
+        (trial.slot, trial.seed): trial.loss if trial.state == "complete" and trial.loss is not None else math.inf
+        for trial in ended
+    }
+    next_slot = 1 + max(trial.slot for trial in trials if trial.moved is None)
+    start = (chosen.slot, chosen.values, by_seed)
+    return descend(config.tuning.descent, config.tuning.search, start, _noise(candidates), known, next_slot)
+
+
+def _candidates(config: Config, trials: list[Trial]) -> list[Candidate]:
+    """The best of the joint search with their repetitions, best mean first. Raises UserError where there is none."""
+    whole = best(trials)
+    if not whole:
+        ends = ", ".join(sorted({trial.reason or trial.state for trial in trials}))
+        raise UserError(
+            f"tuning: none of the {len(trials)} trials ended with a finite loss ({ends}); expected lower rates in "
+            "tuning.search, or see tuning/worker-*.log in run.dir"
+        )
+    candidates = []
+    for trial in whole[: max(1, config.tuning.repeat_best)]:
+        again = [
+            other
+            for other in trials
+            if other.repeats and other.slot == trial.slot and other.state in ("complete", "diverged")
+        ]
+        losses = [float(other.loss) for other in (trial, *again) if other.loss is not None]
+        candidates.append(_candidate(trial, losses))
+    candidates = _in_order(candidates)
+    if not candidates:
+        raise UserError(
+            f"tuning: each of the best {max(1, config.tuning.repeat_best)} trials diverged with another seed; expected "
+            "lower rates in tuning.search, or a larger tuning.repeat_best"
+        )
+    return candidates
+
+
+def _candidate(trial: Trial, losses: list[float]) -> Candidate:
+    return Candidate(slot=trial.slot, values=trial.values, losses=losses, mean=statistics.fmean(losses))
+
+
+def _in_order(candidates: list[Candidate]) -> list[Candidate]:
+    """Those whose mean is finite, best first."""
+    finite = [candidate for candidate in candidates if math.isfinite(candidate.mean)]
+    return sorted(finite, key=lambda candidate: (candidate.mean, candidate.slot))
 
 
 @dataclass(frozen=True, kw_only=True)

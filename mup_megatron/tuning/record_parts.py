@@ -83,6 +83,23 @@ class _Tried(_Part):
     loss: float | None = None
 
 
+class _Move(_Part):
+    name: str
+    before: float | str
+    after: float | str
+    loss_before: FiniteFloat
+    loss_after: FiniteFloat
+
+
+class _Descent(_Part):
+    """What is read of coordinate descent: what it moved."""
+
+    moves: list[_Move]
+    count: int
+    noise: FiniteFloat | None
+    ended: str | None
+
+
 class _Study(_Part):
     """What is read of a study, however the target goes on."""
 
@@ -93,6 +110,7 @@ class _Study(_Part):
     trials: list[_Tried] = []
     ranges: dict[str, _Range] = {}
     objective: Literal["loss", "bleu"] = "loss"
+    descent: _Descent | None = None
 
     @model_validator(mode="after")
     def _numbers_are_numbers(self) -> _Study:

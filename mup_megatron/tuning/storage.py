@@ -43,6 +43,7 @@ class _Attributes(BaseModel):
     reason: str | None = None
     attempts: int = 0
     lost: int = 0
+    moved: str | None = None
 
 
 class StudyStorage:
@@ -107,9 +108,12 @@ class StudyStorage:
 
     # --- its trials ---
 
-    def enqueue(self, slot: int, values: Mapping[str, Value], seed: int, *, repeats: bool = False) -> None:
+    def enqueue(
+        self, slot: int, values: Mapping[str, Value], seed: int, *, repeats: bool = False, moved: str | None = None
+    ) -> None:
         """Has a trial wait; see `Trial`."""
-        attrs = {"slot": slot, "seed": seed, **({"repeats": True} if repeats else {})}
+        more = {**({"repeats": True} if repeats else {}), **({"moved": moved} if moved else {})}
+        attrs = {"slot": slot, "seed": seed, **more}
         self._study.enqueue_trial(dict(values), user_attrs=attrs)
 
     def trials(self) -> list[Trial]:
@@ -151,6 +155,7 @@ class StudyStorage:
             seconds=attrs.seconds,
             reason=attrs.reason,
             attempts=attrs.attempts,
+            moved=attrs.moved,
         )
 
     def claim(self, trial: Trial) -> bool:

@@ -1,4 +1,5 @@
-"""The shared study: trials planned ahead, halved in order, the best repeated with other seeds.
+"""The shared study: trials planned ahead, halved in order, the best repeated with other seeds, one value moved at a
+time from there on (descent.py).
 
 Public name: `Study`.
 
@@ -27,7 +28,7 @@ from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.journal import journal_path, mend
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.objective import Objective, objective_of
-from mup_megatron.tuning.outcome import FINISHED, State, Trial, best
+from mup_megatron.tuning.outcome import FINISHED, State, Trial, best, descent_of
 from mup_megatron.tuning.sampler import points
 from mup_megatron.tuning.space import Value, proxy_config, rungs, values_of
 from mup_megatron.tuning.storage import Ended, StudyStorage
@@ -61,7 +62,17 @@ def _decided(config: Config) -> dict[str, Any]:
     decided = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     if config.tuning.command:
         decided["tuning.command"] = config.tuning.command
-    return {**digested(config), **decided}
+    return {**digested(config), **decided, **_decided_of_descent(config)}
+
+
+def _decided_of_descent(config: Config) -> dict[str, Any]:
+    """What decides where coordinate descent begins and goes; its trials may grow in number, the joint search's not."""
+    tuning = config.tuning
+    if not tuning.descent.trials:
+        return {}
+    of_search = {key: getattr(tuning, key) for key in ("trials", "repeat_best", "repeat_seeds")}
+    stage = {"descent.factor": tuning.descent.factor, "descent.rounds": tuning.descent.rounds, **of_search}
+    return {f"tuning.{key}": value for key, value in stage.items()}
 
 
 class Study:
@@ -82,6 +93,11 @@ class Study:
     def objective(self) -> Objective:
         """What its trials are compared by."""
         return objective_of({"objective": self._config.tuning.objective})
+
+    @property
+    def descent_trials(self) -> int:
+        """How many trials coordinate descent has at most."""
+        return self._config.tuning.descent.trials
 
     @property
     def logs(self) -> str:
@@ -124,7 +140,7 @@ class Study:
     def _make(self) -> None:
         self.check()
         self._storage.create()
-        if not self._check():
+        if not self._check() or self._joins_descent:
             self._storage.decide(_decided(self._config))
         if self._leases is None:
             for trial in self.trials():
@@ -148,13 +164,20 @@ class Study:
         """Whether the study says already what decides its outcome. Raises UserError where that is something else."""
         decided = _plain(_decided(self._config))
         found = self._storage.decided()
-        if found is not None and found != decided:
+        if found is not None and found != decided and not self._joins_descent:
             differing = differences(found, decided, "then", "now")
             raise UserError(
                 f"{self.directory}: this study was started with other settings ({'; '.join(differing[:8])}); change "
                 f"the config back, choose another run.dir, or remove that folder to start again"
             )
         return found is not None
+
+    @property
+    def _joins_descent(self) -> bool:
+        """Whether the study that is there is the joint search alone, which coordinate descent may go on from."""
+        later = _decided_of_descent(self._config)
+        joint = {key: value for key, value in _plain(_decided(self._config)).items() if key not in later}
+        return bool(later) and self._storage.decided() == joint
 
     def take_back(self) -> list[str]:
         """Gives trials back whose workers are gone; their names. For the worker that leads, where there are leases.
@@ -200,7 +223,7 @@ class Study:
         Returns:
             How many trials of the plan were missing before.
         """
-        first = [trial for trial in trials if not trial.repeats]
+        first = [trial for trial in trials if not trial.repeats and trial.moved is None]
         waiting = sum(trial.state == "waiting" for trial in first)
         missing = self.points[len(first) :]
         for slot, values in enumerate(missing[: max(0, _AHEAD - waiting)], start=len(first)):
@@ -216,6 +239,18 @@ class Study:
             for number in range(1, tuning.repeat_seeds + 1):
                 if (chosen.slot, seed + number) not in there:
                     self._storage.enqueue(chosen.slot, chosen.values, seed + number, repeats=True)
+
+    def descend(self) -> bool:
+        """Plans what coordinate descent trains next, once everything before it has ended; whether there is anything."""
+        trials = self.trials()
+        found = descent_of(self._config, trials)
+        missing = found.missing if found is not None else []
+        there = {(trial.slot, trial.seed) for trial in trials}
+        for run in missing:
+            if (run.slot, run.seed) not in there:
+                again = run.seed != self._config.run.seed
+                self._storage.enqueue(run.slot, run.values, run.seed, repeats=again, moved=run.name)
+        return bool(missing)
 
     def trials(self) -> list[Trial]:
         """Every trial, by slot."""
@@ -261,7 +296,7 @@ class Study:
         tuning = self._config.tuning
         stops = rungs(self._config)
         bracket = _BRACKETS[trial.slot % len(_BRACKETS)] if tuning.pruner == "hyperband" else 0
-        if trial.repeats or step not in stops[bracket:]:
+        if trial.repeats or trial.moved is not None or step not in stops[bracket:]:
             return True
         while True:
             earlier = [

@@ -121,6 +121,13 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
             "head size (hidden_size / num_attention_heads) is 8 here and 16 in the base",
         ),
         ({"training__global_batch_size": 5}, "2 does not divide training.global_batch_size 5"),
+        ({"tuning__descent": {"trials": 4, "factor": 1.0}}, "tuning.descent.factor: expected a number > 1.0, found 1.0"),
+        ({"tuning__descent": {"trial": 4}}, "tuning.descent.trial: unknown key; did you mean tuning.descent.trials?"),
+        (
+            {"tuning__descent": {"trials": 4}, "tuning__repeat_seeds": 0},
+            "tuning.descent.trials: a value is accepted where its loss is better beyond noise, which repetitions with "
+            "other seeds measure; expected tuning.repeat_seeds of 1 or more, found 0",
+        ),
         ({"model__max_position_embeddings": 16}, "16 is less than training.seq_length 32"),
         ({"training__lr_warmup_steps": 5}, "5 leaves nothing of the 5 decay steps"),
         ({"training__lr_schedule": "WSD"}, "training.lr_wsd_decay_steps: missing"),

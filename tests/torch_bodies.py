@@ -201,17 +201,25 @@ def given(how: str, net: Any, stage: int, world_size: int, more: dict[str, Any])
 
 
 def in_deepspeed(
-    rank: Rank, *, stage: int, how: str = "optimizer", steps: int = 6, plain: bool = False, **more: Any
+    rank: Rank,
+    *,
+    stage: int,
+    how: str = "optimizer",
+    steps: int = 6,
+    plain: bool = False,
+    factors: dict[str, Any] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """Trains in a DeepSpeed engine; returns losses, first updates over rates, rates and epsilons at each step.
 
-    `plain` takes DeepSpeed's own initialize, and `more` goes into the config.
+    `plain` takes DeepSpeed's own initialize, `factors` are of single tensors, and `more` goes into the config.
     """
     import deepspeed
 
     from mup_megatron.deepspeed import initialize
 
     net = model()
+    mup.set_per_tensor(net, factors or {})
     names = [name for name, _ in net.named_parameters()]
     arguments = given(how, net, stage, rank.world_size, more)
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}

@@ -22,6 +22,7 @@ from mup_megatron.mup.init import (
 )
 from mup_megatron.mup.layer import MuReadout, MuSharedReadout, rescale_linear_bias
 from mup_megatron.mup.optim import MuAdam, MuAdamW, MuSGD
+from mup_megatron.mup.per_tensor import set_per_tensor
 from mup_megatron.mup.shape import (
     apply_infshapes,
     assert_hidden_size_inf,
@@ -60,6 +61,7 @@ __all__ = [
     "rescale_linear_bias",
     "save_base_shapes",
     "set_base_shapes",
+    "set_per_tensor",
     "split_in_place",
     "trunc_normal_",
     "uniform_",

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from mup_megatron import rules, shapes
+from mup_megatron.config.per_tensor import PerTensor
 from mup_megatron.errors import UserError
 from mup_megatron.rules import Ratios
 from mup_megatron.shapes import TensorShape
@@ -45,6 +46,7 @@ class InfShape(tuple[InfDim, ...]):
             without a forward multiplier. Its init and rate shrink as 1/m instead.
         hidden_like: the same, but with the init of a matrix inside, which shrinks as m^-1/2 (rules.py, g = 1).
         folded: factor that the values hold in the forward pass's stead (rules.py, `Ratios`).
+        per_tensor: factors of its own on rate, decay and initial values (per_tensor.py); None where there are none.
         name: of the parameter, for messages; empty where it is not known.
         tensor: the TensorSpec of a megatron-core layer's parameter, joined with its base; None for other parameters.
     """
@@ -55,6 +57,7 @@ class InfShape(tuple[InfDim, ...]):
     output_like: bool
     hidden_like: bool
     folded: Fraction
+    per_tensor: PerTensor | None = None
     name: str
     tensor: TensorShape | None
 

@@ -91,7 +91,8 @@ def _scale(tensor: torch.Tensor, *, centred: bool) -> float:
             f"{infshape.label}: {infshape.ninf()} dimensions grow; a mean other than 0 needs a tensor with one"
         )
     ratios = infshape.ratios
-    return rules.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like)
+    own = 1.0 if infshape.per_tensor is None else infshape.per_tensor.init
+    return rules.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like) * own
 
 
 def _base_fans(infshape: InfShape) -> tuple[int, int]:

@@ -121,7 +121,10 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
             "head size (hidden_size / num_attention_heads) is 8 here and 16 in the base",
         ),
         ({"training__global_batch_size": 5}, "2 does not divide training.global_batch_size 5"),
-        ({"tuning__descent": {"trials": 4, "factor": 1.0}}, "tuning.descent.factor: expected a number > 1.0, found 1.0"),
+        (
+            {"tuning__descent": {"trials": 4, "factor": 1.0}},
+            "tuning.descent.factor: expected a number > 1.0, found 1.0",
+        ),
         ({"tuning__descent": {"trial": 4}}, "tuning.descent.trial: unknown key; did you mean tuning.descent.trials?"),
         (
             {"tuning__descent": {"trials": 4}, "tuning__repeat_seeds": 0},

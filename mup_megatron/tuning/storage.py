@@ -171,6 +171,8 @@ class StudyStorage:
         # draw the same points with the same sampler.
         learns = self._config.tuning.sampler == "tpe"
         study = self._load(sampler(self._config, trial.slot)) if learns else self._study
+        if learns:  # of a database the new study knows no trial before it has read them; its sampler reads them late
+            study.get_trials(deepcopy=False)
         suggest(optuna.trial.Trial(study, trial.id), self._space)
         return self.again(trial)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -188,7 +188,7 @@ def test_a_tied_readout_is_the_embedding() -> None:
         def __init__(self, width: int) -> None:
             super().__init__()
             self.embedding = nn.Embedding(16, width)
-            self.readout = mup.MuSharedReadout(self.embedding.weight, bias=False)
+            self.readout = mup.MuSharedReadout(cast(nn.Parameter, self.embedding.weight), bias=False)
 
     net = Tied(32)
     mup.set_base_shapes(net, Tied(8), delta=Tied(16))

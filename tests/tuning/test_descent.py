@@ -41,7 +41,7 @@ def gone(most: int = 100, noise: float | None = 0.005, rounds: int = 1) -> tuple
     """A whole descent from lr 0.01 and embedding 1, whose loss is 0.1 · 3² + 0.05 · 2² = 1.1, and its runs in order."""
     start = {"lr": 0.01, EMBEDDING: 1.0}
     known: dict[tuple[int, int], float] = {}
-    runs = []
+    runs: list[tuple[Run, float]] = []
     while True:
         said = CoordinateDescent(trials=most, rounds=rounds)
         found = descend(said, SPACE, (3, start, {seed: bowl(start, seed) for seed in (0, 1)}), noise, known, 8)
@@ -288,7 +288,7 @@ def test_what_the_record_says(whole: tuple[Config, list[Trial]]) -> None:
     assert with_name(study, LOSS) == study
     translated = with_name(study, BLEU)["descent"]["moves"][0]
     assert translated["bleu_after"] == 100 - first["loss_after"]
-    assert outcome.descent_of(config, trials).ended == "rounds"  # type: ignore[union-attr]
+    assert outcome.descent_of(config, trials).ended == "rounds"
 
 
 def test_the_plan_counts_it(tmp_path: Path) -> None:

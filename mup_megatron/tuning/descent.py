@@ -1,6 +1,6 @@
 """Coordinate descent around the best trial of a study: its second stage (tuning.descent).
 
-Public names: `Descent`, `Move`, `Run`, `descend`, `order_of`, `told`.
+Public names: `Descent`, `Move`, `Run`, `descend`, `order_of`, `moves_told`.
 
 One hyperparameter after the other is tried on both sides of its value, the others staying as they are. The better side
 is trained again with the seeds of the value at hand. If its mean loss is lower by more than two standard errors, it
@@ -262,7 +262,7 @@ def descend(
     )
 
 
-def told(descent: Mapping[str, Any], objective: Objective) -> list[str]:
+def moves_told(descent: Mapping[str, Any], objective: Objective) -> list[str]:
     """What coordinate descent moved, in words.
 
     Args:

@@ -26,7 +26,7 @@ from mup_megatron.explain import explain, without_numbers
 from mup_megatron.files import open_new
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
-from mup_megatron.tuning.descent import told
+from mup_megatron.tuning.descent import moves_told
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.fitted import Fitted, told
 from mup_megatron.tuning.objective import LOSS, objective_of
@@ -332,7 +332,7 @@ def remarks(study: Mapping[str, Any], extrapolated: Sequence[str]) -> list[str]:
     """
     said = [line for name in study["interior"] for line in _open(study, name)]
     said.append(_noise(study))
-    said += told(study["descent"], objective_of(study)) if "descent" in study else []
+    said += moves_told(study["descent"], objective_of(study)) if "descent" in study else []
     said += [f"extrapolated, {line}" for line in extrapolated]
     return said + not_transferred(study["interior"])
 

@@ -436,6 +436,13 @@ def mean_of_micro_batches() -> contextlib.AbstractContextManager[None]:
     return replaced(T5Batch, "loss", loss)
 
 
+def lion_as_deepspeed_has_it() -> contextlib.AbstractContextManager[None]:
+    """DeepSpeed's Lion, which moves what has no gradient."""
+    from mup_megatron import lion
+
+    return replaced(lion, "_mended", lambda kind: kind)
+
+
 def muon_slices() -> contextlib.AbstractContextManager[None]:
     """Muon takes what a rank holds of a matrix for the whole, as is megatron-core's default."""
     from mup_megatron.engines import megatron_config

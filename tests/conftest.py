@@ -150,6 +150,10 @@ def whole(ranks: Ranks, repository: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def cpu_lion() -> None:
-    """Compiles DeepSpeed's Lion for CPUs, which takes minutes: longer than ranks are waited for."""
+    """Compiles DeepSpeed's Lion for CPUs, which takes minutes: longer than ranks are waited for.
+
+    With the ninja of the tests' own PATH, which the ranks take too: another one's log would be started over.
+    """
     build = "from deepspeed.ops.op_builder import CPULionBuilder; CPULionBuilder().load(verbose=False)"
-    subprocess.run([sys.executable, "-c", build], env=environment(), capture_output=True, timeout=900, check=True)
+    own = {**environment(), "PATH": os.environ["PATH"]}
+    subprocess.run([sys.executable, "-c", build], env=own, capture_output=True, timeout=900, check=True)

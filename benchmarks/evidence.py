@@ -139,7 +139,8 @@ def _all() -> Rows:
             rows.append([link, asked, LINES[found["judged"]], steps, _seeds(found), start, verdict(found)])
         else:
             what = "depth" if found["axis"] == "depth" else "width"
-            asked = f"coordinates over {what}, {_span(found)}"
+            kind = "coordinates and ranges" if "ranges" in found["cells"][0]["coordinates"] else "coordinates"
+            asked = f"{kind} over {what}, {_span(found)}"
             rows.append([link, asked, found["judged"].replace("mup", "µP"), str(found["steps"]), _seeds(found), "",
                          verdict(found)])  # fmt: skip
     return rows
@@ -171,6 +172,40 @@ def _coordinates() -> Rows:
             cells.append(f"{above:+.2f}, {below:+.2f}")
         standard = sum(each["verdict"] == "out of bounds" for each in found["verdicts"]["standard"].values())
         rows.append([what, str(len(judged)), *cells, str(standard), _seeds(found), verdict(found)])
+    return rows
+
+
+_SCALED = {
+    "embedding.word_embeddings.weight": "word embeddings, and head",
+    "decoder.layers.*.self_attention.linear_qkv.weight": "query, key, value",
+    "decoder.layers.*.self_attention.linear_proj.weight": "attention's output projection",
+    "decoder.layers.*.mlp.linear_fc1.weight": "MLP, first layer",
+    "decoder.layers.*.mlp.linear_fc2.weight": "MLP, second layer",
+}
+
+
+def _ranges() -> Rows:
+    """What formats round to 0 of weights and their gradients at the largest width, stored as they are and at unit."""
+    from mup_megatron.proof.ranges import percent, range_rows
+
+    found = [record(f"ranges/{name}.json") for name in ("none", "unit")]
+    held = [{(row.quantity, row.name): row for row in range_rows(each)} for each in found]
+    formats = ("underflow e4m3", "underflow e5m2")
+    heads = [f"{kind.removeprefix('underflow ')} rounds to 0" for kind in formats]
+    rows = [["tensor", "of it", "", "root mean square", "largest", *heads]]
+    for name, what in _SCALED.items():
+        for quantity in ("weight", "weight_gradient"):
+            for scale, by_name in zip(("as it is", "unit"), held, strict=True):
+                row = by_name[quantity, name]
+                first = (
+                    [what if quantity == "weight" else "", quantity.removeprefix("weight_")]
+                    if scale != "unit"
+                    else ["", ""]
+                )
+                sizes = " to ".join(dict.fromkeys(f"{value:.1e}" for value in row.rms))
+                rows.append(
+                    [*first, scale, sizes, f"{row.largest:.1e}", *(percent(row.shares[kind]) for kind in formats)]
+                )
     return rows
 
 
@@ -460,6 +495,7 @@ def _median_cost(curves: Sequence[Sequence[Sequence[float]]], goal: float) -> st
 TABLES: dict[str, Callable[[], Rows]] = {
     "records": _all,
     "coordinates": _coordinates,
+    "ranges": _ranges,
     "rates": partial(_rates, "stability-lr-width"),
     "rates-fan-in": partial(_rates, "stability-fan-in"),
     "rates-512": _rates_512,

@@ -10,6 +10,7 @@ from tests.bias_mutants import BIAS
 from tests.mutant import Mutant
 from tests.mutant import mutant as _mutant
 from tests.native_mutants import NATIVE
+from tests.unit_mutants import UNIT
 
 _RULES = "mup_megatron/rules.py"
 _SHAPES = "mup_megatron/shapes.py"
@@ -1425,6 +1426,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *INIT,
     *SHIMS,
     *BIAS,
+    *UNIT,
     *LAYOUT,
     *GUARDS,
     *RECOVERY,

@@ -18,12 +18,14 @@ from mup_megatron import cli, upstream
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.init_from import check_start, find_start
+from mup_megatron.manifest import check_resume
 from mup_megatron.model import parametrize
 from mup_megatron.tuning.family import digested
 from tests import bodies, proof_bodies
 from tests.comparison import Difference, compare_curves
 from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
-from tests.distributed import Ranks
+from tests.distributed import RankError, Ranks
 from tests.engines.test_parity import Split
 from tests.export import sources
 
@@ -202,6 +204,11 @@ def test_what_is_left_out_shows(ranks: Ranks, whole: Any, broken: str, first: st
         compare_curves(found, whole(ALONE)[0], tolerance=0.0)
 
 
+def test_a_layer_that_is_not_known_is_told(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"linear_proj\.weight: no layer is known to multiply by it"):
+        trained(ranks, "gpt3", ALONE, 1, "row_layers_are_not_known", **UNIT)
+
+
 @pytest.mark.slow
 def test_lion(ranks: Ranks) -> None:
     pytest.importorskip("emerging_optimizers")
@@ -255,6 +262,7 @@ def test_the_coordinate_check_measures_the_weights(ranks: Ranks) -> None:
 def test_an_export_holds_the_plain_weights(ranks: Ranks, tmp_path: Path, architecture: str, tied: bool) -> None:
     """To the last bit those of the run that was not scaled; logits of the checkpoint's own model too."""
     from mup_megatron.export import export_safetensors, open_source
+    from mup_megatron.rebase import rebase
 
     held, logits = [], []
     for number, scale in enumerate(({}, UNIT)):
@@ -268,6 +276,14 @@ def test_an_export_holds_the_plain_weights(ranks: Ranks, tmp_path: Path, archite
     assert torch.equal(*logits)
     assert held[0].keys() == held[1].keys()
     assert [name for name in held[0] if not torch.equal(held[0][name], held[1][name])] == []
+    # What knows no such weights refuses the checkpoint.
+    with pytest.raises(UserError, match="rebase knows no weights that are stored at unit scale"):
+        rebase(source.run.path, tmp_path / "rebased", tmp_path / "base.yaml")
+    begun = parametrize(sources.config_of(architecture, tied), VOCABULARY)
+    with pytest.raises(UserError, match="its weights are stored at unit scale"):
+        check_start(find_start(source.run.path, new_embeddings=False), begun, source.run.manifest)
+    with pytest.raises(UserError, match="thetas"):
+        check_resume(source.run.manifest, source.run.manifest.replaced(thetas=None), source.run.path)
 
 
 def test_explain_tells_theta(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,12 +81,11 @@ def config_of(
             },
         },
     }
-    config = parse_config(data, SOURCE)
-    if config.parametrization.scaling != "none":
+    if settings.parametrization.get("scaling") == "unit":
         raise UserError(
-            f"parametrization.scaling: {config.parametrization.scaling} is not known of a model that a script or a "
-            "recipe trains; expected none"
+            "parametrization.scaling: unit is not known of a model that a script or a recipe trains; expected none"
         )
+    config = parse_config(data, SOURCE)
     if config.parametrization.has_horizon_rule:
         raise UserError(
             "parametrization: the rules over batch and tokens take the trials' own from tuning:, which a run of "

@@ -17,6 +17,8 @@ from mup_megatron.report.pictures import load_pyplot, save_figure
 
 _BANDS = {"e4m3": (2.0**-9, 448.0, "#55a868"), "e5m2": (2.0**-16, 57344.0, "#4878a8")}
 """From the smallest to the largest number of a format; bfloat16's lie beyond the picture."""
+_LITTLE = 1e-3
+"""Share below which a cell has no room for its digits."""
 _COLORS = dict(zip(RANGES, ("#222222", "#4878a8", "#c44e52", "#dd8452"), strict=True))
 
 
@@ -98,7 +100,7 @@ def _draw_shares(pyplot: Any, panel: Any, rows: Sequence[RangeRow], names: Seque
                 panel.text(
                     column,
                     at,
-                    percent(share),
+                    percent(share) if share >= _LITTLE else "< 0.1 %",
                     ha="center",
                     va="center",
                     fontsize=4.5,

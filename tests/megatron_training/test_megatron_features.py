@@ -144,6 +144,14 @@ def test_no_depth_rule_behind_a_norm(tmp_path: Path) -> None:
         elsewhere(f"{words} --mup-config {tmp_path}/mup.yaml", tmp_path, base)
 
 
+def test_no_unit_scale(tmp_path: Path) -> None:
+    words = "--hidden-size 128 --num-attention-heads 4"
+    elsewhere(words, tmp_path, {"hidden_size": 64})
+    (tmp_path / "mup.yaml").write_text("parametrization: {scaling: unit}")
+    with pytest.raises(UserError, match=r"^parametrization\.scaling: unit is not known of a model that a script or"):
+        elsewhere(f"{words} --mup-config {tmp_path}/mup.yaml", tmp_path, {"hidden_size": 64})
+
+
 # Hidden 64 to 128, heads 2 to 4 of size 32, two query groups in both; FFN 64 to 192. The base's init std is 0.05.
 GROWN = "--hidden-size 128 --num-attention-heads 4 --kv-channels 32 --group-query-attention --num-query-groups 2"
 FROM = {"hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64}

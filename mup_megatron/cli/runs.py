@@ -196,6 +196,7 @@ def transfer(
     from mup_megatron.report.summary import print_transfer
     from mup_megatron.tuning.decide import apply_record
     from mup_megatron.tuning.fitted import ladder_of, told
+    from mup_megatron.tuning.predicted import in_words, predicted
     from mup_megatron.tuning.record import becomes, extrapolated, remarks
 
     transferred, record = apply_record(settings)
@@ -205,8 +206,11 @@ def transfer(
         never = transferred.derive({"tuning.run": "never"})
         write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")
     said = [*remarks(record.study, extrapolated(transferred, record)), *told(transferred, ladder)]
+    if (loss := predicted(transferred, ladder)) is not None:
+        said.append(f"predicted loss of the target: {in_words(loss)}")
     if as_json:
         shown = {"values": record.values, "tuned": record.tuned, "moved": over, "becomes": on_target, "remarks": said}
+        shown["predicted"] = loss
         print(json.dumps(shown, indent=1))
         return
     print_transfer(record, over, on_target, said, console())

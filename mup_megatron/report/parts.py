@@ -111,6 +111,18 @@ class _Proxy(_Part):
     parameters: _Count
 
 
+class _Predicted(_Part):
+    loss: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    error: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    why_not: _Text = ""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> _Predicted:
+        if not ({"loss", "error"} <= self.model_fields_set or {"why_not"} == self.model_fields_set):
+            raise ValueError("neither loss and error, nor why_not")
+        return self
+
+
 class Plan(_Part):
     """plan.json."""
 
@@ -118,6 +130,7 @@ class Plan(_Part):
     target: _Cost
     extrapolated: list[_Text]
     ladder: list[_Text] = []
+    predicted: _Predicted | None = None
 
 
 class _Trial(_Part):

@@ -14,9 +14,10 @@ from mup_megatron.checkpoint import Checkpoints
 from mup_megatron.config.model import FAMILIES
 from mup_megatron.errors import UserError
 from mup_megatron.explain import shown_init
-from mup_megatron.report.run_data import Run, read_run
+from mup_megatron.report.run_data import Curve, Run, read_run
 from mup_megatron.tuning.objective import objective_of
 from mup_megatron.tuning.outcome import open_sides
+from mup_megatron.tuning.predicted import in_words
 
 if TYPE_CHECKING:
     from mup_megatron.tuning.record import TransferRecord
@@ -62,6 +63,8 @@ def summary(run: Run) -> dict[str, Any]:
     results, remarks = _tuned(run) if run.record is not None else ([], [])
     for curve in run.curves:
         results.append(["target loss" if curve is run.target else f"the same target, {curve.name}", curve.result])
+    if run.target is not None and (told := (run.plan or {}).get("predicted")):
+        results.append(["predicted by the ladder", in_words(told, _reached(run.target))])
     of = " of the tuned values" if run.others else ""
     moved = (run.explanation or {}).get("moved", {})
     results += [[f"{name} over batch and tokens", _step(ends)] for name, ends in moved.items()]
@@ -106,6 +109,11 @@ def _values(run: Run) -> tuple[list[str], list[list[str]]]:
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def _reached(curve: Curve) -> float | None:
+    """Its loss at the end; None before that."""
+    return None if curve.unfinished else curve.eval_loss
 
 
 def _step(ends: Sequence[float]) -> str:

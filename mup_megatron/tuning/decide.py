@@ -26,6 +26,7 @@ from mup_megatron.run_directory import PLAN
 from mup_megatron.setup import resolve
 from mup_megatron.tuning import budget, record
 from mup_megatron.tuning.fitted import ladder_of, settled, told
+from mup_megatron.tuning.predicted import in_words, predicted
 from mup_megatron.tuning.space import (
     Value,
     check_overrides,
@@ -77,7 +78,10 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
     if tune or config.tuning.run != "only":
-        said = {"extrapolated": record.extrapolated(config, found), "ladder": told(config, ladder)}
+        said: dict[str, Any] = {"extrapolated": record.extrapolated(config, found), "ladder": told(config, ladder)}
+        if (loss := predicted(config, ladder)) is not None:
+            said["predicted"] = loss
+            progress.say(f"predicted loss of the target: {in_words(loss)}")
         write_whole(directory / PLAN, json.dumps({**plan.as_json(), **said}, indent=1))
     if config.tuning.command:  # the script reads its own data
         return tune

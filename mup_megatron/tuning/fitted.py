@@ -1,6 +1,6 @@
 """What a ladder has measured, as a config and a transfer record take it: exponents, span, verdict, law of the loss.
 
-Public names: `Fitted`, `facts`, `without_rules`, `ladder_of`, `settled`, `told`.
+Public names: `Fitted`, `facts`, `measured`, `sizes_of`, `without_rules`, `ladder_of`, `settled`, `told`.
 
 `mup-megatron ladder` (proof/) writes ladder.json, with `facts` of the runs in it. A config names the file
 (`tuning.ladder`), or takes the record's copy. `settled` puts the numbers in the place of `fitted`. It refuses a ladder
@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from mup_megatron.config import Config, growing_sizes
 from mup_megatron.errors import UserError, no_such_file
+from mup_megatron.loss_law import read_loss_law
 from mup_megatron.tuning.family import differences, digest, digested
 
 MOST_BEYOND = 8.0
@@ -68,7 +69,7 @@ class Fitted(_Part):
         verdict: whether its laws told the largest rung.
         reasons: why they did not, in words.
         measured: what must be equal for losses to be comparable, by dotted key.
-        loss: the law of the loss, as proof/laws.py writes it.
+        loss: the law of the loss (loss_law.LossLaw.as_json).
     """
 
     path: str
@@ -79,6 +80,15 @@ class Fitted(_Part):
     reasons: list[str]
     measured: dict[str, Any]
     loss: dict[str, Any]
+
+    @field_validator("loss")
+    @classmethod
+    def _is_a_law(cls, loss: dict[str, Any]) -> dict[str, Any]:
+        try:
+            read_loss_law(loss).at({})
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"no law: {error}") from None
+        return loss
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; each reach also as a factor."""
@@ -105,7 +115,7 @@ def facts(config: Config, rungs: Sequence[Config], factors: Mapping[str, float])
         factors: of the first rung over the ladder's own config, by axis.
     """
     family = _family(config)
-    sizes = [_sizes(rung) for rung in rungs]
+    sizes = [sizes_of(rung) for rung in rungs]
     span = {
         name: {
             "smallest": min(each[name] for each in sizes),
@@ -256,7 +266,7 @@ class _Beyond(NamedTuple):
     said: str
 
 
-def _sizes(config: Config) -> dict[str, int]:
+def sizes_of(config: Config) -> dict[str, int]:
     """Tokens of a step and of the run, width and layers."""
     growing = growing_sizes(config)
     grows = [growing[name].target for name in ("hidden_size", *config.base.width.sizes) if name in growing]
@@ -271,7 +281,7 @@ def _sizes(config: Config) -> dict[str, int]:
 
 def _beyond(config: Config, found: Fitted) -> Iterator[_Beyond]:
     """Everything in which the target, or the trials from which a rule counts, lie beyond the ladder's rungs."""
-    target = _sizes(config)
+    target = sizes_of(config)
     trials = {"batch": target["batch"] / config.batch_ratio, "tokens": target["tokens"] / config.tokens_ratio}
     for who, sizes in (("the target's", target), ("a trial's", trials)):
         for axis, size in sizes.items():
@@ -303,7 +313,7 @@ def told(config: Config, found: Fitted | None) -> list[str]:
             f"{axis}: the rate goes as its ratio to the power {exponent.exponent:.3f} ± {exponent.error:.3f}, by "
             f"{found.path}"
         )
-    if axes and found.verdict != "passed":
+    if found.verdict != "passed":
         lines.append(f"the ladder {_VERDICTS[found.verdict]}{_inside(found.reasons)}")
     if not axes:
         lines.append(f"{found.path}: no rule takes its exponents; expected parametrization.batch or .tokens: fitted")

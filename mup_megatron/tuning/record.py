@@ -31,6 +31,7 @@ from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.fitted import Fitted, told
 from mup_megatron.tuning.objective import LOSS, objective_of
 from mup_megatron.tuning.outcome import open_sides
+from mup_megatron.tuning.predicted import predicted
 from mup_megatron.tuning.record_parts import check_record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
 
@@ -215,7 +216,7 @@ def make_record(
             "becomes": {**becomes(parametrization, layout), **({"tensors": {}} if config.model.as_built else {})},
             "extrapolated": extrapolated(config),
             "not_transferred": not_transferred(config.tuning.search),
-            **({} if ladder is None else {"ladder": told(config, ladder)}),
+            **({} if ladder is None else {"ladder": told(config, ladder), "predicted": predicted(config, ladder)}),
         },
         "proxy": {
             "sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")},

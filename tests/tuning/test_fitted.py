@@ -18,6 +18,7 @@ from mup_megatron.model import parametrize
 from mup_megatron.tuning import decide
 from mup_megatron.tuning.family import digest, digested
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
+from mup_megatron.tuning.predicted import in_words, predicted
 from mup_megatron.tuning.record import TransferRecord, make_record, write_record
 from mup_megatron.tuning.space import proxy_config, values_of
 from tests.configs import MIXED, make, pipeline_file
@@ -221,6 +222,7 @@ def test_another_family_is_refused(ladder: Path, tmp_path: Path) -> None:
         ({"rate": {"tokens": {"exponent": 0.1, "error": 0.1}}}, "has rungs of one batch alone; expected a ladder with"),
         ({"rate": {"batch": {"exponent": "1"}}}, "exponents.batch.exponent: expected what"),
         ({"rate": {"batch": {"exponent": 1e300, "error": 0.1}}}, "exponents.batch.exponent: expected what"),
+        ({"loss": {"terms": {}}}, "loss: expected what"),
         ({"span": {"batch": {"smallest": 0}}}, "span.batch.smallest: expected what"),
     ],
     ids=str,
@@ -328,6 +330,53 @@ def test_as_json_is_read_again(ladder: Path) -> None:
     assert Fitted.model_validate(json.loads(json.dumps(found.as_json()))) == found
 
 
+# --- the loss ---
+
+
+def test_the_loss_is_predicted(ladder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rungs' loss is 2 + 2 · tokens^-0.2, whatever the batch: at 4 times the tokens 2 + 2 · 0.757858 = 3.515717."""
+    config = taken(target_of(ladder))
+    told_ = predicted(config, ladder_of(config, None))
+    assert told_ is not None
+    assert told_["loss"] == pytest.approx(3.515717, abs=2e-3)
+    assert 0 < told_["error"] < 0.02
+    # Control: as many tokens as the ladder's own are told another loss, 2 + 2.
+    short = taken(target_of(ladder, **{"training.train_steps": 100}))
+    assert (predicted(short, ladder_of(short, None)) or {})["loss"] == pytest.approx(4.0, abs=5e-3)
+    path = record_in(tmp_path, config)
+    assert json.loads(path.read_text())["target"]["predicted"] == told_
+    source = tmp_path / "run.yaml"
+    source.write_text(yaml.safe_dump(target_of(None, **{"run.dir": str(tmp_path)}).model_dump()))
+    assert cli.run(["transfer", str(source), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["predicted"] == told_
+    assert any(line.startswith("predicted loss of the target: 3.51") for line in shown["remarks"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "why_not"),
+    [
+        ({"training.seq_length": 64}, "training.seq_length: 32 in the ladder, 64 in the config"),
+        ({"data.split": "97,3,0"}, "data.split: '98,2,0' in the ladder, '97,3,0' in the config"),
+        ({"data.files": ["other.txt"]}, "data.files: ['"),
+    ],
+)
+def test_a_loss_that_is_not_comparable_is_not_predicted(ladder: Path, keys: dict[str, Any], why_not: str) -> None:
+    config = taken(target_of(ladder, **keys))
+    found = predicted(config, ladder_of(config, None))
+    assert found is not None
+    assert list(found) == ["why_not"]
+    assert found["why_not"].startswith(why_not)
+    assert in_words(found).startswith(f"not told by the ladder: {why_not}")
+
+
+def test_predicted_beside_measured() -> None:
+    told_ = {"loss": 3.5, "error": 0.02}
+    assert in_words(told_) == "3.5000 (3.4600 to 3.5400, two standard errors)"
+    assert in_words(told_, 3.535).endswith("; 3.5350 measured, +1.00 %, inside that interval")
+    assert in_words(told_, 3.43).endswith("; 3.4300 measured, -2.00 %, outside that interval")
+
+
 @pytest.mark.slow
 def test_from_the_ladder_to_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real runs: a ladder, then trials without its exponents, then a target of twice the batch and steps with them."""
@@ -364,4 +413,6 @@ def test_from_the_ladder_to_the_target(tmp_path: Path, capsys: pytest.CaptureFix
     trial = json.loads((run / "tuning" / "trial-000" / "explain.json").read_text())
     assert trial["config"]["parametrization"]["batch"] == "none"
     assert "lr over batch and tokens" in out
+    assert out.index("predicted loss of the target:") < out.index("predicted by the ladder")
+    assert json.loads((run / "plan.json").read_text())["predicted"]["loss"] == record["target"]["predicted"]["loss"]
     assert f"batch: the rate goes as its ratio to the power {rate['batch']['exponent']:.3f} ±" in out

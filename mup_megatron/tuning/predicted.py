@@ -1,0 +1,57 @@
+"""The loss that a ladder's law tells of a target, before it is trained. Public names: `predicted`, `in_words`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mup_megatron.config import Config
+from mup_megatron.loss_law import read_loss_law
+from mup_megatron.tuning.family import differences
+from mup_megatron.tuning.fitted import Fitted, measured, sizes_of
+
+
+def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
+    """The validation loss at the end of the target, at the best rate.
+
+    Args:
+        config: the target's run.
+        found: its ladder.
+
+    Returns:
+        {"loss", "error"} (nats; the standard error of a new measurement), or {"why_not"} where its loss and the
+        ladder's are of other text or another depth; None without a ladder.
+    """
+    if found is None:
+        return None
+    here = json.loads(json.dumps(measured(config)))  # as it was written: tuples are lists
+    if differing := differences(found.measured, here, "in the ladder", "in the config"):
+        return {"why_not": "; ".join(differing)}
+    sizes = sizes_of(config)
+    octaves = {axis: math.log2(sizes[axis] / getattr(found.span, axis).own) for axis in ("batch", "tokens", "width")}
+    try:
+        loss, error = read_loss_law(found.loss).at(octaves)
+    except (ArithmeticError, ValueError):  # of numbers in a file that no fit wrote
+        loss = error = math.nan
+    if not (math.isfinite(loss + error) and loss > 0):
+        return {"why_not": "its law has no value so far from its rungs"}
+    return {"loss": loss, "error": error}
+
+
+def in_words(told: Mapping[str, Any], reached: float | None = None) -> str:
+    """A prediction, beside what was reached.
+
+    Args:
+        told: of `predicted`.
+        reached: the target's last validation loss (nats); None while it is not known.
+    """
+    if "loss" not in told:
+        return f"not told by the ladder: {told['why_not']}"
+    loss, error = told["loss"], told["error"]
+    said = f"{loss:.4f} ({loss - 2 * error:.4f} to {loss + 2 * error:.4f}, two standard errors)"
+    if reached is None:
+        return said
+    inside = "inside" if abs(reached - loss) <= 2 * error else "outside"
+    return f"{said}; {reached:.4f} measured, {100 * (reached / loss - 1):+.2f} %, {inside} that interval"

@@ -134,7 +134,7 @@ def measured(config: Config) -> dict[str, Any]:
     return {
         **{f"data.{key}": value for key, value in data.items()},
         "training.seq_length": config.training.seq_length,
-        "training.decoder_seq_length": config.training.decoder_length,
+        "training.decoder_seq_length": config.training.decoder_length if config.data.of_pairs else None,
         "model.num_layers": model.num_layers,
         "model.num_moe_experts": model.num_moe_experts,
     }

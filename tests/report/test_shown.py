@@ -133,6 +133,28 @@ def test_a_run_beside_a_record_that_it_did_not_use(copied: Path) -> None:
     assert not any("nats lower" in line for line in data["remarks"])
 
 
+def test_a_ladders_part_is_told(copied: Path) -> None:
+    """The prediction beside what was reached, values before and after, and remarks: in the summary and on the page."""
+    reached = json.loads((copied / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
+    assert not any(row[0].startswith(("predicted", "lr over")) for row in summary(read_run(copied))["results"])
+    told = {"predicted": {"loss": reached / 1.01, "error": 0.001}, "ladder": ["batch: a remark"]}
+    edited(copied, lambda data: data.update(told), "plan.json")
+    edited(copied, lambda data: data.update(moved={"lr": [0.004, 0.002]}))
+    data = summary(read_run(copied))
+    results = dict(data["results"])
+    assert results["predicted by the ladder"].endswith(f"; {reached:.4f} measured, +1.00 %, outside that interval")
+    assert results["lr over batch and tokens"] == "0.004 → 0.002 (× 0.5)"
+    assert "batch: a remark" in data["remarks"]
+    page = write_page(copied).read_text()
+    assert "predicted by the ladder" in page
+    # A target that is not done is not held against it.
+    cut(copied, 4)
+    assert "measured" not in dict(summary(read_run(copied))["results"])["predicted by the ladder"]
+    edited(copied, lambda data: data.update(predicted={"loss": "low"}), "plan.json")
+    with pytest.raises(UserError, match=r"plan\.json"):
+        read_run(copied)
+
+
 def test_a_run_without_a_record(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copied / "transfer.json").unlink()
     data = summary(read_run(copied))

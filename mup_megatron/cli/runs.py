@@ -209,7 +209,13 @@ def transfer(
     if (loss := predicted(transferred, ladder)) is not None:
         said.append(f"predicted loss of the target: {in_words(loss)}")
     if as_json:
-        shown = {"values": record.values, "tuned": record.tuned, "moved": over, "becomes": on_target, "remarks": said}
+        shown: dict[str, Any] = {
+            "values": record.values,
+            "tuned": record.tuned,
+            "moved": over,
+            "becomes": on_target,
+            "remarks": said,
+        }
         shown["predicted"] = loss
         print(json.dumps(shown, indent=1))
         return

@@ -138,7 +138,7 @@ def _all() -> Rows:
             steps = str(found["steps"] if of else found["config"]["training"]["train_steps"])
             rows.append([link, asked, LINES[found["judged"]], steps, _seeds(found), start, verdict(found)])
         else:
-            what = "depth" if found["axis"] == "depth" else "width"
+            what = "experts" if found["over"] == "num_moe_experts" else found["axis"]
             kind = "coordinates and ranges" if "ranges" in found["cells"][0]["coordinates"] else "coordinates"
             asked = f"{kind} over {what}, {_span(found)}"
             rows.append([link, asked, found["judged"].replace("mup", "µP"), str(found["steps"]), _seeds(found), "",
@@ -156,22 +156,45 @@ _FAMILIES = {
 }
 
 
-def _coordinates() -> Rows:
+_DEVIATIONS = ["judged", "output", "change since step 0", "gradient", "update"]
+
+
+def _deviations(found: dict[str, Any]) -> list[str]:
     """Largest deviations from the expected slope, above and below, where that side has a bound."""
-    quantities = ("output", "change", "gradient", "update")
-    heads = ["family", "judged", "output", "change since step 0", "gradient", "update", "out of bounds in standard"]
-    rows = [[*heads, "seeds", "verdict"]]
+    label = found["judged"]
+    judged = {name for name, each in found["verdicts"][label].items() if each["verdict"] != "not judged"}
+    cells = [str(len(judged))]
+    for quantity in ("output", "change", "gradient", "update"):
+        slopes = [s for s in found["slopes"][label] if s["quantity"] == quantity and s["name"] in judged]
+        above = max(s["slope"] - s["expected"] for s in slopes if s["high"] is not None)
+        below = min(s["slope"] - s["expected"] for s in slopes if s["low"] is not None)
+        cells.append(f"{above:+.2f}, {below:+.2f}")
+    return cells
+
+
+def _coordinates() -> Rows:
+    """Checks over width, of several families."""
+    rows = [["family", *_DEVIATIONS, "out of bounds in standard", "seeds", "verdict"]]
     for family, what in _FAMILIES.items():
         found = record(f"coord-check-{family}/mup.json")
-        judged = {name for name, each in found["verdicts"]["mup"].items() if each["verdict"] != "not judged"}
-        cells = []
-        for quantity in quantities:
-            slopes = [s for s in found["slopes"]["mup"] if s["quantity"] == quantity and s["name"] in judged]
-            above = max(s["slope"] - s["expected"] for s in slopes if s["high"] is not None)
-            below = min(s["slope"] - s["expected"] for s in slopes if s["low"] is not None)
-            cells.append(f"{above:+.2f}, {below:+.2f}")
         standard = sum(each["verdict"] == "out of bounds" for each in found["verdicts"]["standard"].values())
-        rows.append([what, str(len(judged)), *cells, str(standard), _seeds(found), verdict(found)])
+        rows.append([what, *_deviations(found), str(standard), _seeds(found), verdict(found)])
+    return rows
+
+
+_OF_EXPERTS = {
+    "coord-check-experts/mup.json": "half of the experts see a token",
+    "coord-check-experts-any/mup.json": "2 experts see a token",
+    "coord-check-experts/mup-without-the-number-of-experts-in-epsilon.json": "half, epsilon without their number",
+}
+
+
+def _coordinates_of_experts() -> Rows:
+    """Checks over the number of experts."""
+    rows = [["experts", *_DEVIATIONS, "seeds", "verdict"]]
+    for path, what in _OF_EXPERTS.items():
+        found = record(path)
+        rows.append([what, *_deviations(found), _seeds(found), verdict(found)])
     return rows
 
 
@@ -495,6 +518,7 @@ def _median_cost(curves: Sequence[Sequence[Sequence[float]]], goal: float) -> st
 TABLES: dict[str, Callable[[], Rows]] = {
     "records": _all,
     "coordinates": _coordinates,
+    "coordinates-experts": _coordinates_of_experts,
     "ranges": _ranges,
     "rates": partial(_rates, "stability-lr-width"),
     "rates-fan-in": partial(_rates, "stability-fan-in"),

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,14 +133,19 @@ def coordinate_check(
     return {"passed": 0, "failed": 1, "undecided": 3}[result["verdict"]]
 
 
-def _growth(options: list[str]) -> dict[str, list[int]]:
-    """`hidden_size=1,2,4` as a key and its factors."""
-    found = {}
+def _growth(options: list[str]) -> dict[str, list[Fraction]]:
+    """`hidden_size=1,2,4` as a key and its factors, which may fall: `moe_ffn_hidden_size=1,1/2,1/4`."""
+    found: dict[str, list[Fraction]] = {}
     for option in options:
         key, sign, words = option.partition("=")
         if not sign or key in found:
             raise UserError(f"--growth {option}: expected a key of base: and its factors once, as hidden_size=1,2,4")
-        found[key] = _factors(words, f"--growth {key}")
+        try:
+            found[key] = [Fraction(word) for word in words.split(",") if word]
+        except (ValueError, ZeroDivisionError):
+            raise UserError(
+                f"--growth {key}: {words}: expected whole factors, for example 1,2,4,8, or shares such as 1,1/2,1/4"
+            ) from None
     return found
 
 

@@ -33,6 +33,7 @@ class Control:
         regime: name of the one (`regimes.REGIMES`) under which the rule matters.
         growing_tensor: whether the tensor-parallel size has to grow with the width.
         factors: sizes over the base's, where not any will do.
+        grows: the key of `base:` that has to grow (`--growth`), where widths do not tell; empty where any will do.
     """
 
     taken_out: str
@@ -40,6 +41,7 @@ class Control:
     regime: str = "plain"
     growing_tensor: bool = False
     factors: tuple[int, ...] = ()
+    grows: str = ""
 
 
 def interpolate(init: float, lr: float) -> Break:
@@ -185,6 +187,17 @@ def _epsilon(parametrization: Parametrization, layout: Layout) -> Parametrizatio
     return parametrization.replaced(lambda tensor: tensor.retuned(eps=rules.ONE))
 
 
+def _experts(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """Epsilon of experts and router is the same however many experts there are."""
+    ratio = parametrization.config.experts_ratio
+
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        routed = tensor.shape.spec.expert or tensor.shape.name.endswith((".router.weight", ".router.bias"))
+        return tensor.retuned(eps=tensor.group.eps * ratio) if routed else tensor
+
+    return parametrization.replaced(change)
+
+
 def _weight_decay(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """λ is the same at all widths, so that lr·λ falls as the rate does."""
     return parametrization.replaced(lambda tensor: tensor.retuned(decay=rules.ONE))
@@ -239,6 +252,9 @@ CONTROLS: dict[str, Control] = {
     "attention_scale": Control(taken_out="attention scale", break_=_attention_scale, regime="head_size"),
     "output_like_init": Control(taken_out="g, init of output-like tensors", break_=_output_like_init, regime="untied"),
     "eps": Control(taken_out="Adam's epsilon", break_=_epsilon, regime="eps"),
+    "experts": Control(
+        taken_out="the number of experts in epsilon", break_=_experts, regime="eps", grows="num_moe_experts"
+    ),
     "decay": Control(taken_out="independent weight decay", break_=_weight_decay, regime="decay"),
     "depth_factor": Control(taken_out="depth factor of branches", break_=_depth_factor, regime="depth"),
     "sgd_rate": Control(taken_out="SGD's rate", break_=_sgd_rate, regime="sgd"),

@@ -19,7 +19,7 @@ import torch
 from megatron.core import parallel_state
 
 from mup_megatron import runtime, upstream
-from mup_megatron.config import OF_EXPERTS, Config
+from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
@@ -232,6 +232,11 @@ def _asked(
     """The family of a check, in its regime."""
     name = broken.regime if broken is not None else name
     regime = REGIMES[name]
+    if broken is not None and broken.grows and broken.grows not in growth:
+        raise UserError(
+            f"--break: {broken.taken_out} matters only where experts become more; expected --growth "
+            f"{broken.grows}=1,2,4,8"
+        )
     factors = factors or (broken.factors if broken is not None else ())
     # Alike at every size, and nothing random or recomputed between the steps; a rate from the first step on.
     plain: dict[str, Any] = {
@@ -254,11 +259,6 @@ def _asked(
         # Clipping by the plain norm, which falls with width early on, is part of SGD's rate.
         plain["training.clip_grad"] = 0.0
     if growth:
-        if named := [key for key in growth if key in OF_EXPERTS]:
-            raise UserError(
-                f"--growth {named[0]}: the check has no theory of what more experts do to each module; expected "
-                "widths, or stability --across experts"
-            )
         points = grown(config, growth)
     elif factors:
         points = scaled(config, factors, regime.axis)

@@ -1,8 +1,8 @@
 """Names of modules and of parts of parameters, as the coordinate check compares them over a family of models.
 
-Public names: `named`, `part`, `in_family`, `in_whole_model`, `branch`. A part is a block of a fused parameter
-(`...linear_qkv.weight[key]`), or a parameter that is one block. Where depth grows, the last layer of every model is
-`decoder.layers.last` (an encoder's likewise).
+Public names: `named`, `part`, `in_family`, `in_whole_model`, `branch`, `expert_of`. A part is a block of a fused
+parameter (`...linear_qkv.weight[key]`), or a parameter that is one block. Where depth grows, the last layer of every
+model is `decoder.layers.last` (an encoder's likewise).
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ def in_whole_model(name: str, layers: int) -> str:
     """The other way round."""
     stack = stack_of(name)
     return name.replace(f"{stack}.layers.last.", f"{stack}.layers.{layers - 1}.") if stack else name
+
+
+def expert_of(name: str) -> int:
+    """The number of the expert that a module or parameter belongs to; 0 outside of experts."""
+    after = name.partition(".local_experts.")[2].partition(".")[0]
+    return int(after.partition("[")[0]) if after else 0
 
 
 def branch(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mup_megatron.proof.coordinates import QUANTITIES, Coordinates
 from mup_megatron.proof.family import Axis, Member
-from mup_megatron.proof.names import in_family
+from mup_megatron.proof.names import expert_of, in_family
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, Slope, fit
 
@@ -70,7 +70,8 @@ def slopes_of(
         for each in measurements
         if each.label == label and each.factor == member.factor
     }
-    order = dict.fromkeys(key for table in tables.values() for key in table)
+    few = min(member.config.model.num_moe_experts or 0 for member in family)
+    order = dict.fromkeys(key for table in tables.values() for key in table if expert_of(key[1]) < max(few, 1))
     seeds = sorted({seed for seed, _ in tables})
     by_seed = [[tables[seed, member.factor] for member in family] for seed in seeds]
     found = []

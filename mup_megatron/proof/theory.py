@@ -36,6 +36,7 @@ from mup_megatron.kinds import factors_of
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.family import Axis
 from mup_megatron.proof.names import branch, in_whole_model, named, part
+from mup_megatron.proof.routed import routed
 from mup_megatron.proof.verdict import BOUNDS, slope_of
 from mup_megatron.shapes import STACKS, Init, TensorShape, stack_of
 
@@ -117,6 +118,7 @@ class Theory:
             # A gate's sigmoid is 1/2 where its logits are 0.
             if not name.endswith(_GATE) and any(self._has_g(shape, block) for block in shape.fan_outs)
         }
+        self._routed = routed([(config, frozenset(shapes)) for config, shapes in self._models], sizes)
         self._hidden = self._over(lambda config, _: config.model.hidden_size)
         self._head = self._over(lambda config, _: config.model.head_size)
         self._key = self._kv_fall("key")
@@ -132,10 +134,16 @@ class Theory:
             shape = self._shapes[in_whole_model(tensor, self._layers)]
             if quantity == "initial":
                 return Expected(self._initial(tensor, shape, block), bound, bound)
-            return self._update(tensor, shape, block)
+            found = self._update(tensor, shape, block)
+            if self._routed is None or found.low is None or self._config.optimizer.eps <= _SMALL_EPS:
+                return found
+            return found._replace(low=found.low + self._routed.update_fall(tensor))
         if self._axis == "depth" and stack_of(name) and name not in _DEEPEST:
             # Half of all branches come before it in a model of two layers, most in a deep one.
             return Expected(0.0, None, None)
+        of_experts = None if self._routed is None else self._routed.expected(name, quantity, step)
+        if of_experts is not None:
+            return Expected(*of_experts)
         if quantity == "change":
             low = _FALL if self._falls(name) or self._is_fed(name) else bound
             return Expected(0.0, low, _RISE if self._is_chosen(name) else bound)

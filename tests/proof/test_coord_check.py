@@ -124,7 +124,7 @@ def test_a_broken_rule_fails(ranks: Ranks, rule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt3", "llama"])
-@pytest.mark.parametrize("rule", list(CONTROLS))
+@pytest.mark.parametrize("rule", [rule for rule, control in CONTROLS.items() if not control.grows])
 def test_every_broken_rule_fails(ranks: Ranks, rule: str, architecture: str) -> None:
     broken(ranks, rule, architecture)
 

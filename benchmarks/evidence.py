@@ -123,7 +123,7 @@ def _all() -> Rows:
             least, largest = found["rungs"][0], found["rungs"][-1]
             span = ", ".join(
                 f"{axis} {least[axis]} to {largest[axis]} times"
-                for axis in ("batch", "tokens")
+                for axis in ("batch", "tokens", "width")
                 if axis in found["rate"]
             )
             few, many = min(found["steps"].values()), max(found["steps"].values())
@@ -405,10 +405,10 @@ def _optimizers() -> Rows:
     return rows
 
 
-def _decay() -> Rows:
-    rows = [["rule", "lowest loss at 32, 64, 128", "best decay at 32, 64, 128", "verdict"]]
-    for rule in ("independent", "coupled"):
-        found = record(f"stability-decay/{rule}.json")
+def _decay(folder: str, rules: Sequence[str], sizes: str) -> Rows:
+    rows = [["rule", f"lowest loss at {sizes}", f"best decay at {sizes}", "verdict"]]
+    for rule in rules:
+        found = record(f"{folder}/{rule}.json")
         best = ", ".join(_best(row) for row in found["lines"]["mup"]["rows"])
         rows.append([f"`{rule}`", _losses(found), best, verdict(found)])
     return rows
@@ -534,7 +534,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "depth": _depth,
     "experts": _experts,
     "optimizers": _optimizers,
-    "decay": _decay,
+    "decay": partial(_decay, "stability-decay", ("independent", "coupled"), "32, 64, 128"),
+    "decay-epochs": partial(_decay, "decay-epochs", ("independent", "sqrt", "coupled"), "32, 64, 128"),
     "norm-gains": _gains,
     "positions": _positions,
     "reverse": _reverse,

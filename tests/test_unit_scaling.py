@@ -210,9 +210,10 @@ def test_a_layer_that_is_not_known_is_told(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_lion(ranks: Ranks) -> None:
+@pytest.mark.parametrize("split", [Split("plain", tensor=2), Split(1, tensor=2)], ids=str)
+def test_lion(ranks: Ranks, split: Split) -> None:
+    """Of matrices alone in the Megatron engine, of every tensor under DeepSpeed."""
     pytest.importorskip("emerging_optimizers")
-    split = Split("plain", tensor=2)
     own = {**LION, **INVARIANT}
     plain, unit = (trained(ranks, "llama", split, 8, **own, **scale) for scale in ({}, UNIT))
     assert unit[0]["losses"] == plain[0]["losses"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mup_megatron.config import Config
+from mup_megatron.errors import UserError
 from mup_megatron.tuning.record import read_record
 
 MULTIPLE = "make_vocab_size_divisible_by"
@@ -21,9 +22,17 @@ def check_family(path: Path, config: Config) -> None:
     make_vocab_size_divisible_by may pad the vocabulary to the same number of rows.
 
     Raises:
-        UserError: the record belongs to another family; says which keys differ.
+        UserError: the record belongs to another family, and says which keys differ; or a ladder's exponents are to move
+            its values, which a script's run does not do.
     """
     record = read_record(path, None)
+    for name in ("batch", "tokens"):
+        rule = "none" if record is None else str(record.get("rules", {}).get(name, "none"))
+        if rule.startswith("fitted"):
+            raise UserError(
+                f"{path}: parametrization.{name} is {rule}, by which its values move with batch and tokens, and a run "
+                "of megatron.training does not move them; expected a record that was tuned without that rule"
+            )
     family = {} if record is None else record["family"]
     loaded = config.data.tokenizer.library in ("huggingface", "tiktoken")
     if record is not None and not loaded and family.get("data.tokenizer.path") is None:

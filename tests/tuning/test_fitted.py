@@ -14,6 +14,7 @@ from mup_megatron import cli, horizon
 from mup_megatron.config import Config, load_config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.layout import resolve_layout
+from mup_megatron.megatron_training.family import check_family
 from mup_megatron.model import parametrize
 from mup_megatron.tuning import decide
 from mup_megatron.tuning.family import digest, digested
@@ -312,6 +313,16 @@ def test_a_record_without_a_ladder(tmp_path: Path, ladder: Path) -> None:
         parametrize(transferred, 375)
     transferred, _ = decide.apply_record(config.derive({"tuning.ladder": str(ladder)}))
     parametrize(transferred, 375)
+
+
+def test_a_script_of_megatron_training_refuses_it(tmp_path: Path, ladder: Path) -> None:
+    """It would train with values for the trials' batch and length, since the family's digest leaves `fitted` out."""
+    path = record_in(tmp_path, taken(target_of(ladder)))
+    with pytest.raises(UserError, match=r"parametrization.batch is fitted:0\.\d+, by which its values move"):
+        check_family(path, config_of())
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    check_family(record_in(plain, target_of(None, **dict.fromkeys(FITTED, "none"))), config_of())
 
 
 def test_a_part_of_another_kind(tmp_path: Path, ladder: Path) -> None:

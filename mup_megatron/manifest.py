@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 
-from mup_megatron.config import Model
+from mup_megatron.config import Config, Model
 from mup_megatron.data.prepare import tokenizer_file
 from mup_megatron.data.tokenizer import tokenizer_digest
 from mup_megatron.errors import UserError, shown
@@ -280,6 +280,9 @@ def check_settings(
 ) -> list[tuple[str, Any, Any]]:
     """The same of settings alone, of which there may be no manifest.
 
+    A key that the run does not say came with a later version. By default it leaves runs as they were, so then it is no
+    difference.
+
     Args:
         found: what a run was trained with, from `settings_of`.
         current: what it would go on with.
@@ -294,6 +297,7 @@ def check_settings(
         UserError: a table of the keys that differ, with both values.
     """
     before, now = _flatten(found), _flatten(current)
+    before |= {key: value for key, value in now.items() if key not in before and value == _default(key)}
     changed = [
         key for key in sorted(set(before) | set(now)) if before.get(key) != now.get(key) and not _within(key, _FREE)
     ]
@@ -307,6 +311,17 @@ def check_settings(
         )
 
     return [(key, before.get(key), now.get(key)) for key in changed]
+
+
+def _default(key: str) -> Any:
+    """Of a config's key; None of what is none, or has no default."""
+    section: Any = Config
+    *sections, last = key.split(".")
+    for name in sections:
+        field = getattr(section, "model_fields", {}).get(name)
+        section = field.annotation if field is not None else None
+    field = getattr(section, "model_fields", {}).get(last)
+    return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
 
 
 def _within(key: str, sections: Iterable[str]) -> bool:

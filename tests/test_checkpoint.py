@@ -76,6 +76,25 @@ def test_the_guard(overrides: dict[str, Any], sentence: str) -> None:
     assert sentence in [" ".join(line.split()) for line in table.splitlines()]
 
 
+def without(made: CheckpointManifest, section: str, key: str) -> CheckpointManifest:
+    """As a version wrote it that did not know a key."""
+    config = {name: dict(keys) for name, keys in made.config.items()}
+    del config[section][key]
+    return made.replaced(config=config)
+
+
+@pytest.mark.parametrize(("section", "key"), [("parametrization", "scaling"), ("training", "clip_norm")])
+def test_a_key_of_a_later_version_is_no_difference(section: str, key: str) -> None:
+    check_resume(without(manifest(), section, key), manifest(), Path("x"))
+
+
+def test_a_key_of_a_later_version_that_is_set_is_a_difference() -> None:
+    """Negative control: what the run did not have is not taken for what the config asks."""
+    before = without(manifest(), "training", "clip_norm")
+    with pytest.raises(UserError, match=r"training.clip_norm +None +'invariant'"):
+        check_resume(before, manifest(training__clip_norm="invariant"), Path("x"))
+
+
 def test_a_deliberate_change_is_let_through_by_name() -> None:
     changed = manifest(hparams__lr=1e-3, run__seed=8)
     check_resume(manifest(), changed, Path("x"), allowed=["hparams.lr", "run.seed"])

@@ -47,15 +47,17 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
         if held[key]["measured"] is not None:
             panel.plot([held["tokens"]], [held[key]["measured"]], "*", color="0.1", ms=11, label="held out")
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
-        panel.yaxis.set_major_locator(LogLocator(2, subs=(1.0, 2**0.25, 2**0.5, 2**0.75)))
-        panel.yaxis.set_major_formatter("{x:.3g}")
         panel.set_xlabel("tokens of the run, × the config's own")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yscale("log", base=2)
+    panels[0].yaxis.set_major_locator(LogLocator(2, subs=(1.0, 2**0.25, 2**0.5, 2**0.75)))
+    panels[0].yaxis.set_major_formatter("{x:.3g}")
     panels[0].set_ylabel("best learning rate")
     panels[1].set_ylabel("loss at the best rate (nats per token)")
-    panels[0].set_title(f"{result['verdict']} ({result['seeds']} seeds)", loc="left", fontsize=10)
+    panels[0].set_title(
+        f"{result['verdict']} ({result['seeds']} seed{'s' if result['seeds'] > 1 else ''})", loc="left", fontsize=10
+    )
     panels[1].legend(frameon=False, fontsize=8)
     save_figure(figure, path)
     pyplot.close(figure)

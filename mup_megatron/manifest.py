@@ -343,9 +343,10 @@ def _compared(manifest: CheckpointManifest) -> dict[str, Any]:
 
 def _lion_steps(config: Mapping[str, Any]) -> dict[str, str]:
     """What Lion steps, which the engine decides, although it is free to change under every other optimizer."""
-    if config.get("optimizer", {}).get("name") != "lion":
+    flat = _flatten(config)
+    if flat.get("optimizer.name") != "lion":
         return {}
-    every = config.get("parallel", {}).get("engine") == "deepspeed"
+    every = flat.get("parallel.engine") == "deepspeed"
     return {"optimizer.steps": "every tensor" if every else "matrices inside the blocks"}
 
 

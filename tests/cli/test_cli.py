@@ -29,6 +29,7 @@ KEYS = {
     "m_out",
     "blocks",
     "forward_multiplier",
+    "theta",
     "init",
     "init_std",
     "lr",
@@ -59,7 +60,8 @@ def by_name(explained: dict[str, Any]) -> dict[str, Any]:
 def test_explain_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make(MIXED, "llama", parallel__tensor_model_parallel_size=2)
     explained = explain(capsys, write(tmp_path, config), "--world-size", "4", "--rank", "3")
-    assert set(explained) == {"config", "layout", "growth", "forward", "horizon", "experts", "parameters"}
+    parts = {"config", "layout", "growth", "forward", "horizon", "moved", "experts", "parameters"}
+    assert set(explained) == parts
     assert explained["growth"]["ffn_hidden_size"] == {"base": 64, "target": 160, "follows": None}
     assert set(explained["forward"]) == {"softmax_scale", "readout", "embedding", "residual", "relative_bias"}
     assert explained["layout"]["tensor_model_parallel_rank"] == 1

@@ -174,26 +174,28 @@ def work_on(config: Config, most: int, killed: int = 10**6) -> int:
     return done
 
 
+def waits(study: Study) -> bool:
+    return any(trial.state == "waiting" for trial in study.trials())
+
+
 def lead(config: Config, workers: int = 1, killed: int | None = None) -> list[Trial]:
     """The whole study, as a leader moves it on; every process is gone after so many trials, and new ones come."""
-    study, done = Study.create(config), 0
-    repeated = False
+    study, repeated = Study.create(config), False
     while True:
-        before = done
         threads = [threading.Thread(target=work_on, args=(config, 10**6)) for _ in range(workers - 1)]
         for thread in threads:
             thread.start()
-        done += work_on(config, 10**6, 10**6 if killed is None else killed)
+        work_on(config, 10**6, 10**6 if killed is None else killed)
         for thread in threads:
             thread.join()
         if killed is not None:
             study, repeated = Study.create(config), False  # takes back what was running
-            if any(trial.state == "waiting" for trial in study.trials()):
+            if waits(study):
                 continue
         if not repeated:
             repeated = True
             study.repeat_best()
-            if done != before:
+            if waits(study):
                 continue
         if not study.descend():
             return study.trials()

@@ -1033,7 +1033,7 @@ LION = (
         "lion: state of one engine for the other",
         "a run under Megatron's Lion goes on under DeepSpeed's",
         "mup_megatron/manifest.py",
-        'if config.get("optimizer", {}).get("name") != "lion":',
+        'if flat.get("optimizer.name") != "lion":',
         "if True:",
         "test_lion.py::test_lion_of_one_engine_is_another_than_that_of_the_other",
     ),

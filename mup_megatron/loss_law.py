@@ -1,6 +1,6 @@
 """A law of the lowest loss over tokens, steps and width: what is left at any size of the run, and what falls with each.
 
-Public names: `LossLaw`, `fit_loss_law`, `read_loss_law`, `LEVELS_OF_A_FLOOR`. Factors are of the first rung of a
+Public names: `AXES`, `LossLaw`, `fit_loss_law`, `read_loss_law`. Factors are of the first rung of a
 ladder: tokens D, sequences a step B, steps D/B, width w.
 
     L = floor + width · w^-a + data · D^-b + steps · (D/B)^-s
@@ -20,22 +20,23 @@ from typing import Any
 
 import numpy as np
 
-LEVELS_OF_A_FLOOR = 3
+AXES = ("batch", "tokens", "width")
+"""What the rungs of a ladder differ in."""
+
+_SIZES_FOR_A_FLOOR = 3
 """A power and a constant beside it need so many different sizes along one axis."""
 
-_AXES = ("batch", "tokens", "width")
-_INFINITE = math.inf
 # Of each number: where the search begins, the least and the most it may be.
 _RANGES = {
-    "floor": (1.0, 0.0, _INFINITE),
-    "width": (1.0, 0.0, _INFINITE),
+    "floor": (1.0, 0.0, math.inf),
+    "width": (1.0, 0.0, math.inf),
     "width_exponent": (0.3, 0.0, 3.0),
-    "data": (1.0, 0.0, _INFINITE),
+    "data": (1.0, 0.0, math.inf),
     "data_exponent": (0.3, 0.0, 3.0),
-    "steps": (0.3, 0.0, _INFINITE),
+    "steps": (0.3, 0.0, math.inf),
     "steps_exponent": (1.0, 0.0, 3.0),
-    "constant": (1.0, 0.0, _INFINITE),
-    **{f"power_of_{axis}": (0.0, -3.0, 3.0) for axis in _AXES},
+    "constant": (1.0, 0.0, math.inf),
+    **{f"power_of_{axis}": (0.0, -3.0, 3.0) for axis in AXES},
 }
 
 
@@ -78,7 +79,7 @@ class LossLaw:
     def __str__(self) -> str:
         terms = self.terms
         if "constant" in terms:
-            powers = [f"{axis}^{terms[f'power_of_{axis}']:+.3f}" for axis in _AXES if f"power_of_{axis}" in terms]
+            powers = [f"{axis}^{terms[f'power_of_{axis}']:+.3f}" for axis in AXES if f"power_of_{axis}" in terms]
             return " · ".join([f"{terms['constant']:.3f}", *powers])
         said = [f"{terms['floor']:.3f}"] if "floor" in terms else []
         if "width" in terms:
@@ -145,23 +146,23 @@ def _least(names: Sequence[str], residuals: Any, lowest: float) -> Any:
 
 def _determined(points: Sequence[Mapping[str, float]]) -> list[str]:
     """The numbers that sizes like these can tell, a constant first."""
-    sizes = {axis: len({point[axis] for point in points}) for axis in _AXES}
+    sizes = {axis: len({point[axis] for point in points}) for axis in AXES}
     names = ["width", "width_exponent"] if sizes["width"] > 1 else []
-    if not names or sizes["width"] >= LEVELS_OF_A_FLOOR:
+    if not names or sizes["width"] >= _SIZES_FOR_A_FLOOR:
         names.insert(0, "floor")
     names += ["data", "data_exponent"] + (["steps", "steps_exponent"] if sizes["batch"] > 1 else [])
-    if sizes["tokens"] >= LEVELS_OF_A_FLOOR and len(points) > len(names):
+    if sizes["tokens"] >= _SIZES_FOR_A_FLOOR and len(points) > len(names):
         return names
-    return ["constant", *(f"power_of_{axis}" for axis in _AXES if sizes[axis] > 1)]
+    return ["constant", *(f"power_of_{axis}" for axis in AXES if sizes[axis] > 1)]
 
 
 def _factors(octaves: Mapping[str, float]) -> dict[str, float]:
-    return {axis: 2.0 ** octaves.get(axis, 0.0) for axis in _AXES}
+    return {axis: 2.0 ** octaves.get(axis, 0.0) for axis in AXES}
 
 
 def _loss(terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
     if "constant" in terms:
-        powers = (factors[axis] ** terms.get(f"power_of_{axis}", 0.0) for axis in _AXES)
+        powers = (factors[axis] ** terms.get(f"power_of_{axis}", 0.0) for axis in AXES)
         return terms["constant"] * math.prod(powers)
     loss = terms.get("floor", 0.0)
     if "width" in terms:

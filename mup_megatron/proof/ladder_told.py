@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.files import write_whole
-from mup_megatron.proof.rungs import AXES
+from mup_megatron.loss_law import AXES
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:

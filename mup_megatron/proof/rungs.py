@@ -1,6 +1,6 @@
 """The sizes of a ladder: batch, tokens and width, as factors of a config's own.
 
-Public names: `AXES`, `Ladder`, `Rung`, `rungs`.
+Public names: `Ladder`, `Rung`, `rungs`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.loss_law import AXES
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import comparable
 from mup_megatron.tuning.fitted import without_rules
 from mup_megatron.tuning.space import stretched
-
-AXES = ("batch", "tokens", "width")
 
 
 @dataclass(frozen=True, kw_only=True)

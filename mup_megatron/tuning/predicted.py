@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.loss_law import read_loss_law
+from mup_megatron.loss_law import AXES, read_loss_law
 from mup_megatron.tuning.family import differences
 from mup_megatron.tuning.fitted import Fitted, measured, sizes_of
 
@@ -30,7 +30,7 @@ def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
     if differing := differences(found.measured, here, "in the ladder", "in the config"):
         return {"why_not": "; ".join(differing)}
     sizes = sizes_of(config)
-    octaves = {axis: math.log2(sizes[axis] / getattr(found.span, axis).own) for axis in ("batch", "tokens", "width")}
+    octaves = {axis: math.log2(sizes[axis] / getattr(found.span, axis).own) for axis in AXES}
     try:
         loss, error = read_loss_law(found.loss).at(octaves)
     except (ArithmeticError, ValueError):  # of numbers in a file that no fit wrote

@@ -12,12 +12,13 @@ import pytest
 
 from mup_megatron import cli
 from mup_megatron.errors import UserError
+from mup_megatron.loss_law import AXES
 from mup_megatron.proof.halving import wanted
 from mup_megatron.proof.ladder_told import lines
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.laws import fit
 from mup_megatron.proof.optimum import Curve
-from mup_megatron.proof.rungs import AXES, Ladder, Rung, rungs
+from mup_megatron.proof.rungs import Ladder, Rung, rungs
 from mup_megatron.report.ladder import draw_ladder
 from tests.configs import MIXED, make, pipeline_file
 

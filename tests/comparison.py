@@ -17,6 +17,11 @@ class Difference(AssertionError):
     """Two runs differ; the message names the quantity, the tensor where it is one's, and the rank."""
 
 
+def deviation(values: list[float], expected: list[float]) -> float:
+    """Largest relative deviation."""
+    return float(np.max(np.abs(np.array(values) / np.array(expected) - 1)))
+
+
 def compare_curves(results: list[dict[str, Any]], whole: dict[str, Any], tolerance: float = TOLERANCE) -> None:
     """Losses and gradient norms of every rank against one process, in the order of steps. Raises Difference."""
     for rank, result in enumerate(results):

@@ -18,15 +18,17 @@ from tests import reports
 from tests.commands import BIN, environment, run
 from tests.configs import pipeline_file
 from tests.distributed import Ranks
+from tests.parity import Page
 
 BEGAN = pytest.StashKey[float]()
-PARITY = pytest.StashKey[list[dict[str, Any]]]()
+PARITY = pytest.StashKey[Page]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run tests marked slow; write docs/test-summary-*.md")
     parser.addoption("--slow", action="store_true", help="run tests marked slow alone, otherwise as --all")
-    parser.addoption("--parity", metavar="FILE", help="write measured deviations between layouts as a table")
+    parser.addoption("--parity", metavar="FILE", help="compare layouts alone, slow cells too; write FILE")
+    parser.addoption("--since", metavar="DATE", help="of --parity: leave out cells with a row of DATE or later")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,18 +37,29 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", rf"ignore:::{module}(\..*)?")
     for message in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:.*{message}.*")
-    config.option.all |= config.option.slow
+    config.option.all |= config.option.slow or config.option.parity is not None
     if config.getoption("--all"):
         settings.register_profile("all", max_examples=500)
         settings.load_profile("all")
     else:
         # Compiling a function takes longer than training the small models of the quick tests; the slow ones compile.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    config.stash[PARITY] = []
+    config.stash[PARITY] = _page(config.option.parity, config.option.since)
     config.stash[BEGAN] = time.monotonic()
 
 
+def _page(path: str | None, since: str | None) -> Page:
+    try:
+        return Page.read(Path(path), since) if path else Page()
+    except ValueError as error:
+        raise pytest.UsageError(f"--since: {error}; expected a date as 2026-11-23") from None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--parity"):
+        others = [item for item in items if "parity" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     if config.getoption("--slow"):
         quick = [item for item in items if not {"slow", "more"} & item.keywords.keys()]
         config.hook.pytest_deselected(items=quick)
@@ -72,11 +85,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if path := config.getoption("--parity"):
-        table = reports.parity(config.stash[PARITY])
-        Path(path).write_text(table)
-        terminalreporter.write(f"\n{table}\n")
         terminalreporter.write_line(f"measured deviations: {path}")
-    whole = config.getoption("--all") and not config.option.collectonly and config.args_source.name != "ARGS"
+    whole = config.getoption("--all") and not config.getoption("--parity") and not config.option.collectonly
+    whole = whole and config.args_source.name != "ARGS"
     if whole:
         path = f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md"
         command = f"./dev test {'--slow' if config.getoption('--slow') else '--all'}"
@@ -86,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture
-def parity_rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def parity(request: pytest.FixtureRequest) -> Page:
     """Where cells of the layout matrix put what they measured."""
     return request.config.stash[PARITY]
 

@@ -1,4 +1,4 @@
-"""The tables that test runs write into docs/."""
+"""The page that a run of the slow tests writes into docs/."""
 
 from __future__ import annotations
 
@@ -11,34 +11,15 @@ from typing import Any
 _PACKAGES = ("torch", "megatron-core", "deepspeed")
 
 
-def _versions() -> str:
+def versions() -> str:
+    """Of Python and of what trains."""
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
     return f"Python {platform.python_version()}, {packages}"
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Cores and kind of processor."""
     return f"{os.cpu_count()} cores, {platform.machine()}"
-
-
-def parity(rows: list[dict[str, Any]]) -> str:
-    """Measured deviations of every cell of the layout matrix."""
-    lines = [
-        "# Layouts against one process",
-        "",
-        f"Made by `./dev parity` on {datetime.date.today()} ({_versions()}; {_machine()}). Each row is a model trained",
-        "for 20 steps in fp32 on real text, a fresh batch each step, under a layout, against the same model in one",
-        "process. Initial values are equal to the last bit in every row; rates, epsilons and decays are equal. The",
-        "numbers are the largest relative deviations of the 20 losses and of the 20 gradient norms before clipping;",
-        "the bound is 2e-5. Growths: `mixed` (hidden x3/2, FFN x5/2, heads x2, query groups x4) and `head_size`",
-        "(hidden x2, FFN x3, head size x3/2).",
-        "",
-        "| architecture | growth | layout | loss | gradient norm |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        cells = (row["architecture"], row["growth"], row["layout"], f"{row['loss']:.1e}", f"{row['gradient norm']:.1e}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def summary(stats: dict[str, list[Any]], command: str, seconds: float) -> str:
@@ -50,7 +31,7 @@ def summary(stats: dict[str, list[Any]], command: str, seconds: float) -> str:
     lines = [
         "# The last run of the slow tests",
         "",
-        f"Made by `{command}` on {datetime.date.today()} ({_versions()}; {_machine()}): "
+        f"Made by `{command}` on {datetime.date.today()} ({versions()}; {machine()}): "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         + f" in {seconds / 60:.1f} minutes.",
         *(

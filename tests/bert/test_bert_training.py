@@ -17,8 +17,8 @@ from tests.bert import bodies
 from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import MIXED, make
 from tests.distributed import RankError, Ranks
-from tests.engines.test_layout_invariance import deviation
 from tests.engines.test_parity import Split
+from tests.parity import Page
 
 STEPS = 20
 NEXT_SENTENCE: dict[str, Any] = {"model__bert_binary_head": True}
@@ -178,7 +178,6 @@ CELLS = [
 
 
 SHORT = {"tensor": "tensor", "pipeline": "pipeline", "virtual": "virtual_pipeline"}
-MEASURED = {"loss": "losses", "gradient norm": "grad_norms"}
 KINDS = {
     (): "bert",
     tuple(NEXT_SENTENCE): "bert, next sentence",
@@ -207,24 +206,24 @@ def told(count: int, keys: dict[str, Any]) -> str:
 def test_the_layout_changes_nothing(
     ranks: Ranks,
     reference: Any,
-    parity_rows: list[dict[str, Any]],
+    parity: Page,
     count: int,
     model: dict[str, Any],
     keys: dict[str, Any],
 ) -> None:
     """Initial values to the last bit, groups, and 20 losses and gradient norms within 2e-5 of one process."""
-    whole = reference(*model.items())
     tensor = keys["parallel__tensor_model_parallel_size"]
     pipeline = keys.get("parallel__pipeline_model_parallel_size", 1)
     config = config_of(hparams__lr=3e-3, training__micro_batch_size=4 // (count // tensor // pipeline), **model, **keys)
-    results = ranks.run(count, bodies.train, config=config, steps=STEPS)
-    rows = {key: max(deviation(result[name], whole[name]) for result in results) for key, name in MEASURED.items()}
-    parity_rows.append({"architecture": KINDS[tuple(model)], "growth": "mixed", "layout": told(count, keys), **rows})
-    assert set().union(*(result["initial"] for result in results)) == whole["initial"].keys()
-    gated = bool(model.get("model__gated_linear_unit"))
-    compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor, gated))
-    compare_groups(results, whole)
-    compare_curves(results, whole)
+    with parity.cell(KINDS[tuple(model)], "mixed", told(count, keys)) as cell:
+        whole = reference(*model.items())
+        results = ranks.run(count, bodies.train, config=config, steps=STEPS)
+        cell.add(results, whole)
+        assert set().union(*(result["initial"] for result in results)) == whole["initial"].keys()
+        gated = bool(model.get("model__gated_linear_unit"))
+        compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor, gated))
+        compare_groups(results, whole)
+        compare_curves(results, whole)
 
 
 def test_the_regime_can_tell(reference: Any) -> None:

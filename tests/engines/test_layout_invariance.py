@@ -19,6 +19,7 @@ from tests import bodies
 from tests.comparison import compare_curves, compare_groups, compare_initial
 from tests.configs import HEAD_SIZE, MIXED, make
 from tests.distributed import Ranks
+from tests.parity import Page
 
 GROWTHS = {"mixed": MIXED, "head_size": HEAD_SIZE}
 STEPS = 20
@@ -49,11 +50,6 @@ def reference(ranks: Ranks) -> Any:
         return ranks.run(1, bodies.train, config=config, steps=STEPS)[0]
 
     return run
-
-
-def deviation(values: list[float], expected: list[float]) -> float:
-    """Largest relative deviation."""
-    return float(np.max(np.abs(np.array(values) / np.array(expected) - 1)))
 
 
 def slices(name: str, whole: np.ndarray, tensor: int, rank: int, gated: bool) -> np.ndarray:
@@ -87,13 +83,12 @@ def cells() -> Iterator[Any]:
 def test_layout_changes_nothing(
     ranks: Ranks,
     reference: Any,
-    parity_rows: list[dict[str, Any]],
+    parity: Page,
     architecture: str,
     growth: str,
     layout: tuple[int, int, bool, int],
 ) -> None:
     tensor, data, sequence_parallel, stage = layout
-    whole = reference(architecture, growth)
     config = config_of(
         architecture,
         growth,
@@ -102,23 +97,18 @@ def test_layout_changes_nothing(
         parallel__zero_stage=stage,
         training__micro_batch_size=4 // data,  # two micro-batches each: gradients are accumulated everywhere
     )
-    results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
-    parity_rows.append(
-        {
-            "architecture": architecture,
-            "growth": growth,
-            "layout": f"TP {tensor}, DP {data}{', SP' if sequence_parallel else ''}, ZeRO {stage}",
-            "loss": max(deviation(result["losses"], whole["losses"]) for result in results),
-            "gradient norm": max(deviation(result["grad_norms"], whole["grad_norms"]) for result in results),
-        }
-    )
-    for result in results:
-        assert result["initial"].keys() == whole["initial"].keys()
-        assert result["groups"].keys() == whole["groups"].keys()
-    gated = architecture == "llama"
-    compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor, gated))
-    compare_groups(results, whole)
-    compare_curves(results, whole)
+    told = f"TP {tensor}, DP {data}{', SP' if sequence_parallel else ''}, ZeRO {stage}"
+    with parity.cell(architecture, growth, told) as cell:
+        whole = reference(architecture, growth)
+        results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
+        cell.add(results, whole)
+        for result in results:
+            assert result["initial"].keys() == whole["initial"].keys()
+            assert result["groups"].keys() == whole["groups"].keys()
+        gated = architecture == "llama"
+        compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor, gated))
+        compare_groups(results, whole)
+        compare_curves(results, whole)
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("gpt3", False), ("llama", True)])

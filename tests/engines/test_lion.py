@@ -13,11 +13,12 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.setup import resolve_auto
 from mup_megatron.upstream import importable
 from tests import bodies
-from tests.comparison import Difference
+from tests.comparison import Difference, deviation
 from tests.configs import MIXED, MOE, make
 from tests.distributed import Ranks
-from tests.engines.test_layout_invariance import STEPS, deviation
+from tests.engines.test_layout_invariance import STEPS
 from tests.engines.test_parity import Split, check
+from tests.parity import Page
 
 _OWN = {"optimizer__name": "lion", "hparams__lr": 1e-3, "hparams__weight_decay": 0.3, "model__num_layers": 2}
 OF_TORCH = {"optimizer__implementation": "emerging_optimizers"}
@@ -67,18 +68,26 @@ def test_no_layout_is_in_the_losses_of_torch_s(ranks: Ranks, reference: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_no_layout_is_in_the_losses(ranks: Ranks, cpu_lion: None, reference: Any, split: Split) -> None:
+def test_no_layout_is_in_the_losses(ranks: Ranks, cpu_lion: None, reference: Any, parity: Page, split: Split) -> None:
     config = config_of("gpt3", split)
     assert resolve_auto(config).optimizer.implementation == "deepspeed_lion"
-    whole = reference("gpt3", "auto")
-    check(ranks.run(split.processes, bodies.train, config=config, steps=STEPS), whole, split, False)
+    with parity.cell("gpt3, Lion", "mixed", str(split)) as cell:
+        whole = reference("gpt3", "auto")
+        results = ranks.run(split.processes, bodies.train, config=config, steps=STEPS)
+        cell.add(results, whole)
+        check(results, whole, split, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [Split(1, expert=2, data=2), Split(3, data=2)], ids=str)
-def test_no_layout_is_in_the_losses_of_experts(ranks: Ranks, cpu_lion: None, reference: Any, split: Split) -> None:
-    results = ranks.run(split.processes, bodies.train, config=config_of("moe", split), steps=STEPS)
-    check(results, reference("moe", "auto"), split)
+def test_no_layout_is_in_the_losses_of_experts(
+    ranks: Ranks, cpu_lion: None, reference: Any, parity: Page, split: Split
+) -> None:
+    with parity.cell("moe, Lion", "mixed", str(split)) as cell:
+        whole = reference("moe", "auto")
+        results = ranks.run(split.processes, bodies.train, config=config_of("moe", split), steps=STEPS)
+        cell.add(results, whole)
+        check(results, whole, split)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tests.configs import MIXED, MLA, MOE, make
 from tests.distributed import Ranks
 from tests.engines.test_layout_invariance import STEPS
 from tests.engines.test_parity import Split, check
+from tests.parity import Page
 
 pytestmark = pytest.mark.skipif(emerging_missing("muon") is not None, reason=str(emerging_missing("muon")))
 
@@ -85,10 +86,14 @@ def reference(ranks: Ranks) -> Any:
         for cell in CELLS
     ],
 )
-def test_no_layout_is_in_the_losses(ranks: Ranks, reference: Any, model: str, split: Split) -> None:
-    whole = reference(model)
-    assert whole["losses"][0] - whole["losses"][-1] > 1.0
-    check(ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS), whole, split)
+def test_no_layout_is_in_the_losses(ranks: Ranks, reference: Any, parity: Page, model: str, split: Split) -> None:
+    growth = "mixed, query groups x2" if model == "llama" else "mixed"
+    with parity.cell(f"{model}, Muon", growth, str(split)) as cell:
+        whole = reference(model)
+        assert whole["losses"][0] - whole["losses"][-1] > 1.0
+        results = ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS)
+        cell.add(results, whole)
+        check(results, whole, split)
 
 
 @pytest.mark.parametrize(

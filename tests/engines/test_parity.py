@@ -19,7 +19,8 @@ from tests import bodies
 from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, T5, make, make_t5
 from tests.distributed import RankError, Ranks
-from tests.engines.test_layout_invariance import STEPS, deviation
+from tests.engines.test_layout_invariance import STEPS
+from tests.parity import Page
 
 _DEEP = {"model__num_layers": 4, "hparams__lr": 3e-3}
 _BIAS = {
@@ -33,6 +34,13 @@ _HORIZON = {
     "parametrization__weight_decay": "timescale",
     "tuning__global_batch_size": 4,
     "tuning__train_steps": 10,
+}
+_EXPERTS = {"model__num_moe_experts": 8, "base__num_moe_experts": 4, "parametrization__experts": "any_share"}
+_PER_TENSOR = {
+    "embedding": {"lr": 2.0, "init": 0.5},
+    "attention_q": {"init": 0.25},
+    "mlp": {"lr": 0.5},
+    "biases": {"lr": 3.0},
 }
 # Few buckets, so that a sequence of 24 has distances of all of them; a bias of the size of the logits.
 _RELATIVE = {
@@ -67,6 +75,22 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qk-norm": ("llama", MIXED, {**_DEEP, "model__qk_layernorm": True}),
     "batch and tokens": ("llama", MIXED, {**_DEEP, **_HORIZON}),
     "unit scale": ("gpt3", MIXED, {**_DEEP, "parametrization__scaling": "unit"}),
+    "per tensor": ("gpt3", MIXED, {**_DEEP, "hparams__per_tensor": _PER_TENSOR}),
+    "more experts": ("llama", MOE, {**_DEEP, **_EXPERTS, "model__moe_layer_freq": [0, 1, 1, 1]}),
+    "every rule": (
+        "llama",
+        MOE,
+        {
+            **_DEEP,
+            **_HORIZON,
+            **_EXPERTS,
+            "model__moe_layer_freq": 2,
+            "base__num_layers": 2,
+            "parametrization__depth": "completep",
+            "parametrization__scaling": "unit",
+            "hparams__per_tensor": {"embedding": {"lr": 2.0}, "experts": {"init": 0.5}, "router": {"lr": 0.5}},
+        },
+    ),
     "t5": ("t5", T5, {"hparams__lr": 3e-3, "training__decoder_seq_length": 24}),
     "t5 rope": (
         "t5",
@@ -80,7 +104,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "t5 relative": ("t5", T5, {"hparams__lr": 3e-3, "training__decoder_seq_length": 24, **_RELATIVE}),
 }
-UNGATED = ("gpt3", "unit scale", "t5", "t5 rope", "t5 relative")
+UNGATED = ("gpt3", "unit scale", "per tensor", "t5", "t5 rope", "t5 relative")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +224,10 @@ EXPERTS_FEW = [
     Split("distributed", pipeline=2, expert=2, data=2),
     Split(1, expert=2, data=2),
 ]
+EXPERTS_OF_FOUR = [
+    Split("plain", expert=4, data=4),
+    Split("distributed", tensor=2, expert=4, expert_tensor=1, data=2, sequence=True),
+]
 FULLY_SHARDED = [
     ("gpt3", Split("fsdp2", data=2)),  # a tied head
     ("gpt3", Split("fsdp2", data=4)),
@@ -256,6 +284,8 @@ MATRIX = [
     ("mla moe", Split(3, data=2)),
     *(("batch and tokens", split) for split in (*FEW, Split(1, tensor=2), Split(3, data=2))),
     *(("unit scale", split) for split in (*FEW, Split(1, tensor=2), Split(3, data=2))),
+    *(("per tensor", split) for split in (*FEW, Split(1, tensor=2), Split(3, data=2))),
+    *((model, split) for model in ("more experts", "every rule") for split in (*EXPERTS_FEW, *EXPERTS_OF_FOUR)),
     *CONTEXT,
     *FULLY_SHARDED,
     *(("t5", split) for split in T5_SPLITS),
@@ -335,21 +365,12 @@ def split_gated(whole: np.ndarray, ranks: int) -> list[np.ndarray]:
         for model, split in MATRIX
     ],
 )
-def test_layout_changes_nothing(
-    ranks: Ranks, reference: Any, parity_rows: list[dict[str, Any]], model: str, split: Split
-) -> None:
-    whole = reference(model)
-    results = ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS)
-    parity_rows.append(
-        {
-            "architecture": model,
-            "growth": "mixed" if MODELS[model][1] is not HEAD_SIZE else "head_size",
-            "layout": str(split),
-            "loss": max(deviation(result["losses"], whole["losses"]) for result in results),
-            "gradient norm": max(deviation(result["grad_norms"], whole["grad_norms"]) for result in results),
-        }
-    )
-    check(results, whole, split, gated=model not in UNGATED)
+def test_layout_changes_nothing(ranks: Ranks, reference: Any, parity: Page, model: str, split: Split) -> None:
+    with parity.cell(model, "mixed" if MODELS[model][1] is not HEAD_SIZE else "head_size", str(split)) as cell:
+        whole = reference(model)
+        results = ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS)
+        cell.add(results, whole)
+        check(results, whole, split, gated=model not in UNGATED)
 
 
 EP2_TP2 = Split(1, tensor=2, expert=2, data=2, sequence=True)

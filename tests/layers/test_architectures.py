@@ -17,7 +17,8 @@ from tests import bodies
 from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
 from tests.configs import MIXED, MLA, MOE, make
 from tests.distributed import RankError, Ranks
-from tests.engines.test_layout_invariance import STEPS, deviation
+from tests.engines.test_layout_invariance import STEPS
+from tests.parity import Page
 
 YARN = {"model__rope_type": "yarn", "model__mscale_all_dim": 1.0, "model__q_lora_rank": None}
 BIAS = {
@@ -102,12 +103,11 @@ def cells() -> list[Any]:
 def test_layout_changes_nothing(
     ranks: Ranks,
     reference: Any,
-    parity_rows: list[dict[str, Any]],
+    parity: Page,
     case: str,
     layout: tuple[int, int, bool, int],
 ) -> None:
     tensor, data, sequence_parallel, stage = layout
-    whole = reference(case)
     config = config_of(
         case,
         parallel__tensor_model_parallel_size=tensor,
@@ -117,22 +117,17 @@ def test_layout_changes_nothing(
     )
     if case == "moe-aux-loss" and data > 1:
         pytest.skip("the auxiliary loss of a batch is not the mean of its parts'")
-    results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
-    parity_rows.append(
-        {
-            "architecture": "llama",
-            "growth": case,
-            "layout": f"TP {tensor}, DP {data}{', SP' if sequence_parallel else ''}, ZeRO {stage}",
-            "loss": max(deviation(result["losses"], whole["losses"]) for result in results),
-            "gradient norm": max(deviation(result["grad_norms"], whole["grad_norms"]) for result in results),
-        }
-    )
-    for result in results:
-        assert result["initial"].keys() == whole["initial"].keys()
-        assert result["groups"].keys() == whole["groups"].keys()
-    compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor))
-    compare_groups(results, whole)
-    compare_curves(results, whole)
+    told = f"TP {tensor}, DP {data}{', SP' if sequence_parallel else ''}, ZeRO {stage}"
+    with parity.cell("llama", case, told) as cell:
+        whole = reference(case)
+        results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
+        cell.add(results, whole)
+        for result in results:
+            assert result["initial"].keys() == whole["initial"].keys()
+            assert result["groups"].keys() == whole["groups"].keys()
+        compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor))
+        compare_groups(results, whole)
+        compare_curves(results, whole)
 
 
 @pytest.mark.parametrize("case", [case for case, (_, _, quick) in CASES.items() if quick])

@@ -10,6 +10,7 @@ from tests.bias_mutants import BIAS
 from tests.mutant import Mutant
 from tests.mutant import mutant as _mutant
 from tests.native_mutants import NATIVE
+from tests.tuning_mutants import TUNING
 from tests.unit_mutants import UNIT
 
 _RULES = "mup_megatron/rules.py"
@@ -1441,5 +1442,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *BERT,
     *TRANSLATION,
     *PER_TENSOR,
+    *TUNING,
     *NATIVE,
 )

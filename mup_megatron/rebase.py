@@ -141,7 +141,8 @@ def _under(
 def _config(source: Source, after: Parametrization, directory: Path) -> Config:
     """Of the new run, in the layout of the old one."""
     run, new = source.run, after.config
-    original = parse_config({**run.manifest.config, "tuning": {}, "proxy": {}}, str(run.path / MANIFEST))
+    kept = {"tuning": _trials(run.manifest.config), "proxy": {}}
+    original = parse_config({**run.manifest.config, **kept}, str(run.path / MANIFEST))
     depth = {"num_layers": new.base.num_layers} if new.base.num_layers is not None else {}
     return original.derive(
         {
@@ -152,6 +153,14 @@ def _config(source: Source, after: Parametrization, directory: Path) -> Config:
             "hparams": new.hparams.model_dump(),
         }
     )
+
+
+def _trials(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `tuning:` what rules over batch and tokens count from; the rest is another run's business."""
+    tuning = config.get("tuning")
+    tuning = tuning if isinstance(tuning, Mapping) else {}
+    said = {name: tuning[name] for name in ("global_batch_size", "seq_length", "train_steps") if tuning.get(name)}
+    return {**said, "micro_batch_size": 1} if said else {}
 
 
 def _write(old: Path, new: Path, found: Reexpressed, before: Parametrization) -> None:

@@ -34,9 +34,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, AT = 8, 4
 # A rate at which an update is large beside the rounding of the weight that takes it.
 ADAM = {"hparams__lr": 0.05, "optimizer__eps": 1e-4, "hparams__weight_decay": 0.3, "training__clip_grad": 0.0}
+# The same values for trials of a quarter of the batch: rate 4^1/2 · 4^-1, epsilon 4^-1/2, decay 1/(1/2), 1 - beta 4.
+RULED = {
+    **ADAM,
+    "parametrization__batch": "sqrt_sde",
+    "parametrization__tokens": "power:-1",
+    "parametrization__weight_decay": "timescale",
+    "tuning__global_batch_size": 2,
+    "tuning__micro_batch_size": 2,
+    "hparams__lr": 0.1,
+    "hparams__weight_decay": 0.15,
+    "optimizer__eps": 2e-4,
+    "optimizer__betas": [0.975, 0.9875],
+}
 # Name: ranks, keys. Epsilon near the size of the gradients and a decay that is felt, so that each of them counts.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, ADAM),
+    "one rank": (1, RULED),
     "clipped": (1, {**ADAM, "training__clip_grad": 1.0}),
     "ZeRO 1": (2, {**ADAM, "parallel__zero_stage": 1}),
     "Megatron": (2, {**ADAM, "parallel__engine": "megatron", "parallel__use_distributed_optimizer": True}),

@@ -24,7 +24,7 @@ from mup_megatron.proof.stability import _as_trials
 from mup_megatron.setup import resolve
 from mup_megatron.tuning.record import TransferRecord, make_record, write_record
 from mup_megatron.tuning.space import proxy_config, stretched, values_of
-from tests.configs import MIXED, make
+from tests.configs import MIXED, make, make_t5
 
 ratios = st.fractions(F(1, 64), F(64), max_denominator=64)
 SDE = {"parametrization.batch": "sqrt_sde", "tuning.global_batch_size": 2, "tuning.micro_batch_size": 2}
@@ -168,6 +168,15 @@ def test_a_trial_has_the_values_as_they_are(tmp_path: Path) -> None:
     assert trial.max_position_embeddings == config.max_position_embeddings
 
 
+def test_tokens_of_pairs_are_those_of_both_sides(tmp_path: Path) -> None:
+    """Sources of 64, targets of 32 tokens, trials of 32: 96 over 64. Targets as long as sources: 128 over 64."""
+    keys = {"training__seq_length": 64, "tuning__seq_length": 32}
+    for length, ratio in ((32, F(3, 2)), (None, F(2))):
+        config = make_t5(training__decoder_seq_length=length, **keys)
+        trial = proxy_config(config, values_of(config), seed=1, directory=tmp_path)
+        assert config.batch_ratio == F(config.sample_tokens, trial.sample_tokens) == ratio
+
+
 def test_a_longer_run_is_longer_than_its_own_trials() -> None:
     """stability --across tokens: the ratio is the factor, since the trials' length is pinned before it grows."""
     config = config_of(**{"parametrization.tokens": "power:-0.5"})
@@ -220,6 +229,9 @@ def test_a_record_of_other_trials_is_refused(tmp_path: Path) -> None:
 _STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed": 7, "trials": [], "values": {}}
 
 
+COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
+
+
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
@@ -228,6 +240,11 @@ _STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed
         ({**SDE, "optimizer.name": "sgd"}, "sqrt_sde is derived for Adam, not for sgd"),
         ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
         ({"tuning.seq_length": 4096}, "tuning.seq_length"),
+        (
+            {"parametrization.batch": "power:0.5", **COMMAND},
+            "parametrization.batch: power:0.5 is of this project's own",
+        ),
+        ({"parametrization.weight_decay": "timescale", **COMMAND}, "weight_decay: timescale .*expected independent"),
     ],
 )
 def test_bad_input(keys: dict[str, Any], sentence: str) -> None:

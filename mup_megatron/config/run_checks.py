@@ -304,11 +304,13 @@ def _check_slurm(config: Config) -> None:
 def _check_horizon(config: Config) -> None:
     """The rules over batch and tokens."""
     rules, optimizer = config.parametrization, config.optimizer
-    if rules.fitted and config.tuning.command:
+    if rules.has_horizon_rule and config.tuning.command:
+        name = next((axis for axis in ("batch", "tokens") if getattr(rules, axis) != "none"), "weight_decay")
         raise config.error(
-            f"parametrization.{rules.fitted[0]}",
-            f"{getattr(rules, rules.fitted[0])} is of this project's own runs, and the target of tuning.command is one "
-            "of megatron.training; expected none, and the rate for its batch and length as --lr",
+            f"parametrization.{name}",
+            f"{getattr(rules, name)} is of this project's own runs, and those of tuning.command are "
+            f"megatron.training's; expected {'independent' if name == 'weight_decay' else 'none'}, and the target's "
+            "own values on its command line",
         )
     if rules.batch != "sqrt_sde":
         return

@@ -114,8 +114,8 @@ class Config(Section):
         """Tokens of a step over those of a trial's step, where hyperparameters are found."""
         tuning, training = self.tuning, self.training
         sequences = tuning.global_batch_size or training.global_batch_size
-        length = tuning.seq_length or training.seq_length
-        return Fraction(training.global_batch_size * training.seq_length, sequences * length)
+        sample = self._sample_tokens(tuning.seq_length or training.seq_length)
+        return Fraction(training.global_batch_size * self.sample_tokens, sequences * sample)
 
     @property
     def tokens_ratio(self) -> Fraction:
@@ -126,8 +126,11 @@ class Config(Section):
     @property
     def sample_tokens(self) -> int:
         """Tokens of a sample: of a sequence, or of a source and its target, what pads included."""
-        training = self.training
-        return training.seq_length + (training.decoder_length if self.data.of_pairs else 0)
+        return self._sample_tokens(self.training.seq_length)
+
+    def _sample_tokens(self, length: int) -> int:
+        """The same where sequences, or sources, are of another length."""
+        return length + ((self.training.decoder_seq_length or length) if self.data.of_pairs else 0)
 
     @property
     def vocab_size(self) -> int | None:

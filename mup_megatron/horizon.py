@@ -1,11 +1,13 @@
 """What a config's rules over batch and tokens make of the optimizer's numbers (rules.py, docs/parametrization.md).
 
-Public names: `horizon`, `betas`, `said`, `moved`. Hyperparameters are those of the trials: of
-`tuning.global_batch_size`, `seq_length` and `train_steps`, where these are set, else of the run's own, and then every
-factor is 1.
+Public names: `horizon`, `betas`, `said`, `moved`, `applied`, `without_rules`. Hyperparameters are those of the trials:
+of `tuning.global_batch_size`, `seq_length` and `train_steps`, where these are set, else of the run's own, and then
+every factor is 1.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from mup_megatron import rules
 from mup_megatron.config import Config
@@ -59,6 +61,32 @@ def moved(config: Config) -> dict[str, tuple[float, float]]:
     ends = {name: (value, value * factor) for name, (value, factor) in values.items()}
     ends |= {f"beta{n}": pair for n, pair in enumerate(zip(optimizer.betas, betas(config), strict=True), 1)}
     return {name: (before, after) for name, (before, after) in ends.items() if before != after}
+
+
+def without_rules(config: Config) -> dict[str, Any]:
+    """Keys that turn the rules over batch and tokens off, as a ladder trains."""
+    off = {"parametrization.batch": "none", "parametrization.tokens": "none"}
+    if config.parametrization.weight_decay == "timescale":
+        off["parametrization.weight_decay"] = "independent"
+    return off
+
+
+def applied(config: Config) -> dict[str, Any]:
+    """Keys of the same run with the factors in its values and the rules off; none where no rule is chosen.
+
+    For what trains the run's tensors on another batch or for other steps, from which the rules would count anew.
+    """
+    if not config.parametrization.has_horizon_rule:
+        return {}
+    found, hparams = horizon(config), config.hparams
+    return {
+        **without_rules(config),
+        "hparams.lr": hparams.lr * found.lr,
+        "hparams.weight_decay": hparams.weight_decay * found.weight_decay,
+        "training.lr_warmup_init": config.training.lr_warmup_init * found.lr,
+        "optimizer.eps": config.optimizer.eps * found.eps,
+        "optimizer.betas": list(betas(config)),
+    }
 
 
 def _exponent(config: Config, axis: str) -> float:

@@ -23,6 +23,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
+from mup_megatron.horizon import applied
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import parametrize
 from mup_megatron.optim import LearningRateSchedule
@@ -238,6 +239,8 @@ def _asked(
             f"{broken.grows}=1,2,4,8"
         )
     factors = factors or (broken.factors if broken is not None else ())
+    # Rules over batch and tokens count from the run's own, and the check has others.
+    config = config.derive({**applied(config), "tuning.seq_length": None})
     # Alike at every size, and nothing random or recomputed between the steps; a rate from the first step on.
     plain: dict[str, Any] = {
         "model.hidden_dropout": 0.0,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.horizon import without_rules
 from mup_megatron.loss_law import AXES
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import comparable
-from mup_megatron.tuning.fitted import without_rules
 from mup_megatron.tuning.space import stretched
 
 

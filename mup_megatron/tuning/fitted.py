@@ -1,6 +1,6 @@
 """What a ladder has measured, as a config and a transfer record take it: exponents, span, verdict, law of the loss.
 
-Public names: `Fitted`, `facts`, `measured`, `sizes_of`, `without_rules`, `ladder_of`, `settled`, `told`.
+Public names: `Fitted`, `facts`, `measured`, `sizes_of`, `ladder_of`, `settled`, `told`.
 
 `mup-megatron ladder` (proof/) writes ladder.json, with `facts` of the runs in it. A config names the file
 (`tuning.ladder`), or takes the record's copy. `settled` puts the numbers in the place of `fitted`. It refuses a ladder
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from mup_megatron.config import Config, growing_sizes
 from mup_megatron.errors import UserError, no_such_file
+from mup_megatron.horizon import without_rules
 from mup_megatron.loss_law import read_loss_law
 from mup_megatron.tuning.family import differences, digest, digested
 
@@ -63,7 +64,7 @@ class Fitted(_Part):
 
     Args:
         path: of the ladder.json.
-        digest: of the family that it is of (`without_rules`).
+        digest: of the family that it is of (`horizon.without_rules`).
         exponents: of the best rate, by axis.
         span: what its rungs were.
         verdict: whether its laws told the largest rung.
@@ -96,14 +97,6 @@ class Fitted(_Part):
         for reach in plain["span"].values():
             reach["factor"] = reach["largest"] / reach["smallest"]
         return plain
-
-
-def without_rules(config: Config) -> dict[str, str]:
-    """Keys that turn the rules over batch and tokens off, as a ladder trains."""
-    off = {"parametrization.batch": "none", "parametrization.tokens": "none"}
-    if config.parametrization.weight_decay == "timescale":
-        off["parametrization.weight_decay"] = "independent"
-    return off
 
 
 def facts(config: Config, rungs: Sequence[Config], factors: Mapping[str, float]) -> dict[str, Any]:

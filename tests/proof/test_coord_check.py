@@ -11,16 +11,18 @@ import pytest
 import torch
 import yaml
 
-from mup_megatron import cli
+from mup_megatron import cli, horizon, rules
 from mup_megatron.config import Config, load_config
 from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.proof.controls import CONTROLS
+from mup_megatron.proof.coord_check import _asked
 from mup_megatron.proof.family import default_factors, grown, members, models, own_path
 from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.told import lines
 from mup_megatron.proof.verdict import Slope, fit, judge, overall
+from mup_megatron.ranks import Rank
 from mup_megatron.setup.megatron import emerging_missing
 from tests import bodies, proof_bodies
 from tests.configs import MIXED, make
@@ -259,6 +261,44 @@ def test_the_plane_s_corners(ranks: Ranks) -> None:
         assert losses["interpolate:0,0"] == losses["standard"]
         assert losses["mup"] != pytest.approx(losses["standard"], rel=1e-3)
         assert (clipped["interpolate:1,1"] == clipped["mup"]) == (architecture == "gpt3")
+
+
+RULED = {
+    "parametrization__batch": "sqrt_sde",
+    "parametrization__tokens": "power:-0.5",
+    "parametrization__weight_decay": "timescale",
+    "tuning__global_batch_size": 1,
+    "tuning__micro_batch_size": 1,
+    "tuning__train_steps": 5,
+    "optimizer__betas": [0.9, 0.95],
+    "hparams__weight_decay": 0.1,
+}
+
+
+def test_rules_over_batch_and_tokens_are_the_run_s_own() -> None:
+    """8 times the batch and 32 times the tokens: rate 8^1/2 · 32^-1/2, epsilon 8^-1/2, 1 - beta 8, decay 1/(1/2 · 4).
+
+    The check takes 2 sequences a step and 5 steps. From these the rules would count to other numbers.
+    """
+    config = config_of(**{**RATE, **RULED}, model__hidden_size=128, model__num_attention_heads=8)
+    asked = _asked(config, Rank(), None, "plain", FACTORS, {}, 4, False).family
+    for member in asked:
+        made = member.config
+        assert (made.batch_ratio, made.tokens_ratio) == (2, 2)
+        assert horizon.horizon(made) == rules.HorizonFactors()
+        assert made.hparams.lr == pytest.approx(2e-3 / 2)
+        assert made.hparams.weight_decay == pytest.approx(0.1 / 2)
+        assert made.optimizer.eps == pytest.approx(config.optimizer.eps / 8**0.5)
+        assert made.optimizer.betas == pytest.approx([0.2, 0.6])
+    # Control: without rules nothing moves.
+    free = _asked(config.derive(horizon.without_rules(config)), Rank(), None, "plain", FACTORS, {}, 4, False)
+    assert (free.family[0].config.hparams.lr, free.family[0].config.optimizer.betas) == (2e-3, [0.9, 0.95])
+
+
+def test_a_trial_s_length_does_not_stop_it() -> None:
+    """Trials of 24 tokens, a check of 16, and as many learned positions: refused before."""
+    asked = _asked(config_of(tuning__seq_length=24), Rank(), None, "plain", FACTORS, {}, 4, False)
+    assert asked.family[0].config.training.seq_length == 16
 
 
 def test_the_config_s_own_path() -> None:

@@ -240,6 +240,11 @@ COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
         ({**SDE, "optimizer.name": "sgd"}, "sqrt_sde is derived for Adam, not for sgd"),
         ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
         ({"tuning.seq_length": 4096}, "tuning.seq_length"),
+        # 2^53 steps for a trial's one are 53 octaves, times 9.
+        (
+            {"parametrization.tokens": "power:9", "tuning.train_steps": 1, "training.train_steps": 2**53},
+            r"2\^477, since",
+        ),
         (
             {"parametrization.batch": "power:0.5", **COMMAND},
             "parametrization.batch: power:0.5 is of this project's own",

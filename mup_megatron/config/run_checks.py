@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
 
@@ -301,6 +302,22 @@ def _check_slurm(config: Config) -> None:
         raise config.error("slurm.container_mounts", "without slurm.container_image there is nothing to mount into")
 
 
+_MOST_OCTAVES = 100
+"""By which a rule may move the rate; more leaves the numbers that a rate may have."""
+
+
+def _check_octaves(config: Config) -> None:
+    for axis, ratio in (("batch", config.batch_ratio), ("tokens", config.tokens_ratio)):
+        rule = getattr(config.parametrization, axis)
+        moved = math.log2(ratio) * float(rule.partition(":")[2] or 0.0)
+        if abs(moved) > _MOST_OCTAVES:
+            raise config.error(
+                f"parametrization.{axis}",
+                f"{rule} multiplies the rate by 2^{moved:.0f}, since the run has {float(ratio):.3g} times a trial's; "
+                f"expected at most 2^{_MOST_OCTAVES} (a trial's are tuning.global_batch_size, seq_length, train_steps)",
+            )
+
+
 def _check_horizon(config: Config) -> None:
     """The rules over batch and tokens."""
     rules, optimizer = config.parametrization, config.optimizer
@@ -312,6 +329,7 @@ def _check_horizon(config: Config) -> None:
             f"megatron.training's; expected {'independent' if name == 'weight_decay' else 'none'}, and the target's "
             "own values on its command line",
         )
+    _check_octaves(config)
     if rules.batch != "sqrt_sde":
         return
     if optimizer.name not in ("adamw", "adam"):

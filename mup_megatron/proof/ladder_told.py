@@ -47,7 +47,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         "passed": f"passed: the laws tell the largest rung; in a config: {keys}, or fitted, with its ladder.json as "
         "tuning.ladder",
         "failed": "failed: the laws do not tell the largest rung",
-        "undecided": "undecided: the largest rung's best rate is not known",
+        "undecided": "undecided: whether the laws tell the largest rung's best rate is not known",
     }
     return [*said, ends[result["verdict"]]]
 

@@ -28,6 +28,7 @@ MOST_BEYOND = 8.0
 
 _MOST_DIFFERENCES = 8
 _NAMES = {"batch": "tokens of a step", "tokens": "tokens of the run", "width": "width", "layers": "layers"}
+_SCHEDULE = ("training.lr_schedule", "training.min_lr_ratio")
 _Size = Annotated[int, Field(gt=0, le=2**63)]
 
 
@@ -121,13 +122,14 @@ def facts(config: Config, rungs: Sequence[Config], factors: Mapping[str, float])
 
 
 def measured(config: Config) -> dict[str, Any]:
-    """What decides which text a validation loss is of, and how deep the model is, by dotted key."""
+    """What decides which text a validation loss is of, how the rate falls, and how deep the model is, by dotted key."""
     data = config.data.model_dump(exclude={"dir", "cache_dir"})
     model = config.model
     return {
         **{f"data.{key}": value for key, value in data.items()},
         "training.seq_length": config.training.seq_length,
         "training.decoder_seq_length": config.training.decoder_length if config.data.of_pairs else None,
+        **{key: getattr(config.training, key.removeprefix("training.")) for key in _SCHEDULE},
         "model.num_layers": model.num_layers,
         "model.num_moe_experts": model.num_moe_experts,
     }
@@ -302,12 +304,29 @@ def told(config: Config, found: Fitted | None) -> list[str]:
     axes, lines = config.parametrization.fitted, []
     for axis in axes:
         exponent = found.exponents[axis]  # type: ignore[index]
+        octaves = math.log2(config.batch_ratio if axis == "batch" else config.tokens_ratio)
+        here = f"× {2 ** (octaves * exponent.exponent):.3g} ± {abs(octaves * exponent.error):.2f} octaves"
         lines.append(
             f"{axis}: the rate goes as its ratio to the power {exponent.exponent:.3f} ± {exponent.error:.3f}, by "
-            f"{found.path}"
+            f"{found.path}; here {here}"
         )
+    lines += [
+        f"{line}, and the ladder's exponents are of runs under its own" for line in _other_schedule(config, found)
+    ]
     if found.verdict != "passed":
         lines.append(f"the ladder {_VERDICTS[found.verdict]}{_inside(found.reasons)}")
     if not axes:
         lines.append(f"{found.path}: no rule takes its exponents; expected parametrization.batch or .tokens: fitted")
     return lines + [f"extrapolated, {beyond.said}" for beyond in _beyond(config, found)]
+
+
+def _other_schedule(config: Config, found: Fitted) -> list[str]:
+    """In what the rate falls otherwise than in the ladder's runs, in words.
+
+    A ladder of an earlier version does not say how its rates fell, and is held to nothing.
+    """
+    here = measured(config)
+    said = [key for key in _SCHEDULE if key in found.measured]
+    return differences(
+        {key: found.measured[key] for key in said}, {key: here[key] for key in said}, "in the ladder", "in the config"
+    )

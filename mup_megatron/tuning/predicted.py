@@ -27,6 +27,7 @@ def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
     if found is None:
         return None
     here = json.loads(json.dumps(measured(config)))  # as it was written: tuples are lists
+    here = {key: value for key, value in here.items() if key in found.measured}  # what an earlier version wrote
     if differing := differences(found.measured, here, "in the ladder", "in the config"):
         return {"why_not": "; ".join(differing)}
     sizes = sizes_of(config)

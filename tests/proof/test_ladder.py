@@ -115,6 +115,20 @@ def test_a_largest_rung_off_the_law_fails(moved: dict[str, Any], reason: str) ->
     ].startswith("failed")
 
 
+def test_noise_is_no_pass() -> None:
+    """Where minima scatter by an octave, 0.7 octaves off neither holds the law nor breaks it."""
+    found = laws(curves(noise=1.0, octaves=0.7))
+    off, error = found["held_out"]["rate"]["octaves"], found["held_out"]["rate"]["error"]
+    assert 0.25 < abs(off) < 2 * error
+    assert (found["verdict"], found["reasons"]) == ("undecided", [])
+    assert found["open"][0].startswith(
+        f"batch-4-tokens-8-width-1: the best rate is {off:+.2f} octaves from the predicted"
+    )
+    # Control: as far off, where the laws are sure, they fail; near by, noise or not, they pass.
+    assert laws(curves(octaves=off))["verdict"] == "failed"
+    assert laws(curves(noise=0.05, seeds=3))["verdict"] == "passed"
+
+
 def test_a_largest_rung_beyond_what_was_tried_is_undecided() -> None:
     found = laws(curves(octaves=9.0))
     assert found["open"] == ["batch-4-tokens-8-width-1: the best rate lies beyond those tried"]

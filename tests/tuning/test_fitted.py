@@ -140,6 +140,9 @@ def test_the_ladder_says_the_number(ladder: Path) -> None:
     told_ = told(config, found)
     assert len(told_) == 2
     assert told_[0].startswith("batch: the rate goes as its ratio to the power 0.")
+    # Twice the batch: the error of one octave is the exponent's. Four times the tokens: two octaves.
+    error = exponents["tokens"]["error"]
+    assert told_[1].endswith(f"; here × {4 ** exponents['tokens']['exponent']:.3g} ± {2 * error:.2f} octaves")
 
 
 @pytest.mark.parametrize(
@@ -379,6 +382,21 @@ def test_a_loss_that_is_not_comparable_is_not_predicted(ladder: Path, keys: dict
     assert list(found) == ["why_not"]
     assert found["why_not"].startswith(why_not)
     assert in_words(found).startswith(f"not told by the ladder: {why_not}")
+
+
+def test_another_schedule_is_told(ladder: Path, tmp_path: Path) -> None:
+    """The ladder's runs fall to a tenth by a cosine. A ladder that does not say how is held to nothing."""
+    config = taken(target_of(ladder, **{"training.lr_schedule": "constant"}))
+    found = ladder_of(config, None)
+    line = "training.lr_schedule: 'cosine' in the ladder, 'constant' in the config"
+    assert told(config, found)[2] == f"{line}, and the ladder's exponents are of runs under its own"
+    assert predicted(config, found) == {"why_not": line}
+    earlier = json.loads(ladder.read_text())
+    kept = {key: said for key, said in earlier["measured"].items() if key != "training.lr_schedule"}
+    (tmp_path / "earlier.json").write_text(json.dumps({**earlier, "measured": kept}))
+    found = ladder_of(config.derive({"tuning.ladder": str(tmp_path / "earlier.json")}), None)
+    assert len(told(config, found)) == 2
+    assert "loss" in (predicted(config, found) or {})
 
 
 def test_predicted_beside_measured() -> None:

@@ -1,10 +1,11 @@
 """Files: YAML that somebody wrote, read within bounds; files of our own, written whole and never through a link.
 
-Public names: `parse_yaml`, `open_new`, `write_whole`, `write_output`.
+Public names: `parse_yaml`, `open_new`, `write_whole`, `write_output`, `as_json`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Hashable
@@ -122,3 +123,19 @@ def write_output(path: Path, text: str, option: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise UserError(f"{option}: cannot write {path}: {error.strerror}") from None
+
+
+def as_json(value: Any, digits: int | None = None) -> Any:
+    """Plain data as JSON has it: null for what is no finite number, text for keys, lists for tuples.
+
+    Args:
+        value: of dictionaries, lists, tuples, numbers and text.
+        digits: of floats, significant ones; None keeps all.
+    """
+    if isinstance(value, dict):
+        return {str(key): as_json(held, digits) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(held, digits) for held in value]
+    if not isinstance(value, float) or not math.isfinite(value):
+        return None if isinstance(value, float) else value
+    return value if digits is None else float(f"{value:.{digits}g}")

@@ -23,6 +23,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
+from mup_megatron.files import as_json
 from mup_megatron.horizon import applied
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.model import parametrize
@@ -58,6 +59,8 @@ class MeasuredParametrization:
 
 _TOKENS = 16
 """Of a sequence, in the check's own batch."""
+_DIGITS = 7
+"""Of a number in the JSON."""
 
 MUP = MeasuredParametrization(label="mup")
 STANDARD = MeasuredParametrization(label="standard", name="standard")
@@ -200,7 +203,8 @@ def coord_check(
         "cells": [each.as_written() for each in measurements],
         "config": config.model_dump(),
     }
-    return {key: _plain(value) for key, value in result.items()}
+    found: dict[str, Any] = as_json(result, _DIGITS)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,14 +389,3 @@ def _not_finite(measurements: Sequence[Measurement]) -> list[str]:
         for step, loss in enumerate(each.coordinates.losses)
         if not math.isfinite(loss)
     ]
-
-
-def _plain(value: Any) -> Any:
-    """The same with null for what is no finite number, which JSON does not have; floats with six digits."""
-    if isinstance(value, dict):
-        return {key: _plain(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(held) for held in value]
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if math.isfinite(value) else None
-    return value

@@ -16,13 +16,13 @@ from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
+from mup_megatron.files import as_json
 from mup_megatron.loss_law import AXES
 from mup_megatron.proof.grid import Job, Outcome, alone, run_grid
 from mup_megatron.proof.halving import Wanted, wanted
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.rungs import Ladder, Rung, rungs
-from mup_megatron.proof.stability import as_json
 from mup_megatron.ranks import Rank
 from mup_megatron.tuning.fitted import facts
 

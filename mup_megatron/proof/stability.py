@@ -22,6 +22,7 @@ from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.files import as_json
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import Job, Outcome, alone, comparable, run_grid
 from mup_megatron.proof.optimum import (
@@ -337,12 +338,3 @@ def write(result: Mapping[str, Any], directory: Path) -> Path:
     path = directory / f"{result['over']}-{result['across']}.json"
     write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     return path
-
-
-def as_json(value: Any) -> Any:
-    """The same as JSON has it: null for what is no finite number, names as keys."""
-    if isinstance(value, dict):
-        return {str(key): as_json(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(held) for held in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

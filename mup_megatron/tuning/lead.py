@@ -251,10 +251,10 @@ class _Leader:
     def announce(self) -> list[Any]:
         """Says which trials ended since the last time; returns all."""
         trials = self._study.trials()
-        moved = sum(trial.moved is not None for trial in trials)
-        repeats = sum(trial.repeats and trial.moved is None for trial in trials)
-        joint = max(len(self._study.points), len(trials) - moved - repeats)
-        total = joint + repeats + max(moved, self._study.descent_trials)
+        varied = sum(trial.varies is not None for trial in trials)
+        repeats = sum(trial.repeats and trial.varies is None for trial in trials)
+        joint = max(len(self._study.points), len(trials) - varied - repeats)
+        total = joint + repeats + max(varied, self._study.descent_trials)
         for trial in trials:
             if trial.state in ("waiting", "running") or (trial.name, trial.state) in self._said:
                 continue
@@ -263,8 +263,8 @@ class _Leader:
             objective = self._study.objective
             loss = f"{objective.name} {objective.text(trial.loss)}" if trial.loss is not None else ""
             steps = max(trial.reports, default=0)
-            if trial.moved is not None:
-                values = f"{trial.moved} moved; {values}"
+            if trial.varies is not None:
+                values = f"{trial.varies} moved; {values}"
             how = {"stopped": f"stopped at step {steps}, {loss}", "complete": loss, "diverged": "diverged"}
             ended = sum(1 for other in trials if other.state not in ("waiting", "running"))
             self._progress.say(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
+from mup_megatron.files import as_json
 from mup_megatron.tuning.descent import Descent, descend
 from mup_megatron.tuning.space import Value
 
@@ -37,7 +38,7 @@ class Trial:
         seconds: spent.
         reason: why it failed.
         attempts: processes that died while running it.
-        moved: the hyperparameter that it moves, of coordinate descent; None for a trial of the joint search.
+        varies: the hyperparameter that it varies, of coordinate descent; None for a trial of the joint search.
     """
 
     id: int
@@ -51,7 +52,7 @@ class Trial:
     seconds: float
     reason: str | None
     attempts: int
-    moved: str | None = None
+    varies: str | None = None
 
     @property
     def name(self) -> str:
@@ -110,23 +111,16 @@ class Choice:
         descent = found.pop("descent")
         if self.descent is None:
             for trial in found["trials"]:
-                del trial["moved"]
+                del trial["varies"]
         else:
             found["descent"] = {key: descent[key] for key in ("start", "noise", "moves", "count", "ended")}
-        return _finite(found)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        plain: dict[str, Any] = as_json(found)
+        return plain
 
 
 def best(trials: list[Trial]) -> list[Trial]:
     """Whole first trials of the joint search, best first."""
-    whole = [trial for trial in trials if not trial.repeats and trial.moved is None and trial.state == "complete"]
+    whole = [trial for trial in trials if not trial.repeats and trial.varies is None and trial.state == "complete"]
     return sorted(whole, key=lambda trial: (trial.loss, trial.slot))
 
 
@@ -140,7 +134,7 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
     descent = descent_of(config, trials)
     chosen, candidates = joint[0], joint
     if descent is not None:
-        by_slot = {trial.slot: trial for trial in trials if trial.moved is not None and not trial.repeats}
+        by_slot = {trial.slot: trial for trial in trials if trial.varies is not None and not trial.repeats}
         further = [_candidate(by_slot[slot], losses) for slot, losses in descent.repeated.items()]
         candidates = _in_order([*joint, *further])
         chosen = next(candidate for candidate in candidates if candidate.slot == descent.slot)
@@ -184,12 +178,12 @@ def descent_of(config: Config, trials: list[Trial]) -> Descent | None:
         for trial in trials
         if trial.slot == chosen.slot and trial.state in ("complete", "diverged") and trial.loss is not None
     }
-    ended = [trial for trial in trials if trial.moved is not None and trial.state in FINISHED]
+    ended = [trial for trial in trials if trial.varies is not None and trial.state in FINISHED]
     known = {
         (trial.slot, trial.seed): trial.loss if trial.state == "complete" and trial.loss is not None else math.inf
         for trial in ended
     }
-    next_slot = 1 + max(trial.slot for trial in trials if trial.moved is None)
+    next_slot = 1 + max(trial.slot for trial in trials if trial.varies is None)
     start = (chosen.slot, chosen.values, by_seed)
     return descend(config.tuning.descent, config.tuning.search, start, _noise(candidates), known, next_slot)
 

@@ -43,7 +43,7 @@ class _Attributes(BaseModel):
     reason: str | None = None
     attempts: int = 0
     lost: int = 0
-    moved: str | None = None
+    varies: str | None = None
 
 
 class StudyStorage:
@@ -109,10 +109,10 @@ class StudyStorage:
     # --- its trials ---
 
     def enqueue(
-        self, slot: int, values: Mapping[str, Value], seed: int, *, repeats: bool = False, moved: str | None = None
+        self, slot: int, values: Mapping[str, Value], seed: int, *, repeats: bool = False, varies: str | None = None
     ) -> None:
         """Has a trial wait; see `Trial`."""
-        more = {**({"repeats": True} if repeats else {}), **({"moved": moved} if moved else {})}
+        more = {**({"repeats": True} if repeats else {}), **({"varies": varies} if varies else {})}
         attrs = {"slot": slot, "seed": seed, **more}
         self._study.enqueue_trial(dict(values), user_attrs=attrs)
 
@@ -155,7 +155,7 @@ class StudyStorage:
             seconds=attrs.seconds,
             reason=attrs.reason,
             attempts=attrs.attempts,
-            moved=attrs.moved,
+            varies=attrs.varies,
         )
 
     def claim(self, trial: Trial) -> bool:

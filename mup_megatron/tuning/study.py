@@ -223,7 +223,7 @@ class Study:
         Returns:
             How many trials of the plan were missing before.
         """
-        first = [trial for trial in trials if not trial.repeats and trial.moved is None]
+        first = [trial for trial in trials if not trial.repeats and trial.varies is None]
         waiting = sum(trial.state == "waiting" for trial in first)
         missing = self.points[len(first) :]
         for slot, values in enumerate(missing[: max(0, _AHEAD - waiting)], start=len(first)):
@@ -249,7 +249,7 @@ class Study:
         for run in missing:
             if (run.slot, run.seed) not in there:
                 again = run.seed != self._config.run.seed
-                self._storage.enqueue(run.slot, run.values, run.seed, repeats=again, moved=run.name)
+                self._storage.enqueue(run.slot, run.values, run.seed, repeats=again, varies=run.name)
         return bool(missing)
 
     def trials(self) -> list[Trial]:
@@ -296,7 +296,7 @@ class Study:
         tuning = self._config.tuning
         stops = rungs(self._config)
         bracket = _BRACKETS[trial.slot % len(_BRACKETS)] if tuning.pruner == "hyperband" else 0
-        if trial.repeats or trial.moved is not None or step not in stops[bracket:]:
+        if trial.repeats or trial.varies is not None or step not in stops[bracket:]:
             return True
         while True:
             earlier = [

@@ -202,7 +202,7 @@ def lead(config: Config, workers: int = 1, killed: int | None = None) -> list[Tr
 
 
 def facts(trials: list[Trial]) -> list[Any]:
-    return [(trial.slot, trial.seed, trial.moved, trial.repeats, trial.state, trial.values) for trial in trials]
+    return [(trial.slot, trial.seed, trial.varies, trial.repeats, trial.state, trial.values) for trial in trials]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, list[Trial]
 def test_a_study_goes_on_from_its_best_trial(whole: tuple[Config, list[Trial]]) -> None:
     """Near the bowl's bottom at the end, by moves from the joint search's choice; no trial of it is stopped."""
     config, trials = whole
-    joint = choose(study_config(Path(config.run.dir), tuning__descent={}), [t for t in trials if t.moved is None])
+    joint = choose(study_config(Path(config.run.dir), tuning__descent={}), [t for t in trials if t.varies is None])
     found = choose(config, trials)
     assert found.descent is not None
     assert found.descent.start == joint.slot
@@ -227,9 +227,9 @@ def test_a_study_goes_on_from_its_best_trial(whole: tuple[Config, list[Trial]]) 
     assert found.values == values
     assert abs(math.log2(values["lr"] / 0.08)) <= 0.5
     assert abs(math.log2(values[EMBEDDING] / 4)) <= 0.5
-    moved = [trial for trial in trials if trial.moved is not None]
+    moved = [trial for trial in trials if trial.varies is not None]
     assert {trial.state for trial in moved} == {"complete"}
-    assert [trial.moved for trial in moved if not trial.repeats][:2] == [EMBEDDING, EMBEDDING]
+    assert [trial.varies for trial in moved if not trial.repeats][:2] == [EMBEDDING, EMBEDDING]
     assert len(moved) == found.descent.count <= 40
     assert min(trial.slot for trial in moved) == 4
     assert found.candidates[0].slot == found.slot
@@ -247,7 +247,7 @@ def test_who_runs_it_and_how_often_it_is_killed_does_not_matter(
 def test_in_a_database(tmp_path: Path, sampler: str) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     found = lead(study_config(tmp_path / "run", tuning__storage=url, tuning__sampler=sampler))
-    assert any(trial.moved for trial in found)
+    assert any(trial.varies for trial in found)
     assert facts(found) == facts(lead(study_config(tmp_path / "other", tuning__sampler=sampler)))
 
 
@@ -268,7 +268,7 @@ def test_nothing_is_said_where_there_is_none(tmp_path: Path) -> None:
     config = study_config(tmp_path, tuning__descent={})
     said = json.dumps([choose(config, lead(config)).as_json(), budget.plan(config, 300, 1).as_json(), _decided(config)])
     assert "descent" not in said
-    assert "moved" not in said
+    assert "varies" not in said
 
 
 def _decided(config: Config) -> dict[str, Any]:
@@ -315,9 +315,9 @@ def test_a_real_study(tmp_path: Path) -> None:
     assert "; then at most 5 of coordinate descent" in result.stdout
     record = json.loads((tmp_path / "run" / "transfer.json").read_text())
     study = record["study"]
-    moved = [trial for trial in study["trials"] if trial["moved"]]
+    moved = [trial for trial in study["trials"] if trial["varies"]]
     assert 2 <= len(moved) == study["descent"]["count"] <= 5
-    assert moved[0]["moved"] == EMBEDDING
+    assert moved[0]["varies"] == EMBEDDING
     assert all(trial["state"] == "complete" for trial in moved)
     assert record["budget"]["descent"] == 5
     final = {**next(t["values"] for t in study["trials"] if t["slot"] == study["descent"]["start"])}

@@ -14,7 +14,7 @@ from mup_megatron import rules
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.horizon import horizon
-from mup_megatron.kinds import check_entries, factors_of
+from mup_megatron.kinds import check_entries, factors_of, is_decayed
 from mup_megatron.parametrization import (
     UPDATE_RULES,
     WORD_EMBEDDINGS,
@@ -190,8 +190,8 @@ class Rules:
             lr = rules.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
             lr *= _exact(depth.lr)
         eps = rules.epsilon(m_out=ratios.m_out, forward=ratios.forward) * _exact(depth.eps * self._horizon.eps)
-        decayed = spec.is_decayed or (config.optimizer.apply_wd_to_qk_layernorm and _is_qk_norm(shape.name))
-        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if decayed and lr else Fraction(0)
+        decayed = is_decayed(config, shape) and lr
+        decay = rules.weight_decay(config.parametrization.weight_decay, lr) if decayed else Fraction(0)
         lr, decay = lr * _exact(self._horizon.lr), decay * _exact(self._horizon.weight_decay)
         return GroupKey(
             update_rule=rule,
@@ -246,11 +246,6 @@ class Rules:
             measured: FixedFanOut = "hidden_like" if ".mlp." in shape.name else "output_like"
             rule = measured if named == "auto" else named
         return rules.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
-
-
-def _is_qk_norm(name: str) -> bool:
-    """Whether a parameter is one that megatron-core's `apply_wd_to_qk_layernorm` decays too."""
-    return "q_layernorm." in name or "k_layernorm." in name
 
 
 def _muon_rate(shape: TensorShape) -> Fraction | float:

@@ -1,8 +1,8 @@
 """Which kinds of `hparams.per_tensor` a tensor belongs to, and the factors that a config gives it.
 
-Public names: `kinds_of`, `PerTensorFactors`, `factors_of`, `check_entries`. A tensor that several entries name takes
-their product. Kinds of parts of a fused tensor (query, key and value rows) can have initial values of their own; the
-tensor has one learning rate and one decay, which its parts must agree on.
+Public names: `kinds_of`, `PerTensorFactors`, `factors_of`, `check_entries`, `is_decayed`. A tensor that several
+entries name takes their product. Kinds of parts of a fused tensor (query, key and value rows) can have initial values
+of their own; the tensor has one learning rate and one decay, which its parts must agree on.
 """
 
 from __future__ import annotations
@@ -152,11 +152,20 @@ def check_entries(config: Config, shapes: Mapping[str, TensorShape]) -> None:
             raise config.error(
                 f"{_KEY}.{entry}.init", f"{factors.init:g}: their initial values are constants; expected 1"
             )
-        if factors.weight_decay != 1.0 and not any(shape.spec.is_decayed for shape in named):
+        if factors.weight_decay != 1.0 and not any(is_decayed(config, shape) for shape in named):
             raise config.error(
                 f"{_KEY}.{entry}.weight_decay",
                 f"{factors.weight_decay:g}: they have no weight decay, as in Megatron; expected 1",
             )
+
+
+def is_decayed(config: Config, shape: TensorShape) -> bool:
+    """Whether weight decay falls on a tensor: as Megatron has it, with its `apply_wd_to_qk_layernorm`."""
+    return shape.spec.is_decayed or (config.optimizer.apply_wd_to_qk_layernorm and _is_qk_norm(shape.name))
+
+
+def _is_qk_norm(name: str) -> bool:
+    return "q_layernorm." in name or "k_layernorm." in name
 
 
 def _without_numbers(name: str) -> str:

@@ -178,7 +178,7 @@ NATIVE: tuple[Mutant, ...] = (
     mutant(
         "decay: the norms of queries",
         "of the norms of queries and keys, only the keys' decay where Megatron's option asks for both",
-        "mup_megatron/apply_rules.py",
+        "mup_megatron/kinds.py",
         'return "q_layernorm." in name or "k_layernorm." in name',
         'return "k_layernorm." in name',
         f"{_TESTS}_features.py::test_decay_of_qk_norms",

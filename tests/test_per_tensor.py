@@ -118,6 +118,16 @@ def test_rates_decays_and_deviations_by_hand() -> None:
     assert all(row.gradient_norm == plain[name].gradient_norm for name, row in rows.items())
 
 
+def test_gains_that_decay_can_have_a_factor() -> None:
+    """Megatron's apply_wd_to_qk_layernorm: the norms of queries and keys decay, others do not; refused before."""
+    keys = {"model__qk_layernorm": True, "optimizer__apply_wd_to_qk_layernorm": True}
+    tensors = table({"gains": {"weight_decay": 2.0}}, MIXED, "llama", **keys)
+    assert tensors[f"{LAYER}self_attention.q_layernorm.weight"].weight_decay == pytest.approx(2 * 0.1)
+    assert tensors["decoder.final_layernorm.weight"].weight_decay == 0
+    with pytest.raises(UserError, match=r"gains.weight_decay: 2: they have no weight decay"):
+        table({"gains": {"weight_decay": 2.0}}, MIXED, "llama", model__qk_layernorm=True)
+
+
 def test_experts_router_and_readout_by_hand() -> None:
     """Hidden ×3/2, expert FFN ×5/2, one growing fan-in for the router; an untied readout's rate is its own."""
     entries = {

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -71,6 +71,7 @@ def train(
     meeting: runtime.Meeting | None = None,
     init_from: Path | None = None,
     new_embeddings: bool = False,
+    told: Mapping[str, Any] | None = None,
 ) -> float | None:
     """Trains the run's model from its last checkpoint, or from the start. Collective.
 
@@ -82,6 +83,7 @@ def train(
         meeting: where the ranks have met already.
         init_from: a checkpoint whose weights the run begins with (init_from.py).
         new_embeddings: whether word embeddings and readout keep their initial values then.
+        told: what explain.json says besides.
 
     Returns:
         The last evaluation's loss (nats per token), None if there was none, or if the run was complete before.
@@ -135,7 +137,7 @@ def train(
             explanation = explain(parametrization, layout)
             changed = [change.model_dump() for change in manifest.changes or ()]
             began = {"initialised_from": manifest.initialised_from} if manifest.initialised_from else {}
-            _describe(directory, config, {**explanation, "changes": changed, **began})
+            _describe(directory, config, {**explanation, "changes": changed, **began, **(told or {})})
             progress.say(
                 f"{config.run.name}: {config.parametrization.name} parametrization, {layout}, {device.type}, "
                 f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "

@@ -107,9 +107,14 @@ def train(
 
     def body(settings: Any, rank: Any) -> None:
         from mup_megatron import train as training  # on ranks alone: it takes seconds to import
+        from mup_megatron.progress import Progress
         from mup_megatron.setup import resolve
+        from mup_megatron.tuning.decide import told_by_a_ladder
 
-        training.train(resolve(settings, rank.world_size), rank, allow_change or [], **begin)
+        setup = resolve(settings, rank.world_size)
+        with Progress(rank.is_first) as progress:
+            told = told_by_a_ladder(setup.config, progress) if rank.is_first else None
+        training.train(setup, rank, allow_change or [], told=told, **begin)
 
     return _on_ranks(config, overrides, nproc_per_node, body)
 

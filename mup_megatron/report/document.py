@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mup_megatron.report.pictures import COLORS
+from mup_megatron.report.pictures import COLORS, MARK
 from mup_megatron.report.run_data import Curve
 
 _STYLE = """
@@ -80,8 +80,13 @@ def layout_of(x: str, y: str, *, log: bool = False, height: int = 340) -> dict[s
     }
 
 
-def curves(drawn: Sequence[Curve]) -> dict[str, Any]:
-    """The figure of training and evaluation losses over steps."""
+def curves(drawn: Sequence[Curve], told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The figure of training and evaluation losses over steps.
+
+    Args:
+        drawn: the curves.
+        told: what a ladder told of the first one's last evaluation (`pictures.marked`); None for nothing.
+    """
     data: list[dict[str, Any]] = []
     for curve, color in zip(drawn, itertools.cycle(COLORS)):
         data.append(
@@ -105,6 +110,19 @@ def curves(drawn: Sequence[Curve]) -> dict[str, Any]:
                 "y": [_number(line["eval_loss"]) for line in curve.evaluations],
                 "line": {"color": color, "width": 2},
                 "hovertemplate": "step %{x}<br>evaluation loss %{y:.4f}",
+            }
+        )
+    if told is not None:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": told["label"],
+                "x": [told["step"]],
+                "y": [told["loss"]],
+                "error_y": {"type": "data", "array": [told["bar"]], "color": MARK},
+                "marker": {"color": MARK, "size": 9, "symbol": "diamond"},
+                "hovertemplate": "step %{x}<br>predicted %{y:.4f}",
             }
         )
     return {"data": data, "layout": layout_of("step", "loss (nats per token)", height=400)}

@@ -16,7 +16,7 @@ from mup_megatron.explain import shown_init, without_numbers
 from mup_megatron.files import write_whole
 from mup_megatron.report.document import curves, document, layout_of, table
 from mup_megatron.report.opening import opening
-from mup_megatron.report.pictures import COLORS, STATES, extent_of
+from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
@@ -67,7 +67,7 @@ def page(run: Run, plotly: str) -> str:
         sections.append(table((), data["results"], "text"))
         sections.append("<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in data["remarks"]) + "</ul>")
     if run.curves:
-        figures["curves"] = curves(run.curves)
+        figures["curves"] = curves(run.curves, marked(run))
         sections.append('<h2>The target</h2><div id="curves"></div>')
     if run.samples:
         last = run.samples[-1]["step"]

@@ -62,6 +62,18 @@ class Settings(_Part):
     training: _Training | None = None
 
 
+class _Predicted(_Part):
+    loss: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    error: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    why_not: _Text = ""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> _Predicted:
+        if not ({"loss", "error"} <= self.model_fields_set or {"why_not"} == self.model_fields_set):
+            raise ValueError("neither loss and error, nor why_not")
+        return self
+
+
 class _Block(_Part):
     name: _Text
     init_std: float
@@ -99,6 +111,8 @@ class Explanation(_Part):
     config: Settings | None = None
     changes: list[_Change] = []
     moved: dict[str, Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]] = {}
+    ladder: list[_Text] = []
+    predicted: _Predicted | None = None
     forward: dict[str, float]
     parameters: list[_Tensor]
 
@@ -109,18 +123,6 @@ class _Cost(_Part):
 
 class _Proxy(_Part):
     parameters: _Count
-
-
-class _Predicted(_Part):
-    loss: Annotated[FiniteFloat, Field(gt=0)] = 1.0
-    error: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    why_not: _Text = ""
-
-    @model_validator(mode="after")
-    def _says_something(self) -> _Predicted:
-        if not ({"loss", "error"} <= self.model_fields_set or {"why_not"} == self.model_fields_set):
-            raise ValueError("neither loss and error, nor why_not")
-        return self
 
 
 class Plan(_Part):

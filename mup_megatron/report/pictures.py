@@ -1,4 +1,7 @@
-"""Pictures of a run. Public names: `draw_curves`, `draw_search`, `extent_of`, `load_pyplot`, `save_figure`."""
+"""Pictures of a run.
+
+Public names: `draw_curves`, `draw_search`, `extent_of`, `marked`, `load_pyplot`, `save_figure`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from mup_megatron.tuning.objective import objective_of
 
 COLORS = ("#4878a8", "#c44e52", "#dd8452")
 """Of the target, and of the same in the parametrizations that it is compared with."""
+
+MARK = "#333333"
+"""Of what a ladder predicted."""
 
 STATES = {
     "complete": ("trained to the end", "o", "#4878a8"),
@@ -33,8 +39,25 @@ def load_pyplot() -> Any:
     return pyplot
 
 
+def marked(run: Run) -> dict[str, Any] | None:
+    """What a ladder told of the target, as a mark in the picture of its losses.
+
+    Returns:
+        {"step", "loss", "bar" (two standard errors, nats), "label"}: the target's last step; None where no loss was
+        told, or no target has begun.
+    """
+    told = run.predicted
+    if run.target is None or told is None or "loss" not in told:
+        return None
+    bar = 2 * told["error"]
+    label = f"predicted by the ladder: {told['loss']:.4f} ± {bar:.4f}"
+    return {"step": run.target.whole or run.target.last, "loss": told["loss"], "bar": bar, "label": label}
+
+
 def draw_curves(run: Run) -> Path:
     """Training loss per step, evaluations as points, the base learning rate below; the controls beside the target.
+
+    What a ladder predicted stands at the target's last step, with two standard errors to either side.
 
     Returns:
         Path of the picture, `loss.png` in the run's folder.
@@ -56,6 +79,9 @@ def draw_curves(run: Run) -> Path:
             label=f"{curve.name}: evaluation, last {curve.result}",
         )
         bottom.plot(steps, [line["lr"] for line in curve.steps], color="0.4", lw=1.2)
+    if (mark := marked(run)) is not None:
+        place = {"x": mark["step"], "y": mark["loss"], "yerr": mark["bar"]}
+        top.errorbar(**place, fmt="D", color=MARK, ms=5, capsize=4, label=mark["label"])
     top.set_ylabel("loss (nats per token)")
     name = (run.config.get("run") or {}).get("name", run.directory.name)
     top.set_title(f"{name}: the target, training (thin) and evaluation", loc="left", fontsize=10)

@@ -126,6 +126,12 @@ class Run:
         return [curve for curve in (self.target, *self.controls.values()) if curve is not None]
 
     @property
+    def predicted(self) -> dict[str, Any] | None:
+        """The loss that a ladder told of the target before it was trained (tuning/predicted.py); None without one."""
+        said = (self.explanation or {}).get("predicted") or (self.plan or {}).get("predicted")
+        return dict(said) if said else None
+
+    @property
     def others(self) -> dict[str, Any]:
         """The hyperparameters that the target trained with and that the record has otherwise."""
         tuned = self.record["values"] if self.record is not None else {}

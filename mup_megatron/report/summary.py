@@ -63,8 +63,8 @@ def summary(run: Run) -> dict[str, Any]:
     results, remarks = _tuned(run) if run.record is not None else ([], [])
     for curve in run.curves:
         results.append(["target loss" if curve is run.target else f"the same target, {curve.name}", curve.result])
-    if run.target is not None and (told := (run.plan or {}).get("predicted")):
-        results.append(["predicted by the ladder", in_words(told, _reached(run.target))])
+    if run.target is not None and run.predicted is not None:
+        results.append(["predicted by the ladder", in_words(run.predicted, _reached(run.target))])
     of = " of the tuned values" if run.others else ""
     moved = (run.explanation or {}).get("moved", {})
     results += [[f"{name} over batch and tokens", _step(ends)] for name, ends in moved.items()]
@@ -150,7 +150,8 @@ def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
     ]
     # The record may be a family's: what it says of a target is of the one that it was tuned for.
     extrapolated = run.plan["extrapolated"] if run.plan is not None else record["target"]["extrapolated"]
-    of_ladder = (run.plan or record["target"]).get("ladder", [])
+    explained = run.explanation or {}
+    of_ladder = (explained if "ladder" in explained else run.plan or record["target"]).get("ladder", [])
     return results, [*said, *remarks(study, extrapolated), *of_ladder]
 
 

@@ -1,6 +1,6 @@
 """Whether to tune, the checks before tuning starts, and a run with the values of a record.
 
-Public names: `decide`, `apply_record`, `trained_keys`.
+Public names: `decide`, `apply_record`, `trained_keys`, `told_by_a_ladder`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mup_megatron.config import Config
 from mup_megatron.config.per_tensor import flat
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import known_vocab_size, prepare
-from mup_megatron.errors import no_such_file
+from mup_megatron.errors import UserError, no_such_file
 from mup_megatron.files import write_whole
 from mup_megatron.horizon import horizon
 from mup_megatron.progress import Progress
@@ -88,6 +88,34 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     prepared = prepare(config, progress.say)
     check_parts(config, prepared.blend[0], validation=tune or bool(config.training.eval_interval))
     return tune
+
+
+def told_by_a_ladder(config: Config, progress: Progress) -> dict[str, Any]:
+    """What the ladder of a config, or of the record that it names, tells of a target that `train` trains.
+
+    Args:
+        config: the run, with the values that it trains with.
+        progress: hears the loss.
+
+    Returns:
+        {"ladder": remarks, "predicted": the loss (`predicted`)}, for explain.json; empty where no ladder belongs to it.
+    """
+    try:
+        ladder = ladder_of(config, None if config.tuning.ladder is not None else _held(config))
+    except UserError as error:  # `train` needs no record
+        progress.say(f"no predicted loss: {error}")
+        return {}
+    if (loss := predicted(config, ladder)) is None:
+        return {}
+    progress.say(f"predicted loss of the target: {in_words(loss)}")
+    return {"ladder": told(config, ladder), "predicted": loss}
+
+
+def _held(config: Config) -> dict[str, Any] | None:
+    """The ladder that the record of a run keeps; None where there is none. Raises UserError."""
+    path = record.record_path(config)
+    held = record.read_record(path, None) or {}
+    return record.TransferRecord.read(path, config).ladder if held.get("ladder") else None
 
 
 def _check_folder(config: Config, found: record.TransferRecord | None, tune: bool, allowed: tuple[str, ...]) -> None:

@@ -133,12 +133,19 @@ def test_a_run_beside_a_record_that_it_did_not_use(copied: Path) -> None:
     assert not any("nats lower" in line for line in data["remarks"])
 
 
-def test_a_ladders_part_is_told(copied: Path) -> None:
-    """The prediction beside what was reached, values before and after, and remarks: in the summary and on the page."""
+@pytest.mark.parametrize("file", ["plan.json", "explain.json"])
+def test_a_ladders_part_is_told(copied: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction beside what was reached, values before and after, and remarks: in the summary and on the page.
+
+    Of `pipeline` they are in plan.json, of `train` in explain.json.
+    """
+    if file == "explain.json":
+        (copied / "plan.json").unlink()
     reached = json.loads((copied / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
     assert not any(row[0].startswith(("predicted", "lr over")) for row in summary(read_run(copied))["results"])
     told = {"predicted": {"loss": reached / 1.01, "error": 0.001}, "ladder": ["batch: a remark"]}
-    edited(copied, lambda data: data.update(told), "plan.json")
+    assert mark_of(copied, monkeypatch) is None
+    edited(copied, lambda data: data.update(told), file)
     edited(copied, lambda data: data.update(moved={"lr": [0.004, 0.002]}))
     data = summary(read_run(copied))
     results = dict(data["results"])
@@ -146,13 +153,36 @@ def test_a_ladders_part_is_told(copied: Path) -> None:
     assert results["lr over batch and tokens"] == "0.004 → 0.002 (× 0.5)"
     assert "batch: a remark" in data["remarks"]
     page = write_page(copied).read_text()
-    assert "predicted by the ladder" in page
+    label = f"predicted by the ladder: {reached / 1.01:.4f} ± 0.0020"
+    figures = json.loads(page.split("const figures = ")[1].split(";\n")[0])
+    mark = figures["curves"]["data"][-1]
+    assert (mark["name"], mark["x"], mark["y"], mark["error_y"]["array"]) == (label, [8], [reached / 1.01], [0.002])
+    assert mark_of(copied, monkeypatch) == (label, 8, pytest.approx([reached / 1.01 - 0.002, reached / 1.01 + 0.002]))
     # A target that is not done is not held against it.
     cut(copied, 4)
     assert "measured" not in dict(summary(read_run(copied))["results"])["predicted by the ladder"]
-    edited(copied, lambda data: data.update(predicted={"loss": "low"}), "plan.json")
-    with pytest.raises(UserError, match=r"plan\.json"):
+    assert mark_of(copied, monkeypatch)[1] == 8  # where it will end
+    edited(copied, lambda data: data.update(predicted={"why_not": "another text"}), file)
+    assert mark_of(copied, monkeypatch) is None
+    edited(copied, lambda data: data.update(predicted={"loss": "low"}), file)
+    with pytest.raises(UserError, match=rf"{file}: damaged \(predicted\.loss"):
         read_run(copied)
+
+
+def mark_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What loss.png shows of a prediction: label, step, both ends of the bar; None where it shows none."""
+    found: list[Any] = []
+
+    def look(figure: Any, path: Path) -> None:
+        for drawn in figure.axes[0].containers:
+            _, _, (bar,) = drawn
+            (ends,) = bar.get_segments()
+            found.append((drawn.get_label(), ends[0][0], [ends[0][1], ends[1][1]]))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pictures, "save_figure", look)
+        pictures.draw_curves(read_run(folder))
+    return found[0] if found else None
 
 
 def test_a_run_without_a_record(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

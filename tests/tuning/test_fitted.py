@@ -16,6 +16,7 @@ from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.layout import resolve_layout
 from mup_megatron.megatron_training.family import check_family
 from mup_megatron.model import parametrize
+from mup_megatron.progress import Progress
 from mup_megatron.tuning import decide
 from mup_megatron.tuning.family import digest, digested
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
@@ -399,6 +400,33 @@ def test_another_schedule_is_told(ladder: Path, tmp_path: Path) -> None:
     assert "loss" in (predicted(config, found) or {})
 
 
+def test_what_train_is_told(ladder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the config that `transfer` writes, by the record's ladder; nothing where there is none, or another's."""
+    config = taken(target_of(ladder))
+    record_in(tmp_path, config)
+    numbers = {f"parametrization.{axis}": getattr(config.parametrization, axis) for axis in ("batch", "tokens")}
+    target = target_of(None, **{"run.dir": str(tmp_path), "tuning.run": "never", **numbers})
+    found = ladder_of(config, None)
+    assert decide.told_by_a_ladder(target, Progress(True)) == {
+        "predicted": predicted(config, found),
+        "ladder": told(config, found),
+    }
+    assert "predicted loss of the target: 3.51" in capsys.readouterr().out
+    assert decide.told_by_a_ladder(config, Progress(True))["predicted"] == predicted(config, found)
+    capsys.readouterr()
+    other = target.derive({"base.hidden_size": 32})
+    assert decide.told_by_a_ladder(other, Progress(True)) == {}
+    assert "no predicted loss: " in (said := capsys.readouterr().out)
+    assert "base.hidden_size" in said
+    for silent in ("none", "plain"):
+        folder = tmp_path / silent
+        folder.mkdir()
+        if silent == "plain":
+            record_in(folder, target_of(None, **dict.fromkeys(FITTED, "none")))
+        assert decide.told_by_a_ladder(target.derive({"run.dir": str(folder)}), Progress(True)) == {}
+        assert capsys.readouterr().out == ""
+
+
 def test_predicted_beside_measured() -> None:
     told_ = {"loss": 3.5, "error": 0.02}
     assert in_words(told_) == "3.5000 (3.4600 to 3.5400, two standard errors)"
@@ -445,3 +473,17 @@ def test_from_the_ladder_to_the_target(tmp_path: Path, capsys: pytest.CaptureFix
     assert out.index("predicted loss of the target:") < out.index("predicted by the ladder")
     assert json.loads((run / "plan.json").read_text())["predicted"]["loss"] == record["target"]["predicted"]["loss"]
     assert f"batch: the rate goes as its ratio to the power {rate['batch']['exponent']:.3f} ±" in out
+    # The same target, trained by `train` with the config that `transfer` writes, in a folder without a plan.
+    output, again = tmp_path / "target.yaml", tmp_path / "again"
+    assert cli.run(["transfer", str(path), "--output", str(output)]) == 0
+    capsys.readouterr()
+    keys = [f"run.dir={again}", f"tuning.record={run / 'transfer.json'}", "tuning.ladder=null"]
+    assert cli.run(["train", str(output), *keys]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.index("predicted loss of the target:") < out.index("predicted by the ladder")
+    assert json.loads((again / "explain.json").read_text())["predicted"] == record["target"]["predicted"]
+    assert not (again / "plan.json").exists()
+    assert (
+        json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
+        == (json.loads((again / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"])
+    )

@@ -260,6 +260,9 @@ def ladder(
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For runs, picture and JSON; run.dir/ladder unless given.")
     ] = None,
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Put the ladder into this transfer record, if its laws hold.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Measure how the best rate moves with batch and tokens, fit it, and test the fit on the largest. Goes on."""
@@ -271,6 +274,7 @@ def ladder(
     from mup_megatron.proof.ladder_told import lines, write
     from mup_megatron.proof.rungs import Ladder
     from mup_megatron.report.ladder import draw_ladder
+    from mup_megatron.tuning.record_ladder import keep, record_of
 
     factors = {
         name: sorted(set(_factors(words, f"--{name}")))
@@ -285,6 +289,8 @@ def ladder(
         settings.hparams.lr * 2.0**octave for octave in (-2, -1, 0, 1, 2)
     ]
     asked = Ladder(**factors, values=rates, seeds=seeds, min_steps=min_steps)
+    if record is not None:
+        record_of(Path(record), settings)  # says now, not when the rungs have been paid for, what is wrong with it
     directory, verdicts = Path(output or f"{settings.run.dir}/ladder"), []
 
     def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
@@ -294,6 +300,8 @@ def ladder(
             path = write(result, directory)
             picture = draw_ladder(result, path.with_suffix(".png"))
             print(json.dumps(result, indent=1) if as_json else "\n".join([*lines(result), f"{path}", f"{picture}"]))
+            if record is not None:
+                say(keep(Path(record), settings, path))
 
     status = _grid(body, workers, as_json)
     return status or {"passed": 0, "failed": 1, "undecided": 3}[verdicts[0]]

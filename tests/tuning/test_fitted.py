@@ -22,6 +22,7 @@ from mup_megatron.tuning.family import digest, digested
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
 from mup_megatron.tuning.predicted import in_words, predicted
 from mup_megatron.tuning.record import TransferRecord, make_record, write_record
+from mup_megatron.tuning.record_ladder import keep
 from mup_megatron.tuning.space import proxy_config, values_of
 from tests.configs import MIXED, make, pipeline_file
 from tests.ladders import ladder_file
@@ -317,6 +318,45 @@ def test_a_record_without_a_ladder(tmp_path: Path, ladder: Path) -> None:
         parametrize(transferred, 375)
     transferred, _ = decide.apply_record(config.derive({"tuning.ladder": str(ladder)}))
     parametrize(transferred, 375)
+
+
+def test_a_record_takes_a_ladder_later(tmp_path: Path, ladder: Path) -> None:
+    """`ladder --record`: the record is then what it would be, had its config named the ladder."""
+    config = target_of(None, **{"run.dir": str(tmp_path)})
+    path = record_in(tmp_path, config)
+    before = json.loads(path.read_text())
+    assert (before["rules"]["batch"], before.get("ladder")) == ("fitted", None)
+    # The ladder's own config has another batch and length than the trials.
+    said = keep(path, config_of(**FITTED, **{"training.train_steps": 100}), ladder)
+    assert said == f"{path}: holds the ladder now; configs of its family need not name it (tuning.ladder)"
+    (tmp_path / "named").mkdir()
+    named = json.loads(record_in(tmp_path / "named", taken(target_of(ladder))).read_text())
+    after = json.loads(path.read_text())
+    assert {key: after[key] for key in ("ladder", "rules")} == {key: named[key] for key in ("ladder", "rules")}
+    changed = ("ladder", "rules", "checksum")
+    assert {**before, **{key: after[key] for key in changed}} == after
+    transferred, _ = decide.apply_record(config)
+    assert transferred.parametrization.batch == named["rules"]["batch"]
+
+
+def test_what_a_record_does_not_take(tmp_path: Path, ladder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = target_of(None, **{"run.dir": str(tmp_path)})
+    path = record_in(tmp_path, config)
+    before = path.read_text()
+    failed = ladder_file(tmp_path / "failed.json", config_of(), moved={"octaves": 0.6})
+    assert keep(path, config, failed).startswith(f"{path}: stays as it was, since the ladder did not pass")
+    assert path.read_text() == before
+    with pytest.raises(UserError, match=r"belongs to another family than .*base.hidden_size: 64 in the record, 32 in"):
+        keep(path, config.derive({"base.hidden_size": 32}), ladder)
+    # Said before a rung is trained.
+    source = tmp_path / "run.yaml"
+    source.write_text(yaml.safe_dump(config.model_dump()))
+    assert cli.run(["ladder", str(source), "--record", str(tmp_path / "none.json")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--record: no such file" in said
+    assert "expected the transfer record of this family" in said
+    keep(path, config.derive({"tuning.allow_failed_ladder": True}), failed)
+    assert json.loads(path.read_text())["ladder"]["verdict"] == "failed"
 
 
 def test_a_script_of_megatron_training_refuses_it(tmp_path: Path, ladder: Path) -> None:

@@ -187,13 +187,27 @@ def _epsilon(parametrization: Parametrization, layout: Layout) -> Parametrizatio
     return parametrization.replaced(lambda tensor: tensor.retuned(eps=rules.ONE))
 
 
+def _is_routed(tensor: TensorHyperparameters) -> bool:
+    """Whether the rule over experts holds: of an expert, or of the router."""
+    return tensor.shape.spec.expert or tensor.shape.name.endswith((".router.weight", ".router.bias"))
+
+
 def _experts(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Epsilon of experts and router is the same however many experts there are."""
     ratio = parametrization.config.experts_ratio
 
     def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        routed = tensor.shape.spec.expert or tensor.shape.name.endswith((".router.weight", ".router.bias"))
-        return tensor.retuned(eps=tensor.group.eps * ratio) if routed else tensor
+        return tensor.retuned(eps=tensor.group.eps * ratio) if _is_routed(tensor) else tensor
+
+    return parametrization.replaced(change)
+
+
+def _experts_sgd_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """SGD's rate of experts and router is the same however many experts there are."""
+    ratio = parametrization.config.experts_ratio
+
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return tensor.retuned(lr=tensor.group.lr / ratio) if _is_routed(tensor) else tensor
 
     return parametrization.replaced(change)
 
@@ -254,6 +268,9 @@ CONTROLS: dict[str, Control] = {
     "eps": Control(taken_out="Adam's epsilon", break_=_epsilon, regime="eps"),
     "experts": Control(
         taken_out="the number of experts in epsilon", break_=_experts, regime="eps", grows="num_moe_experts"
+    ),
+    "experts_sgd_rate": Control(
+        taken_out="the number of experts in SGD's rate", break_=_experts_sgd_rate, regime="sgd", grows="num_moe_experts"
     ),
     "decay": Control(taken_out="independent weight decay", break_=_weight_decay, regime="decay"),
     "depth_factor": Control(taken_out="depth factor of branches", break_=_depth_factor, regime="depth"),

@@ -22,6 +22,11 @@ are chosen, the share of those replaced by a small change goes as E^0.5; at a fi
 experts' rows may rise at a fixed share too: rows are in the order of experts, so one token that gets another expert
 shifts the rows behind it, which are then compared with those of other tokens, and the more rows the more are shifted.
 
+Where the size of a gradient decides an update (SGD, and an Adam whose epsilon is near it), the gain before experts
+falls as their mean does. A first layer of ffn rows has a gradient of ffn^-1/2, through second layers that start so, and
+the rules for ffn^-1: its update may fall as finer experts' FFN^1/2. Where the share falls, experts and router may rise
+as (E/k)^1/2: the rule counts on gradients of 1/E, and those of fewer tokens are mostly noise, (k E)^-1/2.
+
 Shared experts are added to the MLP and see every token. Beside them nothing falls: then both ends are bounds. Initial
 values and Adam's updates are as theory.py says, in which no number of experts has a part.
 """
@@ -74,10 +79,17 @@ class Routed:
             return 0.0, BOUNDS[quantity], BOUNDS[quantity]
         return self._mean(layer, quantity, first=(quantity, step) == ("output", 0))
 
-    def update_fall(self, name: str) -> float:
-        """How much further an update may fall where epsilon, and so the gradient, decides it: of what the MLP reads."""
+    def update(self, name: str) -> tuple[float, float]:
+        """How much further an update may fall and rise where the size of its gradient decides it, as SGD's."""
         layer, reads, _ = in_whole_model(name, self.layers).partition(".pre_mlp_layernorm.")
-        return max(0.0, self.topk / 2) if reads and self._routes(layer) else 0.0
+        if reads and self._routes(layer):
+            return max(0.0, self.topk / 2), 0.0
+        layer, _, inside = in_whole_model(name, self.layers).partition(".mlp.")
+        if not self._routes(layer) or not inside.startswith(("router.", "experts.")):
+            return 0.0, 0.0
+        noise = max(0.0, (self.experts - self.topk) / 2)
+        further = self.ffn / 2 if ".linear_fc1." in inside else 0.0
+        return max(0.0, -further), noise + max(0.0, further)
 
     def _routes(self, layer: str) -> bool:
         return f"{layer}.mlp.router.weight" in self.modules

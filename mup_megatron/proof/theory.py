@@ -135,9 +135,10 @@ class Theory:
             if quantity == "initial":
                 return Expected(self._initial(tensor, shape, block), bound, bound)
             found = self._update(tensor, shape, block)
-            if self._routed is None or found.low is None or self._config.optimizer.eps <= _SMALL_EPS:
+            if self._routed is None or found.low is None or not self._gradient_decides():
                 return found
-            return found._replace(low=found.low + self._routed.update_fall(tensor))
+            fall, rise = self._routed.update(tensor)
+            return found._replace(low=found.low + fall, high=None if found.high is None else found.high + rise)
         if self._axis == "depth" and stack_of(name) and name not in _DEEPEST:
             # Half of all branches come before it in a model of two layers, most in a deep one.
             return Expected(0.0, None, None)
@@ -254,6 +255,11 @@ class Theory:
             return 0.0
         fan_in = self._fan_in(name)
         return -fan_in if self._has_g(shape, block) else -fan_in / 2
+
+    def _gradient_decides(self) -> bool:
+        """Whether the size of a gradient decides that of its update."""
+        optimizer = self._config.optimizer
+        return optimizer.name == "sgd" or optimizer.eps > _SMALL_EPS
 
     def _update(self, name: str, shape: TensorShape, block: str | None) -> Expected:
         bound, rate = BOUNDS["update"], self._rate(name, shape)

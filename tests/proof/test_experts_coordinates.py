@@ -130,6 +130,26 @@ def test_where_epsilon_decides() -> None:
     assert theory_of(FIXED).expected(gain.format(1), "update", 1).low == 0.25
 
 
+@pytest.mark.parametrize("felt", [{"optimizer__name": "sgd"}, {"optimizer__eps": 1e-2}])
+def test_where_gradients_decide(felt: dict[str, Any]) -> None:
+    """Under SGD too: gradients of fewer tokens are noise, (k E)^-1/2 for 1/E; a first layer's go as its FFN^-1/2."""
+
+    def bounds(growth: dict[str, list[Any]], name: str, **keys: Any) -> tuple[float | None, ...]:
+        found = theory_of(growth, **keys).expected(name, "update", 1)
+        return found.slope, found.low, found.high
+
+    first, second, router = (f"{EXPERT}.linear_fc1.weight[up]", f"{EXPERT}.linear_fc2.weight", f"{MLP}router.weight")
+    for name in (first, second, router):
+        assert bounds(FIXED, name, **felt) == pytest.approx((0.0, 0.25, 0.25))
+        assert bounds(FALLING, name, **felt) == pytest.approx((0.0, 0.25, 0.75))
+        assert bounds(FALLING, name) == pytest.approx((0.0, 0.25, 0.25))
+    assert bounds(FINER, first, **felt) == pytest.approx((0.0, 0.75, 0.25))
+    assert bounds(FINER, second, **felt) == pytest.approx((1.0, 0.25, 0.25))
+    assert bounds(FIXED, "decoder.layers.1.pre_mlp_layernorm.weight", **felt) == pytest.approx((0.0, 0.75, 0.25))
+    dense = "decoder.layers.0.mlp.linear_fc1.weight[up]"
+    assert bounds(FALLING, dense, **felt) == pytest.approx((0.0, 0.25, 0.25))
+
+
 def test_widths_alone_are_as_before() -> None:
     """Theory of a mixture of experts whose number stays says what it said."""
     theory = theory_of({"moe_ffn_hidden_size": [1, 2, 4]})
@@ -174,6 +194,28 @@ def test_the_rule_taken_out_is_seen(ranks: Ranks) -> None:
     dense = [name for name in result["out_of_bounds"] if ".mlp." not in name and name.endswith("weight")]
     assert not dense
     assert not check(ranks, config, regime="eps", seeds=3)["out_of_bounds"]
+
+
+@pytest.mark.slow
+def test_under_sgd(ranks: Ranks) -> None:
+    """With the rule every update is within bounds, at a fixed share, a falling one and with finer experts.
+
+    With a rate that does not follow the number of experts, what a token is sent to and what sends it learn 1/E as fast.
+    """
+    fixed = {"num_moe_experts": [1, 2, 4, 8], "moe_router_topk": [1, 2, 4, 8]}
+    finer = {**fixed, "moe_ffn_hidden_size": [1, Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)]}
+    falling = {"num_moe_experts": [1, 2, 4, 8]}
+    for growth, rule in ((fixed, "fixed_share"), (finer, "fixed_share"), (falling, "any_share")):
+        result = check(ranks, config_of(rule), growth=growth, regime="sgd", seeds=3)
+        assert not result["out_of_bounds"], lines(result)
+    result = check(ranks, config_of("fixed_share"), broken="experts_sgd_rate", seeds=3)
+    assert result["verdict"] == "failed"
+    out = set(result["out_of_bounds"])
+    assert out >= {f"{MLP}router.weight", f"{EXPERT}.linear_fc1.weight[up]", f"{EXPERT}.linear_fc2.weight"}
+    assert all(name.startswith((f"{MLP}router", f"{MLP}experts")) for name in out), out
+    (label,) = result["slopes"]
+    slopes = [each["slope"] for each in result["slopes"][label] if each["name"] in out and each["quantity"] == "update"]
+    assert slopes == pytest.approx([-1.0] * len(slopes), abs=0.25)
 
 
 def test_it_needs_experts_that_grow(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mup_megatron.base_shapes import join_base_shapes, load_base_shapes
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
 from mup_megatron.parametrization import Carried, Parametrization
-from mup_megatron.shapes import TensorShape, TensorSpec, join_base_shapes, load_base_shapes
+from mup_megatron.shapes import TensorShape, TensorSpec
 
 
 def shapes_from_file(

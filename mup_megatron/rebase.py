@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from mup_megatron.base_file import beside_shapes
+from mup_megatron.base_shapes import base_shapes_text
 from mup_megatron.checkpoint import Checkpoints, hash_files
 from mup_megatron.config import Config, parse_config, parse_yaml
 from mup_megatron.data.prepare import data_directory
@@ -30,7 +31,6 @@ from mup_megatron.manifest import MANIFEST, make_manifest, settings_of
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.reexpress import MULTIPLIERS, Reexpressed, kept_multipliers, reexpress
-from mup_megatron.shapes import base_shapes_text
 
 BASE_FILE = "rebased.bsh"
 POWERS = {WEIGHT: 1, "exp_avg": -1, "exp_avg_sq": -2, "momentum_buffer": -1}

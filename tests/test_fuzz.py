@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mup_megatron import upstream
+from mup_megatron.base_shapes import save_base_shapes
 from mup_megatron.config import Config, load_config, parse_config
 from mup_megatron.errors import UserError
 from mup_megatron.layout import resolve_layout, smallest_world
@@ -28,7 +29,6 @@ from mup_megatron.report.summary import print_transfer
 from mup_megatron.saved_run import _config_here
 from mup_megatron.setup import refuse
 from mup_megatron.setup.deepspeed import deepspeed_config
-from mup_megatron.shapes import save_base_shapes
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks
 from mup_megatron.tuning.space import with_values

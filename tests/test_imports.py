@@ -39,7 +39,7 @@ LEVELS = [
     {"base_file", "apply_rules"},
     {"unit_scaling"},
     {"parametrization", "horizon", "init", "upstream"},
-    {"layout", "patches", "representatives", "kinds"},
+    {"layout", "patches", "representatives", "kinds", "base_shapes"},
     {"shapes", "stages"},
     {"rules"},
     {"config"},

@@ -7,19 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mup_megatron.base_shapes import BaseShapes, join_base_shapes, load_base_shapes, save_base_shapes
 from mup_megatron.errors import UserError
-from mup_megatron.shapes import (
-    BaseShapes,
-    Fused,
-    InfDim,
-    Init,
-    TensorSpec,
-    join_base_shapes,
-    join_shapes,
-    layer_number,
-    load_base_shapes,
-    save_base_shapes,
-)
+from mup_megatron.shapes import Fused, InfDim, Init, TensorSpec, join_shapes, layer_number
 
 
 def weight(rows: int, columns: int, fused: Fused | None = None) -> TensorSpec:

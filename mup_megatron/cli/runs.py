@@ -67,15 +67,15 @@ def explain(
     settings, layout = setup.config, setup.layout
     if rank >= layout.world_size:
         raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
-    from mup_megatron import shapes
     from mup_megatron.base_file import beside_shapes
+    from mup_megatron.base_shapes import base_shapes_text
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.explain import explain as explain_data
     from mup_megatron.explain import print_table
 
     parametrization = setup.parametrization(known_vocab_size(settings))
     if save_base_shapes:
-        text = shapes.base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
+        text = base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
         write_output(Path(save_base_shapes), text, "--save-base-shapes")
     if as_json:
         print(json.dumps(explain_data(parametrization, layout, rank), indent=1))

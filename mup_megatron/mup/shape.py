@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules.conv import _ConvNd
 
+from mup_megatron import base_shapes as files
 from mup_megatron import shapes
 from mup_megatron.errors import UserError
 from mup_megatron.layers.tensor_spec import spec_of
@@ -64,7 +65,7 @@ def save_base_shapes(model_or_shapes: torch.nn.Module | Mapping[str, InfShape], 
         if infshape.tensor is not None and infshape.tensor.blocks
     }
     dims = {name: infshape.base_shape() for name, infshape in infshapes.items()}
-    shapes.write_base_shapes(file, shapes.BaseShapes(dims, blocks, {}))
+    files.write_base_shapes(file, files.BaseShapes(dims, blocks, {}))
 
 
 def load_base_shapes(filename: str | Path) -> dict[str, InfShape]:
@@ -73,7 +74,7 @@ def load_base_shapes(filename: str | Path) -> dict[str, InfShape]:
     Raises:
         UserError: the file cannot be read, or is no such file.
     """
-    dims = shapes.load_base_shapes(filename).dims
+    dims = files.load_base_shapes(filename).dims
     return {name: InfShape.from_base_shape(base) for name, base in dims.items()}
 
 
@@ -270,7 +271,7 @@ def _specs(source: Any) -> dict[str, TensorSpec] | None:
 def _of_shims(target: dict[str, TensorSpec], base: Source, delta: Source | None) -> dict[str, InfShape]:
     """Infinite shapes of a model of megatron-core's layers: fan-in, fan-out and blocks are those of the TensorSpecs."""
     if isinstance(base, (str, Path)):
-        joined = shapes.join_base_shapes(target, shapes.load_base_shapes(base), str(base))
+        joined = files.join_base_shapes(target, files.load_base_shapes(base), str(base))
     else:
         base_specs, delta_specs = _specs(base), _specs(delta)
         if base_specs is None or delta_specs is None:

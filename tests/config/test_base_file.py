@@ -11,10 +11,10 @@ import yaml
 
 from mup_megatron import upstream
 from mup_megatron.base_file import beside_shapes
+from mup_megatron.base_shapes import load_base_shapes, save_base_shapes
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.model import parametrize
-from mup_megatron.shapes import load_base_shapes, save_base_shapes
 from mup_megatron.tuning.family import differences, digested
 from tests.configs import HEAD_SIZE, MIXED, MLA, VOCABULARY, make
 

@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 
 from mup_megatron import upstream
+from mup_megatron.base_shapes import save_base_shapes
 from mup_megatron.errors import UserError
 from mup_megatron.explain import explain
 from mup_megatron.layout import resolve_layout
@@ -24,7 +25,6 @@ from mup_megatron.megatron_training.translate import check_translation, config_o
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.setup import resolve_auto
-from mup_megatron.shapes import save_base_shapes
 from mup_megatron.transformer_config import core_config
 from tests.configs import make
 

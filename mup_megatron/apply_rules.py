@@ -135,8 +135,14 @@ class Rules:
                 for block, m_out in ratios.m_outs.items()
             },
             group=group,
-            base=self._base._replace(lr=self._decoupled or self._base.lr) if group.decoupled else self._base,
+            base=self._base_of(group),
         )
+
+    def _base_of(self, group: GroupKey) -> BaseValues:
+        """What the group's multipliers apply to."""
+        if group.update_rule == "soap":
+            return self._base._replace(eps=self._config.optimizer.soap_eps)
+        return self._base._replace(lr=self._decoupled or self._base.lr) if group.decoupled else self._base
 
     def _forward(self, base_head_size: int) -> ForwardMultipliers:
         hparams, model = self._config.hparams, self._config.model
@@ -175,9 +181,9 @@ class Rules:
         spec, config = shape.spec, self._config
         rule = self._rule_of(spec)
         depth = self._depth_of(shape)
-        if rule == "sgd" and len(set(ratios.m_outs.values())) > 1:
+        if rule in ("sgd", "soap") and len(set(ratios.m_outs.values())) > 1:
             raise UserError(
-                f"optimizer.name: sgd needs one learning rate per tensor, but the blocks of "
+                f"optimizer.name: {rule} needs one learning rate per tensor, but the blocks of "
                 f"{shape.name} grow by different factors ("
                 + ", ".join(f"{block} {float(m):g}" for block, m in ratios.m_outs.items())
                 + "); expected adamw, or blocks that grow together"
@@ -189,14 +195,14 @@ class Rules:
         else:
             lr = rules.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
             lr *= _exact(depth.lr)
-        eps = rules.epsilon(m_out=ratios.m_out, forward=ratios.forward) * _exact(depth.eps * self._horizon.eps)
+        eps = _epsilon(rule, ratios) * _exact(depth.eps * self._horizon.eps)
         decayed = is_decayed(config, shape) and lr
         decay = rules.weight_decay(config.parametrization.weight_decay, lr) if decayed else Fraction(0)
         lr, decay = lr * _exact(self._horizon.lr), decay * _exact(self._horizon.weight_decay)
         return GroupKey(
             update_rule=rule,
             lr=lr,
-            eps=eps if rule == "adam" else rules.ONE,
+            eps=eps if rule in rules.HAS_EPSILON else rules.ONE,
             weight_decay=decay,
             # As upstream has it: word embeddings and head, not learned positions.
             decoupled=self._decoupled is not None and (spec.readout or shape.name == WORD_EMBEDDINGS),
@@ -211,7 +217,7 @@ class Rules:
         return self._depth if shape.layer is not None else rules.DepthFactors()
 
     def _rule_of(self, spec: TensorSpec) -> rules.UpdateRule:
-        """Megatron-core's Muon and Lion take what has two dimensions and is neither embedding nor readout.
+        """Megatron-core's Muon, SOAP and Lion take what has two dimensions and is neither embedding nor readout.
 
         AdamW steps the rest.
         """
@@ -246,6 +252,12 @@ class Rules:
             measured: FixedFanOut = "hidden_like" if ".mlp." in shape.name else "output_like"
             rule = measured if named == "auto" else named
         return rules.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
+
+
+def _epsilon(rule: rules.UpdateRule, ratios: rules.Ratios) -> Fraction | float:
+    if rule == "soap":
+        return rules.basis_epsilon(m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
+    return rules.epsilon(m_out=ratios.m_out, forward=ratios.forward)
 
 
 def _muon_rate(shape: TensorShape) -> Fraction | float:

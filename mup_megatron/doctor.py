@@ -22,7 +22,7 @@ _OPTIONAL = (
         "transformer_engine",
         "no model.transformer_impl: transformer_engine; megatron-core's local layers and sdpa attention are used",
     ),
-    ("emerging_optimizers", "emerging_optimizers", "no optimizer.name: muon, and lion under DeepSpeed alone"),
+    ("emerging_optimizers", "emerging_optimizers", "no optimizer.name: muon or soap, and lion under DeepSpeed alone"),
     (
         "C++ compiler",
         "c++",

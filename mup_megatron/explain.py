@@ -178,6 +178,7 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
         f"base: lr {hparams.lr:.6g}, init std {hparams.init_method_std:.6g}, weight decay {hparams.weight_decay:.6g}, "
         f"{config.optimizer.name}"
         + (f" eps {config.optimizer.eps:.6g}" if parametrization.update_rule != "sgd" else "")
+        + (f" ({config.optimizer.soap_eps:.6g} of matrices)" if parametrization.update_rule == "soap" else "")
     )
     console.print(_growth(config), highlight=False)
     if config.parametrization.experts != "none":

@@ -37,7 +37,7 @@ class Layout:
         expert_tensor: tensor-parallel size inside the experts.
         context: context-parallel size.
         distributed_optimizer: whether Megatron's optimizer is split over data-parallel ranks.
-        layer_wise: whether each data-parallel rank steps some of Muon's matrices, whole ones, for all.
+        layer_wise: whether each data-parallel rank steps some of Muon's or SOAP's matrices, whole ones, for all.
         fully_sharded: whether parameters, gradients and optimizer state are (torch's FSDP2).
         pipeline_before_data: whether the next rank after those of a stage is in the next stage (Megatron's
             `--use-tp-pp-dp-mapping`), not in the next data-parallel replica.
@@ -183,7 +183,7 @@ def resolve_layout(config: Config, world_size: int, *, stages: Stages | None = N
             f"{pipeline} (pipeline stages); {config.training.global_batch_size} makes {micro_batches}",
         )
     megatron = parallel.engine == "megatron"
-    muon = config.optimizer.name == "muon"
+    whole = config.optimizer.name in ("muon", "soap")  # whose steps ranks share matrix by matrix
     return Layout(
         world_size=world_size,
         tensor=tensor,
@@ -198,8 +198,8 @@ def resolve_layout(config: Config, world_size: int, *, stages: Stages | None = N
         expert=expert,
         expert_tensor=expert_tensor,
         context=context,
-        distributed_optimizer=megatron and parallel.use_distributed_optimizer and not muon,
-        layer_wise=megatron and parallel.use_distributed_optimizer and muon,
+        distributed_optimizer=megatron and parallel.use_distributed_optimizer and not whole,
+        layer_wise=megatron and parallel.use_distributed_optimizer and whole,
         fully_sharded=megatron and parallel.use_torch_fsdp2,
         pipeline_before_data=parallel.use_tp_pp_dp_mapping,
     )
@@ -283,6 +283,10 @@ def _check_experts(config: Config, stage: int, tensor: int, expert: int, expert_
             "parallel.expert_model_parallel_size",
             f"EP {expert} x ETP {expert_tensor} does not divide the {stage} processes of a pipeline stage",
         )
+    if config.optimizer.name == "soap" and expert_tensor > 1:
+        raise config.error(
+            "parallel.expert_tensor_parallel_size", f"{expert_tensor} with optimizer.name: soap: {_WHOLE}"
+        )
     if model.moe_ffn_size % expert_tensor:
         raise config.error(
             "model.moe_ffn_hidden_size", f"{model.moe_ffn_size} is not divisible by the experts' TP {expert_tensor}"
@@ -333,7 +337,12 @@ def tensor_parallel_problems(config: Config, tensor: int) -> list[tuple[str, str
     if model.num_moe_experts is not None and tensor > 1 and not config.parallel.sequence_parallel:
         problem = "megatron-core trains experts under tensor parallelism only with it; expected true"
         problems.append(("parallel.sequence_parallel", problem))
+    if config.optimizer.name == "soap" and tensor > 1:
+        problems.append(("parallel.tensor_model_parallel_size", f"{tensor} with optimizer.name: soap: {_WHOLE}"))
     return problems
+
+
+_WHOLE = "megatron-core's SOAP takes what a rank holds of a matrix for the whole; expected 1"
 
 
 def _auto_tensor_parallel(config: Config, world_size: int) -> int:

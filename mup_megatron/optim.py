@@ -1,7 +1,7 @@
 """Rules to parameter groups, groups to an optimizer, and the schedule that moves all groups together.
 
 Public names: `parameter_groups` and `build_optimizer` (torch, DeepSpeed), `megatron_overrides` (megatron-core),
-`allocate`, `LearningRateSchedule`, `set_learning_rates`.
+`allocate`, `moment_shape`, `LearningRateSchedule`, `set_learning_rates`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,23 @@ MOMENTS: dict[rules.UpdateRule, tuple[str, ...]] = {
     "sgd": ("momentum_buffer",),
     "muon": ("momentum_buffer",),
     "lion": ("exp_avg",),
+    "soap": ("exp_avg", "exp_avg_sq", "L", "R", "Q_L", "Q_R"),
 }
 """What optimizers keep of a parameter, by rule."""
+
+SQUARES = {"L": 0, "Q_L": 0, "R": 1, "Q_R": 1}
+"""What of it is a square matrix: over the parameter's rows, or over its columns."""
+
+
+def moment_shape(kind: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of what an optimizer keeps of a parameter.
+
+    Args:
+        kind: of `MOMENTS`, or another that has the parameter's shape.
+        shape: of the parameter.
+    """
+    return (shape[SQUARES[kind]],) * 2 if kind in SQUARES else tuple(shape)
+
 
 _LONGEST_BUILD = 30.0  # minutes; on two cores a build takes two
 
@@ -90,7 +105,7 @@ def megatron_overrides(
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
         if config.steps_matrices and tensor.group.update_rule == "adam":
-            # megatron-core's Muon and Lion skip parameters with this flag; we set it on position embeddings too.
+            # megatron-core's Muon, SOAP and Lion skip parameters with this flag; we set it on position embeddings too.
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         rules[str(tensor.group)] = tensor
     min_lr_ratio = parametrization.config.training.min_lr_ratio
@@ -180,14 +195,16 @@ def allocate(optimizer: Any, parameters: Iterable[torch.Tensor], kinds: Iterable
         step: updates done.
     """
     group = optimizer.param_groups[0]
-    own = MOMENTS["adam" if "eps" in group else "lion" if "betas" in group else "sgd"]
+    own = MOMENTS[
+        "soap" if "shampoo_beta" in group else "adam" if "eps" in group else "lion" if "betas" in group else "sgd"
+    ]
     moments = [kind for kind in kinds if kind in own]
     adam = "exp_avg_sq" in moments
     ours = type(optimizer).__module__.startswith("torch.")
     for parameter in parameters:
         state = optimizer.state[parameter]
         for kind in moments:
-            state[kind] = torch.zeros_like(parameter)
+            state[kind] = parameter.new_zeros(moment_shape(kind, parameter.shape))
         if adam and ours:
             on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
             state["step"] = torch.tensor(float(step), device=parameter.device if on_device else "cpu")

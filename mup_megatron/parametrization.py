@@ -25,6 +25,7 @@ UPDATE_RULES: dict[str, rules.UpdateRule] = {
     "sgd": "sgd",
     "muon": "muon",
     "lion": "lion",
+    "soap": "soap",
 }
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -66,7 +67,7 @@ class BaseValues(NamedTuple):
 
     Args:
         lr: learning rate at the schedule's peak.
-        eps: Adam's epsilon.
+        eps: Adam's epsilon, or SOAP's.
         weight_decay: decoupled.
     """
 
@@ -109,7 +110,7 @@ class GroupKey:
 
     def __str__(self) -> str:
         """What identifies the group in an optimizer and in checkpoints, whatever its rates are."""
-        of_matrices = f"{self.update_rule}, " if self.update_rule in ("muon", "lion") else ""
+        of_matrices = f"{self.update_rule}, " if self.update_rule in rules.OF_MATRICES else ""
         decoupled = "decoupled " if self.decoupled else ""
         return f"{of_matrices}{decoupled}lr {self.lr}, eps {self.eps}, decay {self.weight_decay}"
 
@@ -177,7 +178,7 @@ class TensorHyperparameters:
         changed = dataclasses.replace(
             group,
             lr=group.lr if lr is None else lr,
-            eps=group.eps if eps is None or group.update_rule != "adam" else eps,
+            eps=group.eps if eps is None or group.update_rule not in rules.HAS_EPSILON else eps,
             weight_decay=group.weight_decay if decay is None or not group.weight_decay else decay,
         )
         return dataclasses.replace(self, group=changed)
@@ -211,11 +212,11 @@ class TensorHyperparameters:
     @property
     def eps_multiplier(self) -> float | None:
         """Factor on the base epsilon; None where the optimizer has no epsilon."""
-        return float(self.group.eps) if self.group.update_rule == "adam" else None
+        return float(self.group.eps) if self.group.update_rule in rules.HAS_EPSILON else None
 
     @property
     def eps(self) -> float | None:
-        """Adam's epsilon; None for other optimizers."""
+        """Adam's or SOAP's epsilon; None for other optimizers."""
         return None if self.eps_multiplier is None else self.base.eps * self.eps_multiplier
 
     @property
@@ -251,7 +252,7 @@ class Parametrization:
 
     @property
     def update_rule(self) -> rules.UpdateRule:
-        """How the optimizer's update scales; Muon's of matrices alone, see `TensorHyperparameters.group`."""
+        """How the optimizer's update scales; Muon's and SOAP's of matrices alone, see `TensorHyperparameters.group`."""
         return UPDATE_RULES[self.config.optimizer.name]
 
     @cached_property

@@ -122,10 +122,10 @@ def _factors(before: Parametrization, after: Parametrization) -> dict[str, float
                 + ", ".join(f"×{factor:g} of {block}" for block, factor in by_block.items())
                 + f"); expected {MULTIPLIERS['softmax_scale']} left alone"
             )
-        if before.tensors[name].group.update_rule == "muon":
+        if (rule := before.tensors[name].group.update_rule) in ("muon", "soap"):
             raise UserError(
-                f"{name} would take the factor {values.pop():g}, under which Muon's steps are the same only up to "
-                "rounding of its iteration; expected the multipliers left alone"
+                f"{name} would take the factor {values.pop():g}, under which {'Muon' if rule == 'muon' else 'SOAP'}'s "
+                "steps are the same only up to rounding of its iteration; expected the multipliers left alone"
             )
         found[name] = values.pop()
     return found

@@ -9,18 +9,20 @@
 | init standard deviation                   | (1/A) m_in^-1/2, with g (1/A)/m_in | `init_std`           |
 | learning rate, Adam, AdamW, Lion          | 1 / (A m_in)                      | `learning_rate`      |
 | learning rate, SGD                        | m_out / (A² m_in)                 | `learning_rate`      |
-| learning rate, Muon (unit spectral norm)  | (m_out/m_in)^1/2 / A              | `learning_rate`      |
+| learning rate, Muon, SOAP (spectral norm) | (m_out/m_in)^1/2 / A              | `learning_rate`      |
 | Adam's epsilon (added to sqrt(v))         | A / m_out                         | `epsilon`            |
+| SOAP's epsilon, in its eigenbasis         | A (m_in/m_out)^1/2                | `basis_epsilon`      |
 | decoupled weight decay, `independent`     | 1 / (learning-rate multiplier)    | `weight_decay`       |
 | weight in the invariant gradient norm     | m_out / (A² m_in)                 | `gradient_norm`      |
 | all of Adam's, over batch and tokens      | powers of their ratios            | `horizon_factors`    |
 | experts and router, more experts          | m_out counts all experts' rows    | `of_experts`         |
 
 Sources: Tensor Programs V (arXiv 2203.03466), Table 8 and appendices B and D; the spectral condition (2310.17813) for
-Muon; Everett et al. (2407.05872) for epsilon; Wang & Aitchison (2405.13698) for weight decay; CompleteP (2505.01618)
-for depth; Malladi et al. (2205.10287) for batch; Bjorck et al. (2409.19913) for tokens; Jiang et al. (2601.20205) for
-experts. Ratios are exact fractions, so that equal multipliers are equal to the last bit and a model at its base shape
-is Megatron's own. This module imports neither torch, nor megatron-core, nor DeepSpeed.
+Muon; Qiu et al. (2512.05620) for SOAP; Everett et al. (2407.05872) for epsilon; Wang & Aitchison (2405.13698) for
+weight decay; CompleteP (2505.01618) for depth; Malladi et al. (2205.10287) for batch; Bjorck et al. (2409.19913) for
+tokens; Jiang et al. (2601.20205) for experts. Ratios are exact fractions, so that equal multipliers are equal to the
+last bit and a model at its base shape is Megatron's own. This module imports neither torch, nor megatron-core, nor
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,8 +33,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
-UpdateRule = Literal["adam", "sgd", "muon", "lion"]
-"""How an optimizer's update scales with the gradient. Lion's, a sign, scales as Adam's and has no epsilon."""
+UpdateRule = Literal["adam", "sgd", "muon", "lion", "soap"]
+"""How an optimizer's update scales with the gradient. Lion's, a sign, scales as Adam's and has no epsilon; SOAP's has
+the spectral norm of Muon's, and an epsilon."""
+
+HAS_EPSILON: tuple[UpdateRule, ...] = ("adam", "soap")
+OF_MATRICES: tuple[UpdateRule, ...] = ("muon", "lion", "soap")
+"""Rules that step matrices while AdamW steps the rest (Lion's under one engine)."""
 
 ONE = Fraction(1)
 
@@ -109,7 +116,7 @@ def learning_rate(rule: UpdateRule, *, m_in: Fraction, m_out: Fraction, forward:
     """Multiplier of the learning rate.
 
     For Muon, the update is taken to have unit spectral norm; what an implementation's scale mode applies already is
-    the caller's to divide out.
+    the caller's to divide out. SOAP's update has a spectral norm that width has no part in (docs/parametrization.md).
     """
     if rule in ("adam", "lion"):
         return 1 / (forward * m_in)
@@ -125,6 +132,15 @@ def epsilon(*, m_out: Fraction, forward: Fraction = ONE) -> Fraction:
     the one that nowhere exceeds the gradient.
     """
     return forward / m_out
+
+
+def basis_epsilon(*, m_in: Fraction, m_out: Fraction, forward: Fraction = ONE) -> Fraction | float:
+    """Multiplier of SOAP's epsilon: A (m_in/m_out)^1/2, how a singular value of the gradient scales.
+
+    SOAP compares epsilon with the gradient in the basis of its own singular vectors. A gradient of few tokens has few
+    coordinates there, each as large as a singular value.
+    """
+    return forward if m_in == m_out else float(forward) * math.sqrt(m_in / m_out)
 
 
 def weight_decay(

@@ -466,6 +466,13 @@ def muon_experts_over_the_dense_ranks() -> Iterator[None]:
         yield
 
 
+def soap_as_megatron_has_it() -> contextlib.AbstractContextManager[None]:
+    """SOAP with megatron-core's defaults: KL-Shampoo's averages."""
+    from mup_megatron.engines import megatron_config
+
+    return replaced(megatron_config, "_soap", lambda config: {})
+
+
 def layer_wise_steps_stay() -> contextlib.AbstractContextManager[None]:
     """What a rank has stepped of Muon's matrices stays there."""
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer

@@ -223,6 +223,11 @@ def test_updates_over_4_to_32_experts(ranks: Ranks, optimizer: str, kind: str, f
             "parametrization.experts",
             "has no rule for Muon",
         ),
+        (
+            {"optimizer.name": "soap", "parallel.engine": "megatron", "parallel.use_distributed_optimizer": False},
+            "parametrization.experts",
+            "has no rule for SOAP",
+        ),
     ],
 )
 def test_what_has_no_rule_is_refused(keys: dict[str, Any], key: str, problem: str) -> None:

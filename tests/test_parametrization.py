@@ -311,6 +311,28 @@ def test_muon() -> None:
     assert {tensor.lr_multiplier for tensor in standard.values()} == {1}
 
 
+def test_soap() -> None:
+    """Matrices in the blocks: rate sqrt(m_out/m_in), epsilon sqrt(m_in/m_out); AdamW's rows are its own."""
+    growth = {
+        "model": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 384, "num_attention_heads": 4},
+        "base": {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1},
+    }
+    soap: dict[str, Any] = {"optimizer__name": "soap", "parallel__engine": "megatron"}
+    tensors = apply(growth, **soap).tensors
+    for name in (QKV, PROJ):  # hidden ×4 on both sides
+        assert numbers(tensors[f"{name}.weight"]) == (1, 1, 1)
+    # FFN ×12 rows on hidden ×4, and the other way round.
+    assert numbers(tensors[FC1 + ".weight"]) == pytest.approx((3**0.5, 3**-0.5, 3**-0.5))
+    assert numbers(tensors[FC2 + ".weight"]) == pytest.approx((3**-0.5, 3**0.5, 3**0.5))
+    assert numbers(tensors[FC1 + ".bias"]) == (1, pytest.approx(1 / 12), 0)
+    assert numbers(tensors[EMBEDDING]) == (1, 1 / 4, 1)
+    readout = apply(growth, "llama", **soap).tensors["output_layer.weight"]
+    assert (readout.lr_multiplier, readout.eps_multiplier) == (1, 1 / 4)
+    # Query ×2, key and value ×4: SOAP does not take the fused matrix apart.
+    with pytest.raises(UserError, match=r"optimizer.name: soap needs one learning rate per tensor, .*linear_qkv"):
+        apply(MIXED, **soap)
+
+
 def test_lion_steps_every_tensor_under_deepspeed_and_matrices_under_megatron() -> None:
     """Adam's rates, no epsilon; under Megatron AdamW steps embedding and gain, with theirs."""
     every = apply(MIXED, optimizer__name="lion").tensors

@@ -28,7 +28,9 @@ def test_hidden() -> None:
     assert rules.learning_rate("adam", m_in=F(4), m_out=F(9)) == F(1, 4)
     assert rules.learning_rate("sgd", m_in=F(4), m_out=F(9)) == F(9, 4)
     assert rules.learning_rate("muon", m_in=F(4), m_out=F(9)) == 1.5
+    assert rules.learning_rate("soap", m_in=F(4), m_out=F(9)) == 1.5
     assert rules.epsilon(m_out=F(9)) == F(1, 9)
+    assert rules.basis_epsilon(m_in=F(4), m_out=F(9)) == pytest.approx(2 / 3)
 
 
 def test_output_like_without_a_multiplier() -> None:
@@ -154,7 +156,8 @@ def test_abc_symmetry(m_in: int, m_out: int, divisor: int, power: int) -> None:
 def test_at_the_base_every_multiplier_is_exactly_one(size: int) -> None:
     m = F(size, size)
     forward = rules.readout_multiplier(m)
-    for rule in ("adam", "sgd", "muon"):
+    assert rules.basis_epsilon(m_in=m, m_out=m) == 1
+    for rule in ("adam", "sgd", "muon", "soap"):
         assert rules.learning_rate(rule, m_in=m, m_out=m, forward=forward) == 1
     assert rules.init_std(m_in=m, forward=forward, output_like=True) == 1.0
     assert rules.epsilon(m_out=m, forward=forward) == 1

@@ -56,7 +56,7 @@ def _check_run(config: Config) -> None:
     for name in ("use_torch_fsdp2", "pipeline_model_parallel_layout"):
         if getattr(parallel, name):
             raise config.error(f"parallel.{name}", "is not supported with architecture: bert; remove the key")
-    if config.optimizer.name in ("muon", "lion"):
+    if config.optimizer.name in ("muon", "lion", "soap"):
         raise config.error(
             "optimizer.name",
             f"{config.optimizer.name} is not supported with architecture: bert; expected adamw, adam or sgd",

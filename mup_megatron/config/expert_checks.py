@@ -31,10 +31,11 @@ def _check_rule(config: Config) -> None:
             f"missing; parametrization.experts: {config.parametrization.experts} needs the number of experts where "
             "hyperparameters are defined",
         )
-    if config.optimizer.name == "muon":
+    if config.optimizer.name in ("muon", "soap"):
+        which = "Muon, which orthogonalises" if config.optimizer.name == "muon" else "SOAP, which preconditions"
         raise config.error(
             "parametrization.experts",
-            f"{config.parametrization.experts} has no rule for Muon, which orthogonalises a router's rows together; "
+            f"{config.parametrization.experts} has no rule for {which} a router's rows together; "
             "expected none, or optimizer.name: adamw, lion or sgd",
         )
 

@@ -78,8 +78,10 @@ def _check_optimizer(config: Config, hparams: Hparams | None = None) -> None:
         )
     if optimizer.decoupled_min_lr is not None and optimizer.decoupled_lr is None:
         raise config.error("optimizer.decoupled_min_lr", "needs decoupled_lr")
-    if optimizer.name == "muon" and config.parallel.engine != "megatron":
-        raise config.error("optimizer.name", "muon is megatron-core's; expected it with parallel.engine: megatron")
+    if optimizer.name in ("muon", "soap") and config.parallel.engine != "megatron":
+        raise config.error(
+            "optimizer.name", f"{optimizer.name} is megatron-core's; expected it with parallel.engine: megatron"
+        )
     _check_implementation(config)
 
 

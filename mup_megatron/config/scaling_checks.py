@@ -13,11 +13,12 @@ def _check_unit_scale(config: Config) -> None:
     if config.model.as_built is not None:
         raise config.error(_KEY, "unit is not known of layers that a script builds itself; expected none")
     config.needs_gpt(f"{_KEY}: unit")
-    if config.optimizer.name == "muon":
+    if config.optimizer.name in ("muon", "soap"):
         raise config.error(
             _KEY,
-            "unit has no exact rule for Muon, whose iteration makes an update of the same size of any gradient, but "
-            "not to the last bit; expected none, or optimizer.name: adamw, adam, sgd or lion",
+            f"unit has no exact rule for {'Muon' if config.optimizer.name == 'muon' else 'SOAP'}, whose iteration "
+            "makes an update of the same size of any gradient, but not to the last bit; expected none, or "
+            "optimizer.name: adamw, adam, sgd or lion",
         )
     if config.model.transformer_impl == "transformer_engine":
         raise config.error(

@@ -107,7 +107,7 @@ class Config(Section):
         DeepSpeed's Lion steps every tensor.
         """
         name, engine = self.optimizer.name, self.parallel.engine
-        return name == "muon" or (name == "lion" and engine == "megatron")
+        return name in ("muon", "soap") or (name == "lion" and engine == "megatron")
 
     @property
     def batch_ratio(self) -> Fraction:

@@ -183,14 +183,19 @@ class Training(Section):
 class Optimizer(Section):
     """The optimizer and whose implementation of it steps."""
 
-    name: Literal["adamw", "adam", "sgd", "muon", "lion"] = "adamw"
-    """The update rule; the µP rates follow it. `muon`, and under the Megatron engine `lion`, are megatron-core's, on
-    matrices inside the blocks; AdamW steps everything else. Under DeepSpeed Lion steps every tensor."""
+    name: Literal["adamw", "adam", "sgd", "muon", "lion", "soap"] = "adamw"
+    """The update rule; the µP rates follow it. `muon`, `soap`, and under the Megatron engine `lion`, are
+    megatron-core's, on matrices inside the blocks; AdamW steps everything else. Under DeepSpeed Lion steps every
+    tensor."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """Decay of Adam's averages of gradients and of their squares, per step; of Lion, the share of its average in an
-    update, and the decay of that average. Unit: a factor."""
+    update, and the decay of that average; of SOAP, as Adam's, and the second also of its two matrices. Unit: a
+    factor."""
     eps: PositiveFloat = 1e-8
     """Added to the root of Adam's second moment at the base; scaled per tensor. Unit: gradient."""
+    soap_eps: PositiveFloat = 1e-2
+    """Added to the root of SOAP's second moment at the base; scaled per tensor. Far below the singular values of
+    gradients SOAP's first updates have no bound (docs/parametrization.md). Unit: gradient."""
     momentum: Fraction = 0.9
     """Momentum of SGD and Muon. Unit: a factor."""
     decoupled_lr: PositiveFloat | None = None

@@ -25,7 +25,7 @@ from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.global_names import named_parameters
-from mup_megatron.optim import MOMENTS, allocate, megatron_overrides, set_learning_rates
+from mup_megatron.optim import MOMENTS, allocate, megatron_overrides, moment_shape, set_learning_rates
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.setup import Setup
 
@@ -144,7 +144,7 @@ class MegatronEngine:
             return {WEIGHT: parameter.float()}
         held, whole = self._own(parameter), {}
         for kind in (WEIGHT, *MOMENTS[self._rules[parameter]]):
-            whole[kind] = torch.zeros_like(parameter, dtype=torch.float32)
+            whole[kind] = parameter.new_zeros(moment_shape(kind, parameter.shape), dtype=torch.float32)
             if kind in held:
                 whole[kind].copy_(held[kind])
             torch.distributed.all_reduce(whole[kind], group=_data_parallel_group(parameter))

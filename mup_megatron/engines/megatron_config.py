@@ -35,9 +35,11 @@ def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
     optimizer = config.optimizer
     bf16 = config.training.precision == "bf16"
     return OptimizerConfig(
-        optimizer={"adam": "adam", "adamw": "adam", "sgd": "sgd", "muon": "muon", "lion": "lion"}[optimizer.name],
-        decoupled_weight_decay=optimizer.name in ("adamw", "muon", "lion"),
-        **(_muon(config) if optimizer.name == "muon" else {}),
+        optimizer={"adam": "adam", "adamw": "adam", "sgd": "sgd", "muon": "muon", "lion": "lion", "soap": "soap"}[
+            optimizer.name
+        ],
+        decoupled_weight_decay=optimizer.name in ("adamw", "muon", "lion", "soap"),
+        **(_muon(config) if optimizer.name == "muon" else _soap(config) if optimizer.name == "soap" else {}),
         lr=config.hparams.lr,
         min_lr=config.training.min_lr_ratio * config.hparams.lr,
         weight_decay=config.hparams.weight_decay,
@@ -69,3 +71,12 @@ def _muon(config: Config) -> dict[str, Any]:
         "muon_fp32_matmul_prec": "highest" if config.training.precision == "fp32" else "medium",
         "muon_scalar_optimizer": "adam",
     }
+
+
+def _soap(config: Config) -> dict[str, Any]:
+    """Plain SOAP: its two matrices are averages of G Gᵀ and Gᵀ G, as in the runs that its rule was verified on.
+
+    megatron-core's own default, KL-Shampoo, clamps the eigenvalues of these matrices at Adam's epsilon, and no rule is
+    known for that (docs/parametrization.md, section 2).
+    """
+    return {"soap_use_kl_shampoo": False, "soap_shampoo_beta": betas(config)[1]}

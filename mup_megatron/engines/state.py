@@ -12,6 +12,7 @@ and not a `Setup` alone, since a control's parametrization is not the one that i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from mup_megatron.engines.saved_weights import BUFFER, COMMON, damaged, saved_sh
 from mup_megatron.errors import UserError
 from mup_megatron.global_names import named_buffers, named_parameters
 from mup_megatron.layout import Layout
-from mup_megatron.optim import MOMENTS
+from mup_megatron.optim import MOMENTS, SQUARES, moment_shape
 from mup_megatron.parametrization import Parametrization, is_copied
 from mup_megatron.shapes import Init, TensorSpec
 
@@ -47,7 +48,7 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
         copied = is_copied(name) and layout.pipeline_rank(rank) > 0
         if layout.writes(rank, spec, number) and not copied:
             for kind, value in whole.items():
-                shards.update(_shards(f"{kind}.{name}", value.detach().cpu(), spec, layout, rank))
+                shards.update(_shards(f"{kind}.{name}", value.detach().cpu(), _spec_of(kind, spec), layout, rank))
     for number, (name, buffer) in enumerate(named_buffers(engine.chunks)):
         spec = _buffer_spec(buffer)
         if layout.writes(rank, spec, number):
@@ -62,10 +63,11 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
 
 def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:
     """What `save_state` writes at least, by all ranks together: float32 weights and moments."""
-    moments = {rule: len(kinds) for rule, kinds in MOMENTS.items() if rule in ("adam", "lion") or optimizer.momentum}
-    tensors = parametrization.tensors.values()
+    without = () if optimizer.momentum else ("sgd", "muon")
     return sum(
-        4 * math.prod(tensor.shape.spec.shape) * (1 + moments.get(tensor.group.update_rule, 0)) for tensor in tensors
+        4 * math.prod(moment_shape(kind, tensor.shape.spec.shape))
+        for tensor in parametrization.tensors.values()
+        for kind in (WEIGHT, *(() if tensor.group.update_rule in without else MOMENTS[tensor.group.update_rule]))
     )
 
 
@@ -133,6 +135,14 @@ def load_weights(
         buffer.copy_(loaded[f"{BUFFER}.{name}"])
 
 
+def _spec_of(kind: str, spec: TensorSpec) -> TensorSpec:
+    """What is known of what is kept of a tensor; SOAP's squares are whole on every rank that holds the tensor."""
+    if kind not in SQUARES:
+        return spec
+    shape = moment_shape(kind, spec.shape)
+    return dataclasses.replace(spec, shape=shape, partition_dim=None, partition_stride=1, fused=None)
+
+
 def _buffer_spec(buffer: torch.Tensor) -> TensorSpec:
     return TensorSpec(shape=tuple(buffer.shape), fan_in=None, fan_out=0, init=Init.ZEROS)
 
@@ -145,9 +155,9 @@ def _load(
         return {}
     keys = saved_shapes(directory)
     shards: dict[str, ShardedTensor] = {}
-    for name, spec in specs.items():
+    for name, whole in specs.items():
         for kind in kinds:
-            key = f"{kind}.{name}"
+            key, spec = f"{kind}.{name}", _spec_of(kind, whole)
             if keys.get(key) != spec.shape:
                 found = f"of shape {list(keys[key])}" if key in keys else "missing"
                 raise UserError(f"{directory}: {key} is {found}; expected {list(spec.shape)}")
@@ -160,8 +170,9 @@ def _load(
     except Exception as error:  # the files decide what: upstream checks next to nothing
         raise damaged(directory, error) from None
     result = {}
-    for name, spec in specs.items():
+    for name, whole in specs.items():
         for kind in kinds:
+            spec = _spec_of(kind, whole)
             pieces = [loaded[f"{kind}.{name}#{piece}"] for piece in range(spec.partition_stride)]
             result[f"{kind}.{name}"] = torch.cat(pieces, dim=spec.partition_dim or 0) if len(pieces) > 1 else pieces[0]
     return result

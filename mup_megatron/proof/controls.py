@@ -236,6 +236,15 @@ def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrizat
     return parametrization.replaced(change)
 
 
+def _soap_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """SOAP's matrices have Adam's rate, 1/m_in: the update is Adam's, but in another basis."""
+
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return tensor.retuned(lr=1 / tensor.shape.ratios.m_in) if tensor.group.update_rule == "soap" else tensor
+
+    return parametrization.replaced(change)
+
+
 def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Fan-in and fan-out are read from the parameter itself, which under tensor parallelism is a slice of it."""
 
@@ -276,6 +285,7 @@ CONTROLS: dict[str, Control] = {
     "depth_factor": Control(taken_out="depth factor of branches", break_=_depth_factor, regime="depth"),
     "sgd_rate": Control(taken_out="SGD's rate", break_=_sgd_rate, regime="sgd"),
     "muon_rate": Control(taken_out="Muon's rate", break_=_muon_rate, regime="muon"),
+    "soap_rate": Control(taken_out="SOAP's rate", break_=_soap_rate, regime="soap"),
     "local_shard": Control(
         taken_out="global widths (read from a local shard)",
         break_=_local_shard,

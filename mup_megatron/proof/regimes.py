@@ -104,8 +104,17 @@ def _sgd(config: Config, steps: int) -> dict[str, Any]:
 
 def _muon(config: Config, steps: int) -> dict[str, Any]:
     """Muon under the Megatron engine, which alone has it; without decay."""
+    return _of_megatron("muon")
+
+
+def _soap(config: Config, steps: int) -> dict[str, Any]:
+    """SOAP under the Megatron engine, which alone has it; without decay."""
+    return _of_megatron("soap")
+
+
+def _of_megatron(name: str) -> dict[str, Any]:
     return {
-        "optimizer.name": "muon",
+        "optimizer.name": name,
         "optimizer.implementation": "auto",
         "parallel.engine": "megatron",
         "parallel.use_distributed_optimizer": False,
@@ -160,6 +169,7 @@ REGIMES: dict[str, Regime] = {
     "depth": Regime(what="a growing depth", keys=_depth_grows, axis="depth", regrows=True),
     "sgd": Regime(what="SGD", keys=_sgd),
     "muon": Regime(what="Muon", keys=_muon),
+    "soap": Regime(what="SOAP", keys=_soap, thorough=False),
     "relative": Regime(what="relative positions", keys=_relative, thorough=False),
     "recompute": Regime(what="recomputation: the plain numbers", keys=_recomputed, repeat="all"),
     "multipliers": Regime(

@@ -271,7 +271,7 @@ class Theory:
             if least < _DECAYS or self.vanishes(part(name, block), "initial", 0):
                 return Expected(0.0, None, None)
             return Expected(initial + decayed, bound, bound)
-        if not _is_muon(self._config, shape):
+        if not _is_orthogonal(self._config, shape):
             # One epsilon serves all blocks, the smallest: one that grows less than others leaves it with width.
             has_epsilon = self._config.optimizer.name != "lion" and self._config.optimizer.eps > _SMALL_EPS
             slowest = has_epsilon and any(
@@ -287,7 +287,7 @@ class Theory:
     def _decay(self, shape: TensorShape, growth: float) -> tuple[float, float]:
         """How many times what a gradient moves decay does (lr λ w over lr), on the smallest and the largest model."""
         config = self._config
-        if config.optimizer.name not in ("adamw", "muon", "lion") or not shape.spec.is_decayed:
+        if config.optimizer.name not in ("adamw", "muon", "lion", "soap") or not shape.spec.is_decayed:
             return 0.0, 0.0
         std = config.hparams.init_method_std
         if shape.spec.init is Init.EMBEDDING:
@@ -420,11 +420,11 @@ def _output_size(name: str, config: Config, shapes: Shapes) -> int:
     return shape.fan_out.dim if shape is not None else model.hidden_size
 
 
-def _is_muon(config: Config, shape: TensorShape) -> bool:
-    """Megatron-core's Muon takes matrices that are neither embedding nor readout."""
+def _is_orthogonal(config: Config, shape: TensorShape) -> bool:
+    """Megatron-core's Muon and SOAP take matrices that are neither embedding nor readout."""
     spec = shape.spec
     return (
-        config.optimizer.name == "muon"
+        config.optimizer.name in ("muon", "soap")
         and len(spec.shape) == 2
         and spec.init not in (Init.EMBEDDING, Init.RELATIVE_BIAS)
         and not spec.readout

@@ -15,7 +15,7 @@ def emerging_missing(name: str) -> str | None:
     """Why this installation cannot step matrices with an optimizer of NVIDIA's emerging_optimizers; None if it can.
 
     Args:
-        name: muon or lion.
+        name: muon, lion or soap.
     """
     from megatron.core.optimizer import OptimizerConfig
 
@@ -54,13 +54,14 @@ def refuse(config: Config, layout: Layout) -> None:
 def _distributed_problem(config: Config) -> str | None:
     """What is wrong with sharing an optimizer's steps over data-parallel ranks; None if nothing is."""
     name = config.optimizer.name
-    if name not in ("adamw", "muon"):
+    if name not in ("adamw", "muon", "soap"):
         return f"megatron-core's distributed optimizer is AdamW's, not {name}'s; expected false"
-    if name == "muon" and config.training.precision != "bf16":
+    whose = {"muon": "Muon", "soap": "SOAP"}.get(name)
+    if whose and config.training.precision != "bf16":
         return (
-            "Muon's layer-wise optimizer steps in bf16 alone (megatron-core wraps its parts for nothing else); "
+            f"{whose}'s layer-wise optimizer steps in bf16 alone (megatron-core wraps its parts for nothing else); "
             "expected training.precision: bf16, or false"
         )
-    if name == "muon" and config.parallel.overlap_param_gather:
-        return "Muon's layer-wise optimizer is not tested with parallel.overlap_param_gather; expected that false"
+    if whose and config.parallel.overlap_param_gather:
+        return f"{whose}'s layer-wise optimizer is not tested with parallel.overlap_param_gather; expected that false"
     return None

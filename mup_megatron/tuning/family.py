@@ -53,7 +53,12 @@ def digested(config: Config) -> dict[str, Any]:
             "library": tokenizer.library,
             "path": Path(tokenizer.path).name if tokenizer.path else None,
         },
-        "optimizer": {**config.optimizer.model_dump(exclude={"implementation"}), **_lion_steps(config)},
+        "optimizer": {
+            **config.optimizer.model_dump(exclude={"implementation", "soap_eps"}),
+            **_lion_steps(config),
+            # Left out elsewhere, so that records from before there was one keep their digest.
+            **({"soap_eps": config.optimizer.soap_eps} if config.optimizer.name == "soap" else {}),
+        },
     }
     return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
 

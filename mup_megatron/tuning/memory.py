@@ -12,6 +12,7 @@ from mup_megatron.config import Config
 from mup_megatron.explain import holds
 from mup_megatron.init import local_shape
 from mup_megatron.layout import Layout
+from mup_megatron.optim import SQUARES, moment_shape
 from mup_megatron.parametrization import Parametrization
 
 
@@ -20,7 +21,7 @@ def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
 
     Per parameter (ZeRO, arXiv 1910.02054, section 3.1, with this project's fp32 beside its bf16): weights 2 or 4,
     gradients as much (4 in Megatron's buffers), Adam's two moments 8 (taken for Muon too), SGD's momentum 4, bf16's
-    master copy 4.
+    master copy 4. SOAP keeps four more squares of float32 per matrix, two over its rows and two over its columns.
     What is split over data-parallel ranks is divided by their number, experts' state (whose replicas are fewer) too.
     """
     config = parametrization.config
@@ -33,7 +34,23 @@ def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
     split = [stage >= 1 or layout.distributed_optimizer or layout.layer_wise, stage >= 2, stage >= 3]
     each = sum(size / (replicas if over else 1) for size, over in zip((state, gradients, weights), split, strict=True))
     stages = range(0, layout.world_size, layout.world_size // layout.pipeline)
-    return round(max(_held(parametrization, layout, rank) for rank in stages) * each)
+    over = replicas if split[0] else 1
+    return round(
+        max(
+            _held(parametrization, layout, rank) * each + _squares(parametrization, layout, rank) / over
+            for rank in stages
+        )
+    )
+
+
+def _squares(parametrization: Parametrization, layout: Layout, rank: int) -> int:
+    """Bytes of SOAP's square matrices on a rank."""
+    return 4 * sum(
+        math.prod(moment_shape(kind, tensor.shape.spec.shape))
+        for name, tensor in parametrization.tensors.items()
+        if tensor.group.update_rule == "soap" and holds(parametrization.config, layout, rank, name)
+        for kind in SQUARES
+    )
 
 
 def _held(parametrization: Parametrization, layout: Layout, rank: int) -> int:

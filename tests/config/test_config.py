@@ -103,6 +103,11 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
         ({"optimizer__betas": [0.9]}, "optimizer.betas: expected 2 values, found [0.9]"),
         ({"optimizer__name": "adam", "hparams__weight_decay": 0.1}, "would be L2 added to the gradient"),
         ({"optimizer__name": "muon"}, "optimizer.name: muon is megatron-core's; expected it with parallel.engine"),
+        ({"optimizer__name": "soap"}, "optimizer.name: soap is megatron-core's; expected it with parallel.engine"),
+        (
+            {"optimizer__name": "soap", "parallel__engine": "megatron", "parametrization__scaling": "unit"},
+            "parametrization.scaling: unit has no exact rule for SOAP",
+        ),
         ({"optimizer__name": "sgd", "optimizer__implementation": "apex"}, "implements Adam and AdamW, not sgd"),
         (
             {"optimizer__name": "lion", "optimizer__implementation": "torch"},

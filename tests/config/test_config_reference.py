@@ -110,7 +110,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "whole number >= 0; default 0; unit: optimizer steps" in out
     assert "rises linearly from 0 to its peak" in out
     assert cli.run(["config", "optimizer"]) == 0
-    assert capsys.readouterr().out.count("optimizer.") == 8
+    assert capsys.readouterr().out.count("optimizer.") == 9
     assert cli.run(["config", "lr"]) == 0
     assert capsys.readouterr().out.startswith("hparams.lr\n")
     assert cli.run(["config", "tuning.search.lr.choice"]) == 0

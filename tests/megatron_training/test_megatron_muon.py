@@ -141,7 +141,10 @@ def test_without_its_patches_ranks_cannot_share_them(patch: str, why: str, ranks
         ("--muon-no-split-qkv", "--muon-no-split-qkv: not under µP here"),
         ("--use-distributed-optimizer", "--use-distributed-optimizer: Muon's layer-wise optimizer steps in bf16"),
         ("--optimizer dist_muon", "--optimizer dist_muon: Muon's layer-wise optimizer steps in bf16 alone"),
-        ("--optimizer soap", "--optimizer soap: not under µP here (no rule for it is built and tested here)"),
+        (
+            "--optimizer soap",
+            "--optimizer soap: not under µP here (no rule for it is built and tested here; SOAP has one",
+        ),
     ],
 )
 def test_refused(words: str, said: str, ranks: Ranks, tmp_path: Path) -> None:

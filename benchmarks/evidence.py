@@ -372,13 +372,25 @@ def _mixed() -> Rows:
 
 
 def _depth() -> Rows:
-    heads = ["lowest loss at 2, 4, 8, 16 layers", "octaves from 2 to 16", "2's best tried rate costs 16", "verdict"]
-    rows = [["rule", *heads]]
+    """Every record over depth, the narrowest models first."""
+    heads = [
+        "layers",
+        "lowest loss at each",
+        "octaves from 2 to the deepest",
+        "2's best tried rate costs it",
+        "verdict",
+    ]
+    rows = [["hidden size", "rule", *heads]]
     names = {"none": "none", "depth_mup": "Depth-µP (α = 1/2)", "completep": "CompleteP (α = 1)"}
-    for rule, what in names.items():
-        found = record(f"stability-depth/{rule}.json")
-        row = _row_of(found, 2)
-        rows.append([what, _losses(found), _octaves(row), _cost(row), verdict(found)])
+    found = [(each["config"], each) for path, each in records() if path.startswith("stability-depth/")]
+    order = list(names)
+    for config, each in sorted(
+        found, key=lambda pair: (pair[0]["model"]["hidden_size"], order.index(pair[0]["parametrization"]["depth"]))
+    ):
+        row = _row_of(each, 2)
+        layers = ", ".join(str(size["size"]) for size in each["sizes"])
+        cells = [layers, _losses(each), _octaves(row), _cost(row), verdict(each)]
+        rows.append([str(config["model"]["hidden_size"]), names[config["parametrization"]["depth"]], *cells])
     return rows
 
 
@@ -405,10 +417,10 @@ def _optimizers() -> Rows:
     return rows
 
 
-def _decay(folder: str, rules: Sequence[str], sizes: str) -> Rows:
+def _decay(folder: str, rules: Sequence[str], sizes: str, prefix: str = "") -> Rows:
     rows = [["rule", f"lowest loss at {sizes}", f"best decay at {sizes}", "verdict"]]
     for rule in rules:
-        found = record(f"{folder}/{rule}.json")
+        found = record(f"{folder}/{prefix}{rule}.json")
         best = ", ".join(_best(row) for row in found["lines"]["mup"]["rows"])
         rows.append([f"`{rule}`", _losses(found), best, verdict(found)])
     return rows
@@ -536,6 +548,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "optimizers": _optimizers,
     "decay": partial(_decay, "stability-decay", ("independent", "coupled"), "32, 64, 128"),
     "decay-epochs": partial(_decay, "decay-epochs", ("independent", "sqrt", "coupled"), "32, 64, 128"),
+    "decay-tokens": partial(_decay, "decay-epochs", ("independent", "timescale"), "6, 12, 24 epochs", "tokens-"),
+    "decay-few": partial(_decay, "decay-epochs", ("timescale",), "1.5, 3, 6 epochs", "tokens-few-"),
     "norm-gains": _gains,
     "positions": _positions,
     "reverse": _reverse,

@@ -5,6 +5,7 @@ Public name: `draw_stability`. After Tensor Programs V, figures 1 to 4.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
             panel.set_xscale("log", base=2)
         else:
             panel.set_xticks(list(places), values, rotation=20, fontsize=8)
-        panel.set_title("\n".join(title(result, name)), loc="left", fontsize=9)
+        panel.set_title("\n".join(textwrap.fill(part, 52) for part in title(result, name)), loc="left", fontsize=9)
         panel.set_xlabel(result["over"])
         panel.set_ylim(low, high)
         panel.grid(alpha=0.25)

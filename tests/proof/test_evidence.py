@@ -64,7 +64,7 @@ def test_another_number_in_a_record_is_seen(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(evidence, "FOLDER", tmp_path)
     changed = {table for table in evidence.TABLES if evidence.table(table) != before[table]}
     assert changed == {"depth", "records"}
-    assert "| none | 4.560, 4.636" in evidence.table("depth")
+    assert "| 32 | none | 2, 4, 8, 16 | 4.560, 4.636" in evidence.table("depth")
     assert "**failed**: it moves" in evidence.table("records")
 
 

@@ -1,6 +1,7 @@
 """Training, validation and test text: which documents each takes by `data.split`, and whether each has enough.
 
-Public names: `part_bounds`, `is_left_empty`, `empty_part`, `needs_validation`, `pairs_that_fit`, `check_parts`.
+Public names: `part_bounds`, `is_left_empty`, `empty_part`, `needs_validation`, `pairs_that_fit`, `check_parts`,
+`times_read`.
 """
 
 from __future__ import annotations
@@ -79,6 +80,26 @@ def check_parts(
                 raise config.error("data.split", empty_part(config, name, len(documents), f" in {prefix}"))
             if config.data.of_pairs:
                 _check_lengths(config, lengths[2 * start : 2 * stop], name, say)
+
+
+def times_read(config: Config, prefixes: Iterable[str]) -> float:
+    """How often a run reads its training text: its tokens, or pairs, over those that there are.
+
+    Args:
+        config: the run.
+        prefixes: of its data sets (`Prepared.blend[0]`), of which every one is taken to be read as often.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    training, there = config.training, 0
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)
+        lengths = dataset.sequence_lengths.copy()  # the dataset unmaps its file when it goes
+        documents = len(lengths) // 2 if config.data.of_pairs else len(lengths)
+        start, stop = part_bounds(config.data.split, documents)[0]
+        there += stop - start if config.data.of_pairs else int(lengths[start:stop].sum())
+    samples = training.train_steps * training.global_batch_size
+    return samples * (1 if config.data.of_pairs else training.seq_length) / max(1, there)
 
 
 def _check_lengths(config: Config, lengths: np.ndarray, name: str, say: Callable[[str], None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mup_megatron import upstream
 from mup_megatron.config import Config
+from mup_megatron.data.parts import times_read
 from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
 from mup_megatron.files import as_json
@@ -58,8 +59,9 @@ def ladder(
         raise UserError("ladder: trains by this project's engines; expected a config, not --native")
     made = rungs(config, asked, say)
     with alone(directory):
-        for each in made.values():
-            prepare(each, say)
+        for rung, each in made.items():
+            if (times := times_read(each, prepare(each, say).blend[0])) > 1:
+                say(f"warning: {rung.name} reads its text {times:.3g} times; the laws are then of repeated text")
     runs = _Runs(asked.values, range(config.run.seed, config.run.seed + asked.seeds))
     while jobs := runs.missing(made):
         say(f"{len(jobs)} runs on {len(made)} rungs, {workers} at a time")

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from mup_megatron import cli
+from mup_megatron.data.parts import times_read
+from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
 from mup_megatron.loss_law import AXES
 from mup_megatron.proof.halving import wanted
@@ -201,6 +204,18 @@ def config_of_ladder(tmp_path: Path) -> Any:
         "data.split": "98,2,0",
     }
     return make(MIXED, "gpt3").derive({**keys, "run.dir": str(tmp_path), "parametrization.tokens": "power:-0.3"})
+
+
+def test_repeated_text_is_known() -> None:
+    """Three times the tokens of every file of the corpus, counted one by one."""
+    config = make(MIXED, "gpt3")
+    prefixes = prepare(config).blend[0]
+    dataset = IndexedDataset(prefixes[0])
+    tokens = sum(len(dataset[number]) for number in range(len(dataset)))
+    steps = round(3 * tokens / (8 * 32))
+    assert times_read(config.derive({"training.train_steps": steps}), prefixes) == pytest.approx(3, rel=1e-3)
+    half = config.derive({"training.train_steps": steps, "data.split": "50,50,0"})
+    assert times_read(half, prefixes) > 3.5
 
 
 def test_the_picture(tmp_path: Path) -> None:

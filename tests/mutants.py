@@ -7,6 +7,7 @@ survives is a hole in the tests: mend the tests, never this list.
 from __future__ import annotations
 
 from tests.bias_mutants import BIAS
+from tests.horizon_mutants import HORIZON
 from tests.mutant import Mutant
 from tests.mutant import mutant as _mutant
 from tests.native_mutants import NATIVE
@@ -1495,5 +1496,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *TRANSLATION,
     *PER_TENSOR,
     *TUNING,
+    *HORIZON,
     *NATIVE,
 )

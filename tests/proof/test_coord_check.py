@@ -265,7 +265,7 @@ def test_the_plane_s_corners(ranks: Ranks) -> None:
         assert (clipped["interpolate:1,1"] == clipped["mup"]) == (architecture == "gpt3")
 
 
-RULED = {
+RULED: dict[str, Any] = {
     "parametrization__batch": "sqrt_sde",
     "parametrization__tokens": "power:-0.5",
     "parametrization__weight_decay": "timescale",

@@ -63,6 +63,16 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             "parallel__use_distributed_optimizer": False,
         },
     ),
+    "SOAP": (
+        1,
+        {
+            **ADAM,
+            "hparams__lr": 0.01,
+            "optimizer__name": "soap",
+            "parallel__engine": "megatron",
+            "parallel__use_distributed_optimizer": False,
+        },
+    ),
     "SGD": (1, {"optimizer__name": "sgd", "hparams__lr": 0.1, "training__clip_grad": 0.0}),
 }
 OTHER = "hidden_size: 16\nffn_hidden_size: 96\nkv_channels: 8\nnum_layers: 2\n"
@@ -84,7 +94,7 @@ def ran(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
                 "training__checkpoints_kept": 9,
             }
             folder = tmp_path_factory.mktemp("whole") / "run"
-            more = {"model__num_query_groups": 4} if name in ("SGD", "Muon") else {}
+            more = {"model__num_query_groups": 4} if name in ("SGD", "Muon", "SOAP") else {}
             config = config_of("llama", False, **{**steps, **keys, **more}).derive({"run.dir": str(folder)})
             (folder.parent / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
             ranks.run(count, bodies.train_file, path=folder.parent / "run.yaml")
@@ -154,7 +164,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 QUICK = ("one rank", "powers of two")
 TRAINED = ("multipliers kept", "powers of two", "standard")
-KEPT_ALONE = ("multi-token prediction", "Muon")  # with other multipliers refused, see below
+KEPT_ALONE = ("multi-token prediction", "Muon", "SOAP")  # with other multipliers refused, see below
 CELLS = [
     (name, form)
     for name in RUNS
@@ -170,7 +180,7 @@ def test_training_goes_on_as_it_would_have(
     ran: Callable[[str], Path], ranks: Ranks, name: str, form: str, tmp_path: Path
 ) -> None:
     """Losses of the four steps, and the first update of every tensor."""
-    if name == "Muon" and (why := emerging_missing("muon")):
+    if name in ("Muon", "SOAP") and (why := emerging_missing(name.lower())):
         pytest.skip(why)
     whole = ran(name)
     said, off = go_on(ranks, whole, tmp_path, name, FORMS[form])
@@ -354,10 +364,15 @@ INVARIANT = {"tied": False, "training__clip_grad": 1.0, "training__clip_norm": "
             r"parametrization\.depth: multi-token prediction knows no depth rule; expected the depth rule of the run",
         ),
         (MUON, {"hparams.residual_multiplier": 2.5}, r"linear_proj\.weight would take the factor 2, under which Muon"),
+        (
+            {**MUON, "optimizer__name": "soap"},
+            {"hparams.residual_multiplier": 2.5},
+            r"linear_proj\.weight would take the factor 2, under which SOAP",
+        ),
         (INVARIANT, {"base": {**OWN, "hidden_size": 16}}, r"clip_norm: invariant measures .* by the base's sizes"),
         (INVARIANT, {"hparams.output_multiplier": 1.5}, r"clip_norm: invariant measures output_layer\.weight by the"),
     ],
-    ids=["MTP", "MTP, depth", "Muon", "invariant, base", "invariant, multiplier"],
+    ids=["MTP", "MTP, depth", "Muon", "SOAP", "invariant, base", "invariant, multiplier"],
 )
 def test_what_a_run_may_not_change(
     overrides: dict[str, Any], keys: dict[str, Any], sentence: str, tmp_path: Path

@@ -134,6 +134,24 @@ def test_bytes_per_process_by_hand() -> None:
     assert found(4, **keys) == (split / 2 + whole) * (2 + 2 + 12) / 2  # no buffers of megatron-core's
 
 
+def test_bytes_under_soap_by_hand() -> None:
+    """Of each matrix of two layers, two float32 squares over its rows and two over its columns beside two moments."""
+    config = make(
+        MIXED,
+        "gpt3",
+        optimizer__name="soap",
+        base__num_query_groups=2,
+        parallel__engine="megatron",
+        parallel__use_distributed_optimizer=False,
+    )
+    soap, adamw = (
+        state_bytes(parametrize(each, 375), resolve_layout(each, 1))
+        for each in (config, config.derive({"optimizer.name": "adamw"}))
+    )
+    matrices = ((128, 96), (96, 64), (160, 96), (96, 160))  # QKV, projection, fc1, fc2
+    assert soap - adamw == 2 * 2 * 4 * sum(rows**2 + columns**2 for rows, columns in matrices)
+
+
 SPLITS = {
     "one process": (1, {}),
     "TP 2, SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,13 @@ def told_by_a_ladder(config: Config, progress: Progress) -> dict[str, Any]:
     return {"ladder": told(config, ladder), "predicted": loss}
 
 
-def _held(config: Config) -> dict[str, Any] | None:
+def _held(config: Config) -> Mapping[str, Any] | None:
     """The ladder that the record of a run keeps; None where there is none. Raises UserError."""
     path = record.record_path(config)
-    held = record.read_record(path, None) or {}
-    return record.TransferRecord.read(path, config).ladder if held.get("ladder") else None
+    if not (record.read_record(path, None) or {}).get("ladder"):
+        return None
+    found = record.TransferRecord.read(path, config)
+    return None if found is None else found.ladder
 
 
 def _check_folder(config: Config, found: record.TransferRecord | None, tune: bool, allowed: tuple[str, ...]) -> None:

@@ -47,7 +47,7 @@ def keep(path: Path, config: Config, measured: Path) -> str:
         raise ValueError(f"{measured}: no ladder")
     if ladder.verdict != "passed" and not config.tuning.allow_failed_ladder:
         return f"{path}: stays as it was, since the ladder did not pass; tuning.allow_failed_ladder=true puts it in"
-    rules = {
+    rules: dict[str, str] = {
         axis: f"fitted:{ladder.exponents[axis].exponent:.4f}"
         for axis in ("batch", "tokens")
         if axis in ladder.exponents and str(record.rules.get(axis)).startswith("fitted")

@@ -41,7 +41,7 @@ def theory_of(growth: dict[str, list[Any]], **keys: Any) -> Theory:
 
 FIXED = {"num_moe_experts": [1, 2, 8], "moe_router_topk": [1, 2, 8]}
 FALLING = {"num_moe_experts": [1, 2, 8]}
-FINER = {**FIXED, "moe_ffn_hidden_size": [1, Fraction(1, 2), Fraction(1, 8)]}
+FINER: dict[str, list[Any]] = {**FIXED, "moe_ffn_hidden_size": [1, Fraction(1, 2), Fraction(1, 8)]}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mup_megatron import upstream
+from mup_megatron import horizon, upstream
 from mup_megatron.base_shapes import save_base_shapes
 from mup_megatron.config import Config, load_config, parse_config
 from mup_megatron.errors import UserError
@@ -146,6 +146,18 @@ CONFIGS = [
     plain(MIXED, "llama", parallel__engine="megatron", parallel__pipeline_model_parallel_size=2),
     plain(MOE, "llama", parallel__sequence_parallel=True),
     plain(MLA, "llama", proxy={"hidden_size": 64}),
+    plain(
+        MIXED,
+        parametrization={"batch": "sqrt_sde", "tokens": "power:-0.32", "weight_decay": "timescale", "scaling": "unit"},
+        hparams__per_tensor={"embedding": {"lr": 2.0}, "*.linear_fc1.weight": {"weight_decay": 0.5}},
+        tuning={
+            "global_batch_size": 4,
+            "seq_length": 16,
+            "train_steps": 5,
+            "descent": {"trials": 4, "factor": 2.0, "rounds": 1},
+            "search": {"per_tensor.embedding.lr": {"log_uniform": [0.5, 8.0]}},
+        },
+    ),
 ]
 
 
@@ -153,6 +165,7 @@ def use(config: Config, *, build: bool) -> None:
     """What every command does with a config before it starts anything."""
     layout = resolve_layout(config, smallest_world(config))
     refuse(config, layout)
+    horizon.moved(config)
     if build and not too_large(config):
         parametrize(config, VOCABULARY)
 

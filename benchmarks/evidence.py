@@ -407,7 +407,7 @@ def _experts() -> Rows:
 def _optimizers() -> Rows:
     heads = ["best rate at 32, 64, 128", "octaves from 32 to 128", "32's best tried rate costs 128", "lowest loss"]
     rows = [["optimizer", "", *heads, "verdict"]]
-    for name in ("muon", "lion"):
+    for name in ("muon", "lion", "soap"):
         found = record(f"optimizers/{name}.json")
         for kind, line in found["lines"].items():
             first = line["rows"][0]

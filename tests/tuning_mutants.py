@@ -9,6 +9,7 @@ from tests.mutant import mutant as _mutant
 _DESCENT = "mup_megatron/tuning/descent.py"
 _PER_TENSOR = "mup_megatron/mup/per_tensor.py"
 _PREDICTED = "mup_megatron/tuning/predicted.py"
+_LADDER = "mup_megatron/proof/ladder.py"
 
 TUNING = (
     _mutant(
@@ -90,5 +91,13 @@ TUNING = (
         "if abs(reached - loss) <= 2 * error",
         "if abs(reached - loss) <= error",
         "tuning/test_fitted.py::test_predicted_beside_measured",
+    ),
+    _mutant(
+        "ladder: rates for decays",
+        "a ladder over the decay trains each of its values as a rate",
+        _LADDER,
+        '{f"hparams.{self._over}": value,',
+        '{"hparams.lr": value,',
+        "proof/test_ladder.py::test_what_is_varied",
     ),
 )

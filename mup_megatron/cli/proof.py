@@ -251,8 +251,9 @@ def ladder(
     width: Annotated[
         str, typer.Option(metavar="1,2,...", help="Factors of all base sizes; the config's own model unless given.")
     ] = "",
+    over: Annotated[str, typer.Option(metavar="lr|weight_decay", help="What every rung varies.")] = "lr",
     values: Annotated[
-        str, typer.Option(metavar="LR,LR,...", help="Rates to begin with; octaves about the config's own unless given.")
+        str, typer.Option(metavar="V,V,...", help="Values to begin with; octaves about the config's own unless given.")
     ] = "",
     seeds: Annotated[int, typer.Option(help="Repetitions; later ones of rates near the minimum alone.")] = 3,
     min_steps: Annotated[int, typer.Option(min=1, help="Leave out rungs of fewer optimizer steps.")] = 1,
@@ -265,14 +266,14 @@ def ladder(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Measure how the best rate moves with batch and tokens, fit it, and test the fit on the largest. Goes on."""
+    """Measure how the best rate (or decay) moves with batch and tokens, fit it, test it on the largest. Goes on."""
     from mup_megatron import upstream
 
     settings = read_config(config, overrides, takes_ladder=False)
     upstream.prepare_process()
     from mup_megatron.proof.ladder import ladder as measure
     from mup_megatron.proof.ladder_told import lines, write
-    from mup_megatron.proof.rungs import Ladder
+    from mup_megatron.proof.rungs import NAMES, Ladder
     from mup_megatron.report.ladder import draw_ladder
     from mup_megatron.tuning.record_ladder import keep, record_of
 
@@ -285,11 +286,16 @@ def ladder(
             raise UserError(f"--{name}: {','.join(map(str, found))}: expected whole factors from 1 on")
     if seeds < 1:
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
-    rates = sorted(set(_numbers(values, "--values"))) or [
-        settings.hparams.lr * 2.0**octave for octave in (-2, -1, 0, 1, 2)
-    ]
-    asked = Ladder(**factors, values=rates, seeds=seeds, min_steps=min_steps)
+    if over not in NAMES:
+        raise UserError(f"--over: {over}: expected {' or '.join(NAMES)}")
+    own = getattr(settings.hparams, over)
+    tried = sorted(set(_numbers(values, "--values"))) or [own * 2.0**octave for octave in (-2, -1, 0, 1, 2)]
+    if min(tried) <= 0:
+        raise UserError(f"--values: hparams.{over} is {own:g}, so it has no octaves about it; expected values above 0")
+    asked = Ladder(**factors, values=tried, seeds=seeds, min_steps=min_steps, over=over)
     if record is not None:
+        if over != "lr":
+            raise UserError(f"--record: takes exponents of the rate alone; expected --over lr, not {over}")
         record_of(Path(record), settings)  # says now, not when the rungs have been paid for, what is wrong with it
     directory, verdicts = Path(output or f"{settings.run.dir}/ladder"), []
 

@@ -1,4 +1,4 @@
-"""How the best learning rate moves with batch and tokens on a family of one's own: measured, fitted, and put to a test.
+"""How the best rate, or decay, moves with batch and tokens on a family of one's own: measured, fitted, put to a test.
 
 Public names: `ladder`. Every rung (rungs.py) is a batch, a number of tokens and a width, trained with several rates and
 seeds; later seeds train only rates near the minimum (halving.py). Through all rungs but the largest go two laws, of
@@ -23,7 +23,7 @@ from mup_megatron.proof.grid import Job, Outcome, alone, run_grid
 from mup_megatron.proof.halving import Wanted, wanted
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.optimum import Curve
-from mup_megatron.proof.rungs import Ladder, Rung, rungs
+from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
 from mup_megatron.ranks import Rank
 from mup_megatron.tuning.fitted import facts
 
@@ -62,14 +62,14 @@ def ladder(
         for rung, each in made.items():
             if (times := times_read(each, prepare(each, say).blend[0])) > 1:
                 say(f"warning: {rung.name} reads its text {times:.3g} times; the laws are then of repeated text")
-    runs = _Runs(asked.values, range(config.run.seed, config.run.seed + asked.seeds))
+    runs = _Runs(asked.over, asked.values, range(config.run.seed, config.run.seed + asked.seeds))
     while jobs := runs.missing(made):
         say(f"{len(jobs)} runs on {len(made)} rungs, {workers} at a time")
         runs.outcomes |= run_grid(jobs, directory / "runs", rank, workers, say)
     for line in (dropped := runs.dropped(made)):
         say(f"dropped, too far from the minimum: {line}")
     result = {
-        **laws({rung: runs.curve(rung) for rung in made}),
+        **laws({rung: runs.curve(rung) for rung in made}, asked.over),
         "seeds": asked.seeds,
         "steps": {rung.name: each.training.train_steps for rung, each in made.items()},
         "dropped": dropped,
@@ -86,12 +86,13 @@ class _Runs:
     """The runs of every rung, and what is known of them.
 
     Args:
-        values: rates to begin with.
+        over: the key of `hparams:`.
+        values: of it, to begin with.
         seeds: of the repetitions.
     """
 
-    def __init__(self, values: Sequence[float], seeds: Sequence[int]) -> None:
-        self._values, self._seeds = values, seeds
+    def __init__(self, over: Over, values: Sequence[float], seeds: Sequence[int]) -> None:
+        self._over, self._values, self._seeds = over, values, seeds
         self.outcomes: dict[str, Outcome] = {}
         self._known: dict[Rung, dict[tuple[float, int], str]] = {}
 
@@ -100,9 +101,9 @@ class _Runs:
         jobs = []
         for rung, config in made.items():
             for value, seed in self._wanted(rung).runs:
-                name = f"{rung.name}-lr-{value:.6g}-seed-{seed}"
+                name = f"{rung.name}-{self._over}-{value:.6g}-seed-{seed}"
                 self._known.setdefault(rung, {})[value, seed] = name
-                keys = {"hparams.lr": value, "run.seed": seed}
+                keys = {f"hparams.{self._over}": value, "run.seed": seed}
                 jobs.append((seed, Job(name=name, config=config.derive(keys), weight=_weight(config))))
         return [job for _, job in sorted(jobs, key=lambda each: each[0])]
 

@@ -15,45 +15,56 @@ from mup_megatron.errors import UserError
 from mup_megatron.loss_law import AXES, LossLaw, fit_loss_law
 from mup_megatron.proof.laws import Law, fit
 from mup_megatron.proof.optimum import Curve, Minimum, least_loss, minimum
-from mup_megatron.proof.rungs import Rung
+from mup_megatron.proof.rungs import NAMES, Over, Rung
 
 BOUNDS = {"octaves": 0.25, "loss": 0.01}
-"""The laws hold if the largest rung's best rate is at most so far from the predicted one, and its loss off by at most
-this share. A rate that is farther off, but within two standard errors, is undecided."""
+"""The laws hold if the largest rung's best value is at most so far from the predicted one, and its loss off by at most
+this share. A value that is farther off, but within two standard errors, is undecided."""
 
-PUBLISHED = {
-    "no rule": (0.0, 0.0),
-    "batch^0.5 tokens^-0.32": (0.5, -0.32),
-    "(batch / tokens)^0.5": (0.5, -0.5),
+PUBLISHED: dict[Over, dict[str, tuple[float, float]]] = {
+    "lr": {
+        "no rule": (0.0, 0.0),
+        "batch^0.5 tokens^-0.32": (0.5, -0.32),
+        "(batch / tokens)^0.5": (0.5, -0.5),
+    },
+    "weight_decay": {"no rule": (0.0, 0.0), "batch / tokens": (1.0, -1.0)},
 }
-"""Exponents of the rate that others give: none; the square root rule (2205.10287) with Bjorck et al. (2409.19913); the
-rate of Complete(d)P (2512.22382)."""
+"""Exponents of batch and tokens that others give. Of the rate: none; the square root rule (2205.10287) with Bjorck et
+al. (2409.19913); the rate of Complete(d)P (2512.22382). Of the decay at one rate: none; `timescale` (2405.13698)."""
 
 
-def laws(curves: Mapping[Rung, Curve]) -> dict[str, Any]:
+def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
     """The laws of measured curves, and how well they tell the last rung, which they have not seen.
 
+    Args:
+        curves: of every rung, the largest last.
+        over: what was varied.
+
     Raises:
-        UserError: a rung has no finite loss, or too few rungs have a minimum between the rates that were tried.
+        UserError: a rung has no finite loss, or too few rungs have a minimum between the values that were tried.
     """
+    name = NAMES[over]
     for rung, curve in curves.items():
         if not math.isfinite(min(curve.means)):
-            raise UserError(f"ladder: {rung.name}: no rate has a finite loss with every seed; expected lower --values")
+            raise UserError(
+                f"ladder: {rung.name}: no {name} has a finite loss with every seed; expected lower --values"
+            )
     least = {rung: minimum(curve) for rung, curve in curves.items()}
     largest = list(curves)[-1]
     fitted = [rung for rung in curves if rung != largest and least[rung].value is not None]
     varying = [name for name in AXES if len({getattr(rung, name) for rung in fitted}) > 1]
     if len(fitted) <= len(varying) + 1:
         raise UserError(
-            f"ladder: only {len(fitted)} rungs have their best rate between others that were tried; expected --values "
-            "nearer to it"
+            f"ladder: only {len(fitted)} rungs have their best {name} between others that were tried; expected "
+            "--values nearer to it"
         )
     points = [rung.octaves for rung in fitted]
-    rate = fit(points, [math.log2(least[rung].value or 0) for rung in fitted], _noise(least, fitted))
+    best = fit(points, [math.log2(least[rung].value or 0) for rung in fitted], _noise(least, fitted))
     lowest = {rung: least_loss(curve) for rung, curve in curves.items()}
     loss = fit_loss_law(points, [lowest[rung] for rung in fitted], _loss_noise(curves, fitted))
-    reasons, opened, held_out = _judge(largest, least[largest], lowest[largest], rate, loss)
+    reasons, opened, held_out = _judge(name, largest, least[largest], lowest[largest], best, loss)
     return {
+        "over": over,
         "rungs": [
             {
                 **dataclasses.asdict(rung),
@@ -64,11 +75,11 @@ def laws(curves: Mapping[Rung, Curve]) -> dict[str, Any]:
             }
             for rung, curve in curves.items()
         ],
-        "rate": rate.as_json(),
+        name: best.as_json(),
         "loss": loss.as_json() | {"said": str(loss)},
         "held_out": held_out,
-        "published": _published(least),
-        "keys": _keys(rate),
+        "published": _published(least, PUBLISHED[over]),
+        "keys": _keys(best) if over == "lr" else {},
         "bounds": BOUNDS,
         "reasons": reasons,
         "open": opened,
@@ -82,7 +93,7 @@ def _of(curve: Curve) -> list[list[float]]:
 
 
 def _noise(least: Mapping[Rung, Minimum], rungs: Sequence[Rung]) -> float:
-    """Of a best rate's logarithm, over seeds; 0 with one."""
+    """Of a best value's logarithm, over seeds; 0 with one."""
     errors = [error for rung in rungs if (error := least[rung].error) is not None]
     return math.sqrt(statistics.fmean(error**2 for error in errors)) if errors else 0.0
 
@@ -98,44 +109,44 @@ def _loss_noise(curves: Mapping[Rung, Curve], rungs: Sequence[Rung]) -> float:
 
 
 def _judge(
-    largest: Rung, found: Minimum, lowest: float, rate: Law, loss: LossLaw
+    name: str, largest: Rung, found: Minimum, lowest: float, best: Law, loss: LossLaw
 ) -> tuple[list[str], list[str], dict[str, Any]]:
     """Why the laws do not hold, what is open, and predicted beside measured."""
-    predicted, error = rate.at(largest.octaves)
+    predicted, error = best.at(largest.octaves)
     expected, uncertain = loss.at(largest.octaves)
     off = None if found.value is None else math.log2(found.value) - predicted
     share = lowest / expected - 1
     reasons, opened = [], []
     if off is None:
-        opened.append(f"{largest.name}: the best rate lies beyond those tried")
+        opened.append(f"{largest.name}: the best {name} lies beyond those tried")
     elif abs(off) > max(BOUNDS["octaves"], 2 * error):
-        reasons.append(f"{largest.name}: the best rate is {off:+.2f} octaves from the predicted one")
+        reasons.append(f"{largest.name}: the best {name} is {off:+.2f} octaves from the predicted one")
     elif abs(off) > BOUNDS["octaves"]:
         opened.append(
-            f"{largest.name}: the best rate is {off:+.2f} octaves from the predicted one, whose own error is "
+            f"{largest.name}: the best {name} is {off:+.2f} octaves from the predicted one, whose own error is "
             f"{error:.2f}; expected more --seeds, or more rungs"
         )
     if abs(share) > BOUNDS["loss"]:
         reasons.append(f"{largest.name}: the loss is {100 * share:+.2f} % from the predicted one")
     held_out = {
         **dataclasses.asdict(largest),
-        "rate": {"predicted": 2**predicted, "error": error, "measured": found.value, "octaves": off},
+        name: {"predicted": 2**predicted, "error": error, "measured": found.value, "octaves": off},
         "loss": {"predicted": expected, "error": uncertain, "measured": lowest, "share": share},
     }
     return reasons, opened, held_out
 
 
-def _published(least: Mapping[Rung, Minimum]) -> dict[str, Any]:
-    """How well the exponents of others tell the best rates.
+def _published(least: Mapping[Rung, Minimum], rules: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    """How well the exponents of others tell the best values.
 
     Returns:
-        By name, `octaves`: from where they come from the first rung's best rate to the last's, None where one of the
+        By name, `octaves`: from where they come from the first rung's best value to the last's, None where one of the
         two is not known; and `scatter`: standard deviation over all rungs about them, with a constant per width.
     """
     known = {rung: math.log2(found.value) for rung, found in least.items() if found.value is not None}
     first, last = next(iter(least)), list(least)[-1]
     found = {}
-    for name, (batch, tokens) in PUBLISHED.items():
+    for name, (batch, tokens) in rules.items():
         off = {
             rung: place - batch * rung.octaves["batch"] - tokens * rung.octaves["tokens"]
             for rung, place in known.items()

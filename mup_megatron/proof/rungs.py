@@ -1,6 +1,6 @@
 """The sizes of a ladder: batch, tokens and width, as factors of a config's own.
 
-Public names: `Ladder`, `Rung`, `rungs`.
+Public names: `Ladder`, `Rung`, `rungs`, `NAMES`, `Over`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
@@ -16,6 +17,11 @@ from mup_megatron.loss_law import AXES
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import comparable
 from mup_megatron.tuning.space import stretched
+
+Over = Literal["lr", "weight_decay"]
+
+NAMES: dict[Over, str] = {"lr": "rate", "weight_decay": "decay"}
+"""What the value of a ladder is called in words and in its JSON, by the key of `hparams:` that it varies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +32,10 @@ class Ladder:
         batch: factors, ascending, from 1 on, as the others.
         tokens: of the run.
         width: of the base sizes; empty for the config's own model alone.
-        values: rates to begin with, ascending, three or more.
+        values: to begin with, ascending, three or more.
         seeds: repetitions.
         min_steps: rungs of fewer optimizer steps are left out.
+        over: which key of `hparams:` the values are of; the others are the config's own on every rung.
     """
 
     batch: Sequence[int]
@@ -37,6 +44,7 @@ class Ladder:
     values: Sequence[float]
     seeds: int
     min_steps: int = 1
+    over: Over = "lr"
 
     def __post_init__(self) -> None:
         """Raises UserError for what has no slope, or no minimum."""

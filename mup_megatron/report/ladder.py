@@ -1,4 +1,4 @@
-"""The picture of a ladder: best rate and lowest loss over tokens, a line per batch and width, the laws dashed.
+"""The picture of a ladder: best rate or decay, and lowest loss, over tokens: a line per batch and width, laws dashed.
 
 Public name: `draw_ladder`.
 """
@@ -31,6 +31,7 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     series = sorted({(rung["batch"], rung["width"]) for rung in result["rungs"]})
     colors = pyplot.get_cmap("viridis")
     held, loss = result["held_out"], read_loss_law(result["loss"])
+    best = "decay" if "decay" in result else "rate"
     for number, (batch, width) in enumerate(series):
         color = colors(0.9 * (1 - number / max(1, len(series) - 1)))
         rungs = [rung for rung in result["rungs"] if (rung["batch"], rung["width"]) == (batch, width)]
@@ -40,10 +41,10 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
             shown = [(rung["tokens"], rung[key]) for rung in rungs if rung[key] is not None]
             panel.plot(*zip(*shown, strict=True), "o", color=color, ms=5, label=label) if shown else None
         factors = [{"batch": batch, "tokens": each, "width": width} for each in tokens]
-        panels[0].plot(tokens, [_rate(result["rate"], each) for each in factors], "--", color=color, lw=1)
+        panels[0].plot(tokens, [_value(result[best], each) for each in factors], "--", color=color, lw=1)
         octaves = [{name: math.log2(factor) for name, factor in each.items()} for each in factors]
         panels[1].plot(tokens, [loss.at(each)[0] for each in octaves], "--", color=color, lw=1)
-    for panel, key in ((panels[0], "rate"), (panels[1], "loss")):
+    for panel, key in ((panels[0], best), (panels[1], "loss")):
         if held[key]["measured"] is not None:
             panel.plot([held["tokens"]], [held[key]["measured"]], "*", color="0.1", ms=11, label="held out")
         panel.set_xscale("log", base=2)
@@ -53,8 +54,8 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     panels[0].set_yscale("log", base=2)
     panels[0].yaxis.set_major_locator(LogLocator(2, subs=(1.0, 2**0.25, 2**0.5, 2**0.75)))
     panels[0].yaxis.set_major_formatter("{x:.3g}")
-    panels[0].set_ylabel("best learning rate")
-    panels[1].set_ylabel("loss at the best rate (nats per token)")
+    panels[0].set_ylabel("best learning rate" if best == "rate" else "best weight decay")
+    panels[1].set_ylabel(f"loss at the best {best} (nats per token)")
     panels[0].set_title(
         f"{result['verdict']} ({result['seeds']} seed{'s' if result['seeds'] > 1 else ''})", loc="left", fontsize=10
     )
@@ -64,6 +65,6 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
-def _rate(law: Mapping[str, Any], factors: Mapping[str, int]) -> float:
+def _value(law: Mapping[str, Any], factors: Mapping[str, int]) -> float:
     exponents = sum(law[name]["exponent"] * math.log2(factor) for name, factor in factors.items() if name in law)
     return float(2 ** (law["constant"] + exponents))

@@ -160,6 +160,11 @@ def _read(config: Config, path: Path) -> Fitted:
         raise UserError(f"{path}: cannot read the ladder: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path}: not valid JSON; expected the ladder.json that mup-megatron ladder writes") from None
+    if isinstance(found, dict) and found.get("over", "lr") != "lr":
+        raise UserError(
+            f"{path}: a ladder over {found['over']}, and a config takes exponents of the rate alone; expected "
+            "what mup-megatron ladder --over lr writes"
+        )
     if not isinstance(found, dict) or not isinstance(found.get("rate"), dict):
         raise UserError(f"{path}: not a ladder: it names no rate; expected what mup-megatron ladder writes")
     if not isinstance(family := found.get("family"), dict) or found.get("digest") != digest(family):

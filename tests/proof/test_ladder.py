@@ -17,11 +17,12 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.errors import UserError
 from mup_megatron.loss_law import AXES
 from mup_megatron.proof.halving import wanted
+from mup_megatron.proof.ladder import _Runs
 from mup_megatron.proof.ladder_told import lines
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.laws import fit
 from mup_megatron.proof.optimum import Curve
-from mup_megatron.proof.rungs import Ladder, Rung, rungs
+from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
 from mup_megatron.report.ladder import draw_ladder
 from tests.configs import MIXED, make, pipeline_file
 
@@ -221,6 +222,8 @@ def test_repeated_text_is_known() -> None:
 def test_the_picture(tmp_path: Path) -> None:
     result = json.loads(json.dumps(laws(curves(noise=0.1, seeds=3)) | {"seeds": 3, "seconds": 1.0, "failed": []}))
     assert draw_ladder(result, tmp_path / "ladder.png").stat().st_size > 10_000
+    decay = json.loads(json.dumps(laws(curves(noise=0.1, seeds=3), "weight_decay") | {"seeds": 3}))
+    assert draw_ladder(decay, tmp_path / "decay.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -233,6 +236,70 @@ def test_the_picture(tmp_path: Path) -> None:
 def test_too_little_is_refused(asked: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Ladder(**{"values": [1.0, 2.0, 4.0], "seeds": 1, **asked})
+
+
+# --- over weight decay ---
+
+
+def test_a_ladder_over_the_decay() -> None:
+    """The same curves, of decays. By hand, to the last rung (batch x 4, tokens x 8): 0.4 * 2 - 0.3 * 3 = -0.1 octaves.
+
+    No rule says 0 there, and batch / tokens says 2 - 3 = -1.
+    """
+    found = laws(curves(), "weight_decay")
+    assert found["over"] == "weight_decay"
+    assert "rate" not in found
+    assert found["decay"]["batch"]["exponent"] == pytest.approx(BATCH, abs=1e-9)
+    assert found["held_out"]["decay"]["octaves"] == pytest.approx(0.0, abs=1e-9)
+    assert {name: each["octaves"] for name, each in found["published"].items()} == {
+        "no rule": pytest.approx(-0.1),
+        "batch / tokens": pytest.approx(0.9),
+    }
+    assert found["keys"] == {}
+    said = lines({**found, "seeds": 1, "seconds": 60.0, "failed": [], "dropped": []})
+    assert said[-1].endswith(
+        "no config takes exponents of the decay; parametrization.weight_decay: timescale has batch / tokens"
+    )
+    assert sum(line.startswith("decay: ") for line in said) == 1
+    assert laws(curves(octaves=0.6), "weight_decay")["reasons"] == [
+        "batch-4-tokens-8-width-1: the best decay is +0.60 octaves from the predicted one"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("over", "varied"),
+    [("lr", [(0.5, 0.1), (1.0, 0.1), (2.0, 0.1)]), ("weight_decay", [(0.008, 0.5), (0.008, 1.0), (0.008, 2.0)])],
+)
+def test_what_is_varied(config_of_ladder: Any, over: Over, varied: list[tuple[float, float]]) -> None:
+    """Rate and decay of the first rung's runs; the other of the two is the config's own."""
+    config = config_of_ladder.derive({"hparams.lr": 0.008, "hparams.weight_decay": 0.1})
+    asked = Ladder(batch=[1, 2], tokens=[1, 2, 4], width=[], values=[0.5, 1.0, 2.0], seeds=1, over=over)
+    made = rungs(config, asked, lambda line: None)
+    jobs = _Runs(over, asked.values, [1]).missing(made)[:3]
+    assert [(job.config.hparams.lr, job.config.hparams.weight_decay) for job in jobs] == varied
+    assert [job.name for job in jobs] == [
+        f"batch-1-tokens-1-width-1-{over}-{value}-seed-1" for value in ("0.5", "1", "2")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--over", "momentum"], "--over: momentum: expected lr or weight_decay"),
+        (
+            ["--over", "weight_decay"],
+            "--values: hparams.weight_decay is 0, so it has no octaves about it; expected values",
+        ),
+        (
+            ["--over", "weight_decay", "--values", "0.1,1,2", "--record", "r.json"],
+            "--record: takes exponents of the rate",
+        ),
+    ],
+)
+def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str) -> None:
+    path = pipeline_file(tmp_path, hparams__weight_decay=0.0)
+    assert cli.run(["ladder", str(path), *options]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_too_few_rungs_are_refused(config_of_ladder: Any) -> None:

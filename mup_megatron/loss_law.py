@@ -1,14 +1,16 @@
-"""A law of the lowest loss over tokens, steps and width: what is left at any size of the run, and what falls with each.
+"""A law of the lowest loss over tokens, steps, width and layers: what is left at any size, and what falls with each.
 
 Public names: `AXES`, `LossLaw`, `fit_loss_law`, `read_loss_law`. Factors are of the first rung of a
-ladder: tokens D, sequences a step B, steps D/B, width w.
+ladder: tokens D, sequences a step B, steps D/B, width w, layers l.
 
     L = floor + width · w^-a + data · D^-b + steps · (D/B)^-s
 
 The floor, the width's and the data's term are the form of Hoffmann et al. (2203.15556, equation 2), the steps' term is
 that of Kaplan et al. (2001.08361, equation 1.6). A larger batch takes fewer steps for the same tokens, and costs by
 that term alone. Both sources found their forms at scales far from a ladder's: whether they hold here, its test says.
-A ladder of too few lengths for these numbers has a product of powers instead: L = constant · B^g · D^-b · w^-a.
+Where layers vary, log2(l) times a number of either sign is added, because in short runs a deeper model may be worse. It
+is the first order of whatever the law in depth is, and holds near the rungs alone.
+A ladder of too few lengths for these numbers has a product of powers instead: L = constant · B^g · D^-b · w^-a · l^d.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-AXES = ("batch", "tokens", "width")
+AXES = ("batch", "tokens", "width", "layers")
 """What the rungs of a ladder differ in."""
 
 _SIZES_FOR_A_FLOOR = 3
@@ -35,6 +37,7 @@ _RANGES = {
     "data_exponent": (0.3, 0.0, 3.0),
     "steps": (0.3, 0.0, math.inf),
     "steps_exponent": (1.0, 0.0, 3.0),
+    "layers": (0.0, -math.inf, math.inf),
     "constant": (1.0, 0.0, math.inf),
     **{f"power_of_{axis}": (0.0, -3.0, 3.0) for axis in AXES},
 }
@@ -46,8 +49,8 @@ class LossLaw:
 
     Args:
         terms: numbers by name, of those that the ladder determines: of `floor`, `width`, `width_exponent`, `data`,
-            `data_exponent`, `steps` and `steps_exponent`, or of `constant`, `power_of_batch`, `power_of_tokens` and
-            `power_of_width`.
+            `data_exponent`, `steps`, `steps_exponent` and `layers`, or of `constant`, `power_of_batch`,
+            `power_of_tokens`, `power_of_width` and `power_of_layers`.
         covariance: of the same, in their order.
         spread: standard deviation of a measured loss about the law (nats).
     """
@@ -87,7 +90,9 @@ class LossLaw:
         said.append(f"{terms['data']:.3f} · tokens^-{terms['data_exponent']:.3f}")
         if "steps" in terms:
             said.append(f"{terms['steps']:.3f} · (tokens/batch)^-{terms['steps_exponent']:.3f}")
-        return " + ".join(said)
+        if "layers" in terms:
+            said.append(f"{terms['layers']:.3f} · log2(layers)")
+        return " + ".join(said).replace("+ -", "- ")
 
 
 def read_loss_law(plain: Mapping[str, Any]) -> LossLaw:
@@ -146,11 +151,12 @@ def _least(names: Sequence[str], residuals: Any, lowest: float) -> Any:
 
 def _determined(points: Sequence[Mapping[str, float]]) -> list[str]:
     """The numbers that sizes like these can tell, a constant first."""
-    sizes = {axis: len({point[axis] for point in points}) for axis in AXES}
+    sizes = {axis: len({point.get(axis, 0.0) for point in points}) for axis in AXES}
     names = ["width", "width_exponent"] if sizes["width"] > 1 else []
     if not names or sizes["width"] >= _SIZES_FOR_A_FLOOR:
         names.insert(0, "floor")
     names += ["data", "data_exponent"] + (["steps", "steps_exponent"] if sizes["batch"] > 1 else [])
+    names += ["layers"] if sizes["layers"] > 1 else []
     if sizes["tokens"] >= _SIZES_FOR_A_FLOOR and len(points) > len(names):
         return names
     return ["constant", *(f"power_of_{axis}" for axis in AXES if sizes[axis] > 1)]
@@ -170,6 +176,8 @@ def _loss(terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
     loss += terms["data"] * factors["tokens"] ** -terms["data_exponent"]
     if "steps" in terms:
         loss += terms["steps"] * (factors["tokens"] / factors["batch"]) ** -terms["steps_exponent"]
+    if "layers" in terms:
+        loss += terms["layers"] * math.log2(factors["layers"])
     return loss
 
 

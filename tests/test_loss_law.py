@@ -59,6 +59,21 @@ def test_two_widths_do_not_tell_the_floor() -> None:
     assert law.at(FAR | {"width": 6.0})[0] < loss(FAR | {"width": 6.0}) - 0.1
 
 
+def test_layers_add_their_logarithm() -> None:
+    """0.03 nats more per doubling of the layers are found as such, and as a power where lengths are too few."""
+    grid = [{**point, "layers": float(depth)} for point in points(4, 3, 3) for depth in range(3)]
+    law = fit_loss_law(grid, [loss(point) + 0.03 * point["layers"] for point in grid], noise=0.0)
+    assert law.terms["layers"] == pytest.approx(0.03, rel=1e-5)
+    assert law.terms["floor"] == pytest.approx(1.5, rel=1e-5)
+    assert law.at(FAR | {"layers": 4.0})[0] == pytest.approx(loss(FAR) + 0.12, rel=1e-6)
+    assert str(law).endswith(" + 0.030 · log2(layers)")
+    falls = fit_loss_law(grid, [loss(point) - 0.03 * point["layers"] for point in grid], noise=0.0)
+    assert str(falls).endswith(" - 0.030 · log2(layers)")
+    few = [{**point, "layers": float(depth)} for point in points(3, 2, 1) for depth in range(2)]
+    powers = fit_loss_law(few, [loss(point) * 2 ** (0.1 * point["layers"]) for point in few], noise=0.0)
+    assert powers.terms["power_of_layers"] == pytest.approx(0.1, abs=1e-3)
+
+
 def test_two_lengths_make_a_product_of_powers() -> None:
     """Then a target of many more tokens is told too low: a product of powers knows no floor."""
     law = fitted(points(3, 2, 1))

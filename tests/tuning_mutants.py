@@ -93,6 +93,14 @@ TUNING = (
         "tuning/test_fitted.py::test_predicted_beside_measured",
     ),
     _mutant(
+        "predicted: of any depth",
+        "a loss is told of a target whose layers the ladder never varied",
+        _PREDICTED,
+        'if {"layers", "power_of_layers"} & law.terms.keys():',
+        "if law.terms:",
+        "tuning/test_fitted.py::test_a_ladder_over_layers_predicts_another_depth",
+    ),
+    _mutant(
         "ladder: rates for decays",
         "a ladder over the decay trains each of its values as a rate",
         _LADDER,

@@ -251,6 +251,9 @@ def ladder(
     width: Annotated[
         str, typer.Option(metavar="1,2,...", help="Factors of all base sizes; the config's own model unless given.")
     ] = "",
+    layers: Annotated[
+        str, typer.Option(metavar="1,2,...", help="Factors of the base's layers; the config's own unless given.")
+    ] = "",
     over: Annotated[str, typer.Option(metavar="lr|weight_decay", help="What every rung varies.")] = "lr",
     values: Annotated[
         str, typer.Option(metavar="V,V,...", help="Values to begin with; octaves about the config's own unless given.")
@@ -279,10 +282,10 @@ def ladder(
 
     factors = {
         name: sorted(set(_factors(words, f"--{name}")))
-        for name, words in (("batch", batch), ("tokens", tokens), ("width", width))
+        for name, words in (("batch", batch), ("tokens", tokens), ("width", width), ("layers", layers))
     }
     for name, found in factors.items():
-        if (not found and name != "width") or (found and found[0] < 1):
+        if (not found and name in ("batch", "tokens")) or (found and found[0] < 1):
             raise UserError(f"--{name}: {','.join(map(str, found))}: expected whole factors from 1 on")
     if seeds < 1:
         raise UserError(f"--seeds: {seeds}: expected 1 or more")

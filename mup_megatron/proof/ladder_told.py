@@ -15,7 +15,7 @@ from mup_megatron.proof.rungs import NAMES
 def lines(result: Mapping[str, Any]) -> list[str]:
     """A result for people."""
     over = result["over"]
-    name = NAMES[over]
+    name, layers = NAMES[over], any(rung["layers"] > 1 for rung in result["rungs"])
     said = [
         f"{len(result['rungs'])} rungs, {result['seeds']} seeds, {result['seconds'] / 60:.0f} minutes of one process"
     ]
@@ -23,8 +23,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         best = f"{rung['value'] or rung['tried']:.3g}"
         best += f" ± {rung['error']:.2f} octaves" if rung["error"] is not None else ""
         best += f", at the {rung['edge']} end of what was tried" if rung["edge"] else ""
-        where = ", ".join(f"{name} × {rung[name]}" for name in AXES)
-        said.append(f"  {where}: loss {rung['loss']:.4f} at {over} {best}")
+        said.append(f"  {_where(rung, layers)}: loss {rung['loss']:.4f} at {over} {best}")
     law = result[name]
     terms = [f"{axis}^({law[axis]['exponent']:+.3f} ± {law[axis]['error']:.3f})" for axis in AXES if axis in law]
     said.append(f"{name}: {2 ** law['constant']:.4g} · {' · '.join(terms)}, spread {law['spread']:.2f} octaves")
@@ -33,7 +32,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     best, loss = held[name], held["loss"]
     octaves = "beyond what was tried" if best["octaves"] is None else f"{best['octaves']:+.2f} octaves off"
     said.append(
-        f"held out, batch × {held['batch']}, tokens × {held['tokens']}, width × {held['width']}: "
+        f"held out, {_where(held, layers)}: "
         f"{over} {best['predicted']:.3g} ± {best['error']:.2f} octaves predicted, {octaves}; "
         f"loss {loss['predicted']:.4f} ± {loss['error']:.4f} predicted, {loss['measured']:.4f} measured"
     )
@@ -55,6 +54,11 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         "undecided": f"undecided: whether the laws tell the largest rung's best {name} is not known",
     }
     return [*said, ends[result["verdict"]]]
+
+
+def _where(rung: Mapping[str, Any], layers: bool) -> str:
+    """Factors of a rung, in words; of layers where they vary."""
+    return ", ".join(f"{axis} × {rung[axis]}" for axis in AXES if layers or axis != "layers")
 
 
 def write(result: Mapping[str, Any], directory: Path) -> Path:

@@ -141,7 +141,7 @@ def _published(least: Mapping[Rung, Minimum], rules: Mapping[str, tuple[float, f
 
     Returns:
         By name, `octaves`: from where they come from the first rung's best value to the last's, None where one of the
-        two is not known; and `scatter`: standard deviation over all rungs about them, with a constant per width.
+        two is not known; and `scatter`: standard deviation over all rungs about them, with a constant per model.
     """
     known = {rung: math.log2(found.value) for rung, found in least.items() if found.value is not None}
     first, last = next(iter(least)), list(least)[-1]
@@ -159,13 +159,13 @@ def _published(least: Mapping[Rung, Minimum], rules: Mapping[str, tuple[float, f
 
 
 def _scatter(places: Mapping[Rung, float]) -> float:
-    """Standard deviation about the mean of each width."""
-    widths = {rung.width for rung in places}
-    means = {
-        width: statistics.fmean(place for rung, place in places.items() if rung.width == width) for width in widths
-    }
-    freedom = max(1, len(places) - len(widths))
-    return math.sqrt(sum((place - means[rung.width]) ** 2 for rung, place in places.items()) / freedom)
+    """Standard deviation about the mean of each model."""
+    models: dict[tuple[int, int], list[float]] = {}
+    for rung, place in places.items():
+        models.setdefault((rung.width, rung.layers), []).append(place)
+    freedom = max(1, len(places) - len(models))
+    off = (place - statistics.fmean(each) for each in models.values() for place in each)
+    return math.sqrt(sum(each**2 for each in off) / freedom)
 
 
 def _keys(rate: Law) -> dict[str, str]:

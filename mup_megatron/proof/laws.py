@@ -56,7 +56,7 @@ def fit(points: Sequence[Mapping[str, float]], values: Sequence[float], noise: f
         values: log2 of what is fitted.
         noise: standard error of one of these, from seeds. The spread about the law is at least that.
     """
-    names = [name for name in AXES if len({point[name] for point in points}) > 1]
+    names = [name for name in AXES if len({point.get(name, 0.0) for point in points}) > 1]
     rows = np.array([[1.0, *(point[name] for name in names)] for point in points])
     found = np.linalg.lstsq(rows, np.array(values), rcond=None)[0]
     freedom = len(points) - rows.shape[1]

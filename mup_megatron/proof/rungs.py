@@ -1,4 +1,4 @@
-"""The sizes of a ladder: batch, tokens and width, as factors of a config's own.
+"""The sizes of a ladder: batch, tokens, width and layers, as factors of a config's own.
 
 Public names: `Ladder`, `Rung`, `rungs`, `NAMES`, `Over`.
 """
@@ -14,7 +14,7 @@ from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.horizon import without_rules
 from mup_megatron.loss_law import AXES
-from mup_megatron.proof.family import members
+from mup_megatron.proof.family import Axis, members
 from mup_megatron.proof.grid import comparable
 from mup_megatron.tuning.space import stretched
 
@@ -26,7 +26,7 @@ NAMES: dict[Over, str] = {"lr": "rate", "weight_decay": "decay"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """What is asked. Factors are of the config's own batch, tokens and base width.
+    """What is asked. Factors are of the config's own batch and tokens, and of the base's width and layers.
 
     Args:
         batch: factors, ascending, from 1 on, as the others.
@@ -35,6 +35,7 @@ class Ladder:
         values: to begin with, ascending, three or more.
         seeds: repetitions.
         min_steps: rungs of fewer optimizer steps are left out.
+        layers: of the base's, where `base:` names them; empty for the config's own.
         over: which key of `hparams:` the values are of; the others are the config's own on every rung.
     """
 
@@ -44,6 +45,7 @@ class Ladder:
     values: Sequence[float]
     seeds: int
     min_steps: int = 1
+    layers: Sequence[int] = ()
     over: Over = "lr"
 
     def __post_init__(self) -> None:
@@ -61,17 +63,20 @@ class Rung:
     Args:
         batch: factor, as the others.
         tokens: see `Ladder`.
-        width: 1 where the model is the config's own.
+        width: 1 where the model's is the config's own.
+        layers: the same.
     """
 
     batch: int
     tokens: int
     width: int
+    layers: int = 1
 
     @property
     def name(self) -> str:
         """Of its runs."""
-        return f"batch-{self.batch}-tokens-{self.tokens}-width-{self.width}"
+        deeper = f"-layers-{self.layers}" if self.layers > 1 else ""
+        return f"batch-{self.batch}-tokens-{self.tokens}-width-{self.width}{deeper}"
 
     @property
     def octaves(self) -> dict[str, float]:
@@ -93,10 +98,10 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
         UserError: a rung makes no config, or too few are left, or the largest is not.
     """
     found, short = {}, []
-    for width, model in _models(config.derive(without_rules(config)), asked).items():
+    for (width, layers), model in _models(config.derive(without_rules(config)), asked).items():
         for batch in asked.batch:
             for tokens in asked.tokens:
-                rung, steps = Rung(batch, tokens, width), round(config.training.train_steps * tokens / batch)
+                rung, steps = Rung(batch, tokens, width, layers), round(config.training.train_steps * tokens / batch)
                 if steps < asked.min_steps:
                     short.append(f"{rung.name} ({steps})")
                 else:
@@ -107,11 +112,22 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
     return found
 
 
-def _models(config: Config, asked: Ladder) -> dict[int, Config]:
-    if not asked.width:
+def _models(config: Config, asked: Ladder) -> dict[tuple[int, int], Config]:
+    """By factor of width and of layers."""
+    return {
+        (width, layers): deep
+        for width, wide in _grown(config, asked.width, "width").items()
+        for layers, deep in _grown(wide, asked.layers, "depth").items()
+    }
+
+
+def _grown(config: Config, factors: Sequence[int], axis: Axis) -> dict[int, Config]:
+    if not factors:
         return {1: config}
-    found = members(config, asked.width, 1, "width")
-    return dict(zip(asked.width, (member.config for member in found), strict=True))
+    if len(factors) == 1:
+        raise UserError(f"ladder: one {axis} has no slope; expected two factors or more, or none for the config's own")
+    found = members(config, factors, 1, axis)
+    return dict(zip(factors, (member.config for member in found), strict=True))
 
 
 def _sized(model: Config, rung: Rung, steps: int) -> Config:
@@ -128,12 +144,12 @@ def _sized(model: Config, rung: Rung, steps: int) -> Config:
 
 def _check(asked: Ladder, found: dict[Rung, Config]) -> None:
     """Raises UserError where the laws would have more unknowns than rungs."""
-    largest = Rung(asked.batch[-1], asked.tokens[-1], (asked.width or [1])[-1])
+    largest = Rung(asked.batch[-1], asked.tokens[-1], *((each or [1])[-1] for each in (asked.width, asked.layers)))
     if largest not in found:
         raise UserError(f"--min-steps {asked.min_steps}: leaves out {largest.name}, on which the laws are tested")
     unknown = 1 + sum(len({getattr(rung, name) for rung in found}) > 1 for name in AXES)
     if len(found) - 1 <= unknown:
         raise UserError(
             f"ladder: {len(found)} rungs, of which one is kept out, do not determine {unknown} numbers and their "
-            "errors; expected more factors of --batch, --tokens or --width, or a smaller --min-steps"
+            "errors; expected more factors of --batch, --tokens, --width or --layers, or a smaller --min-steps"
         )

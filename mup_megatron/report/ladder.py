@@ -1,4 +1,4 @@
-"""The picture of a ladder: best rate or decay, and lowest loss, over tokens: a line per batch and width, laws dashed.
+"""The picture of a ladder: best rate or decay, and lowest loss, over tokens: a line per batch and model, laws dashed.
 
 Public name: `draw_ladder`.
 """
@@ -12,6 +12,8 @@ from typing import Any
 
 from mup_megatron.loss_law import read_loss_law
 from mup_megatron.report.pictures import load_pyplot, save_figure
+
+_SERIES = ("batch", "width", "layers")
 
 
 def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
@@ -28,21 +30,22 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     from matplotlib.ticker import LogLocator
 
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    series = sorted({(rung["batch"], rung["width"]) for rung in result["rungs"]})
+    series = sorted({_series(rung) for rung in result["rungs"]})
+    varying = [place for place in range(len(_SERIES)) if len({each[place] for each in series}) > 1 or not place]
     colors = pyplot.get_cmap("viridis")
     held, loss = result["held_out"], read_loss_law(result["loss"])
     best = "decay" if "decay" in result else "rate"
-    for number, (batch, width) in enumerate(series):
+    for number, factor in enumerate(series):
         color = colors(0.9 * (1 - number / max(1, len(series) - 1)))
-        rungs = [rung for rung in result["rungs"] if (rung["batch"], rung["width"]) == (batch, width)]
+        rungs = [rung for rung in result["rungs"] if _series(rung) == factor]
         tokens = [rung["tokens"] for rung in rungs]
-        label = f"batch × {batch}" + (f", width × {width}" if len({w for _, w in series}) > 1 else "")
+        label = ", ".join(f"{_SERIES[place]} × {factor[place]}" for place in varying)
         for panel, key in ((panels[0], "value"), (panels[1], "least")):
             shown = [(rung["tokens"], rung[key]) for rung in rungs if rung[key] is not None]
             panel.plot(*zip(*shown, strict=True), "o", color=color, ms=5, label=label) if shown else None
-        factors = [{"batch": batch, "tokens": each, "width": width} for each in tokens]
+        factors = [{**dict(zip(_SERIES, factor, strict=True)), "tokens": each} for each in tokens]
         panels[0].plot(tokens, [_value(result[best], each) for each in factors], "--", color=color, lw=1)
-        octaves = [{name: math.log2(factor) for name, factor in each.items()} for each in factors]
+        octaves = [{name: math.log2(size) for name, size in each.items()} for each in factors]
         panels[1].plot(tokens, [loss.at(each)[0] for each in octaves], "--", color=color, lw=1)
     for panel, key in ((panels[0], best), (panels[1], "loss")):
         if held[key]["measured"] is not None:
@@ -63,6 +66,11 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     save_figure(figure, path)
     pyplot.close(figure)
     return path
+
+
+def _series(rung: Mapping[str, Any]) -> tuple[int, ...]:
+    """Factors of what a line is drawn of; a ladder of an earlier version has one depth."""
+    return tuple(rung.get(name, 1) for name in _SERIES)
 
 
 def _value(law: Mapping[str, Any], factors: Mapping[str, int]) -> float:

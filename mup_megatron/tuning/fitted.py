@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from mup_megatron.config import Config, growing_sizes
 from mup_megatron.errors import UserError, no_such_file
 from mup_megatron.horizon import without_rules
-from mup_megatron.loss_law import read_loss_law
+from mup_megatron.loss_law import AXES, read_loss_law
 from mup_megatron.tuning.family import differences, digest, digested
 
 MOST_BEYOND = 8.0
@@ -76,7 +76,7 @@ class Fitted(_Part):
 
     path: str
     digest: str
-    exponents: dict[Literal["batch", "tokens", "width"], Exponent]
+    exponents: dict[Literal["batch", "tokens", "width", "layers"], Exponent]
     span: Span
     verdict: Literal["passed", "failed", "undecided"]
     reasons: list[str]
@@ -173,7 +173,7 @@ def _read(config: Config, path: Path) -> Fitted:
             "match; expected mup-megatron ladder with the same options and --output again, which takes the runs that "
             "are there"
         )
-    exponents = {name: found["rate"][name] for name in ("batch", "tokens", "width") if name in found["rate"]}
+    exponents = {name: found["rate"][name] for name in AXES if name in found["rate"]}
     try:
         fitted = Fitted.model_validate({**found, "path": str(path), "exponents": exponents})
     except ValidationError as error:

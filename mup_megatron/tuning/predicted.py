@@ -28,12 +28,16 @@ def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
         return None
     here = json.loads(json.dumps(measured(config)))  # as it was written: tuples are lists
     here = {key: value for key, value in here.items() if key in found.measured}  # what an earlier version wrote
-    if differing := differences(found.measured, here, "in the ladder", "in the config"):
+    law = read_loss_law(found.loss)
+    there = found.measured
+    if {"layers", "power_of_layers"} & law.terms.keys():  # its rungs were of several depths
+        here, there = ({**each, "model.num_layers": None} for each in (here, there))
+    if differing := differences(there, here, "in the ladder", "in the config"):
         return {"why_not": "; ".join(differing)}
     sizes = sizes_of(config)
     octaves = {axis: math.log2(sizes[axis] / getattr(found.span, axis).own) for axis in AXES}
     try:
-        loss, error = read_loss_law(found.loss).at(octaves)
+        loss, error = law.at(octaves)
     except (ArithmeticError, ValueError):  # of numbers in a file that no fit wrote
         loss = error = math.nan
     if not (math.isfinite(loss + error) and loss > 0):

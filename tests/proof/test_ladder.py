@@ -238,6 +238,54 @@ def test_too_little_is_refused(asked: dict[str, Any], sentence: str) -> None:
         Ladder(**{"values": [1.0, 2.0, 4.0], "seeds": 1, **asked})
 
 
+# --- over layers ---
+
+
+def test_rungs_of_several_depths(config_of_ladder: Any) -> None:
+    """A base of 2 layers under CompleteP, times 1 and 4, and widths times 1 and 2; the largest of all comes last."""
+    rule = {"base.num_layers": 2, "model.num_layers": 8, "parametrization.depth": "completep"}
+    asked = Ladder(batch=[1], tokens=[1, 2], width=[1, 2], layers=[1, 4], values=[1.0, 2.0, 4.0], seeds=1)
+    made = rungs(config_of_ladder.derive(rule), asked, print)
+    base = config_of_ladder.base.hidden_size
+    sizes = {rung.name: (each.model.hidden_size / base, each.model.num_layers) for rung, each in made.items()}
+    assert sizes == {
+        "batch-1-tokens-1-width-1": (1, 2),
+        "batch-1-tokens-2-width-1": (1, 2),
+        "batch-1-tokens-1-width-1-layers-4": (1, 8),
+        "batch-1-tokens-2-width-1-layers-4": (1, 8),
+        "batch-1-tokens-1-width-2": (2, 2),
+        "batch-1-tokens-2-width-2": (2, 2),
+        "batch-1-tokens-1-width-2-layers-4": (2, 8),
+        "batch-1-tokens-2-width-2-layers-4": (2, 8),
+    }
+    assert list(made)[-1] == Rung(1, 2, 2, 4)
+
+
+def test_layers_have_an_exponent(tmp_path: Path) -> None:
+    """Best rate as batch^0.4 tokens^-0.3 layers^-0.1, loss 0.05 higher per doubling of the layers."""
+    made = {}
+    for rung, curve in curves().items():
+        for layers in (1, 2, 4):
+            values = [float(value) * layers**-0.1 for value in curve.values]
+            losses = [{seed: loss + 0.05 * math.log2(layers) for seed, loss in each.items()} for each in curve.losses]
+            made[Rung(rung.batch, rung.tokens, 1, layers)] = Curve(values=values, losses=losses)
+    found = laws(made)
+    exponents = {axis: found["rate"][axis]["exponent"] for axis in ("batch", "tokens", "layers")}
+    assert exponents == pytest.approx({"batch": BATCH, "tokens": TOKENS, "layers": -0.1}, abs=1e-9)
+    assert found["loss"]["terms"]["layers"]["value"] == pytest.approx(0.05, abs=1e-6)
+    assert found["verdict"] == "passed"
+    # Another constant per depth is no scatter about a rule over batch and tokens; here 0.1 of tokens and batch is.
+    one_depth = laws(curves())["published"]["no rule"]["scatter"]
+    assert found["published"]["no rule"]["scatter"] == pytest.approx(one_depth, rel=0.1)
+    result = json.loads(json.dumps(found | {"seeds": 1, "seconds": 60.0, "failed": [], "dropped": []}))
+    assert lines(result)[1].startswith("  batch × 1, tokens × 1, width × 1, layers × 1: ")
+    assert draw_ladder(result, tmp_path / "ladder.png").stat().st_size > 10_000
+    # Control: where layers do not vary nothing speaks of them.
+    plain = json.loads(json.dumps(laws(curves()) | {"seeds": 1, "seconds": 60.0, "failed": [], "dropped": []}))
+    assert "layers" not in plain["rate"].keys() | plain["loss"]["terms"].keys()
+    assert "layers" not in "".join(lines(plain))
+
+
 # --- over weight decay ---
 
 
@@ -315,7 +363,7 @@ def test_real_runs_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     command = ["ladder", str(path), "--batch", "1,2", "--tokens", "1,2,4", "--seeds", "1", "--workers", "2", "--json"]
     assert cli.run(command) in (0, 1, 3)
     first = json.loads(capsys.readouterr().out)
-    assert [[rung[name] for name in AXES] for rung in first["rungs"]][-1] == [2, 4, 1]
+    assert [[rung[name] for name in AXES] for rung in first["rungs"]][-1] == [2, 4, 1, 1]
     assert first["steps"]["batch-2-tokens-4-width-1"] == 16
     assert first["failed"] == []
     assert cli.run(command) in (0, 1, 3)

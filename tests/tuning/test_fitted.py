@@ -409,6 +409,25 @@ def test_the_loss_is_predicted(ladder: Path, tmp_path: Path, capsys: pytest.Capt
     assert any(line.startswith("predicted loss of the target: 3.51") for line in shown["remarks"])
 
 
+def test_a_ladder_over_layers_predicts_another_depth(tmp_path: Path) -> None:
+    """0.1 nats more per doubling of the layers: at 4 layers instead of 2, 3.515717 + 0.1."""
+    family = {"base.num_layers": 2, "parametrization.depth": "completep"}
+    plain = ladder_file(tmp_path / "plain.json", config_of(**family))
+    found = json.loads(plain.read_text())
+    law = found["loss"]
+    law["terms"]["layers"] = {"value": 0.1, "error": 0.0}
+    law["covariance"] = [[*row, 0.0] for row in law["covariance"]] + [[0.0] * (len(law["covariance"]) + 1)]
+    deep = tmp_path / "deep.json"
+    deep.write_text(json.dumps(found))
+    config = taken(target_of(deep, **family, **{"model.num_layers": 4}))
+    assert (predicted(config, ladder_of(config, None)) or {})["loss"] == pytest.approx(3.615717, abs=2e-3)
+    # Control: a ladder of one depth says nothing of another.
+    config = taken(target_of(plain, **family, **{"model.num_layers": 4}))
+    assert predicted(config, ladder_of(config, None)) == {
+        "why_not": "model.num_layers: 2 in the ladder, 4 in the config"
+    }
+
+
 @pytest.mark.parametrize(
     ("keys", "why_not"),
     [

@@ -287,7 +287,8 @@ def test_two_ranks(split: str, tmp_path: Path, both: dict[str, dict[str, Any]]) 
         "distributed": ["--use-distributed-optimizer"],
     }[split]
     command = [BIN / "torchrun", "--nproc-per-node", "2", "-m", "mup_megatron.run", "--config", tmp_path / "mup.yaml"]
-    result = run(*map(str, command), SCRIPT, *options(config(), tmp_path), *words, "--log-interval", "1")
+    of = config(hparams__per_tensor=FACTORS)  # as of `both`
+    result = run(*map(str, command), SCRIPT, *options(of, tmp_path), *words, "--log-interval", "1")
     assert result.returncode == 0, result.stderr[-4000:]
     logged = [float(loss) for loss in re.findall(r"lm loss: (\S+)", result.stdout)]
     expected = np.array(both["run"]["losses"]).reshape(STEPS, -1).mean(axis=1)

@@ -19,14 +19,17 @@ from tests.commands import BIN, environment, run
 from tests.configs import pipeline_file
 from tests.distributed import Ranks
 from tests.parity import Page
+from tests.slices import Slice, with_row
 
 BEGAN = pytest.StashKey[float]()
 PARITY = pytest.StashKey[Page]()
+SLICE = pytest.StashKey[Slice | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run tests marked slow; write docs/test-summary-*.md")
     parser.addoption("--slow", action="store_true", help="run tests marked slow alone, otherwise as --all")
+    parser.addoption("--slice", metavar="K/N", help="of the tests that run, about one Nth (tests/slices.py)")
     parser.addoption("--parity", metavar="FILE", help="compare layouts alone, slow cells too; write FILE")
     parser.addoption("--since", metavar="DATE", help="of --parity: leave out cells with a row of DATE or later")
 
@@ -45,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # Compiling a function takes longer than training the small models of the quick tests; the slow ones compile.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     config.stash[PARITY] = _page(config.option.parity, config.option.since)
+    try:
+        config.stash[SLICE] = Slice.read(config.option.slice) if config.option.slice else None
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
     config.stash[BEGAN] = time.monotonic()
 
 
@@ -64,6 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = [item for item in items if not {"slow", "more"} & item.keywords.keys()]
         config.hook.pytest_deselected(items=quick)
         items[:] = [item for item in items if item not in quick]
+    if part := config.stash[SLICE]:
+        others = [item for item in items if not part.holds(item.nodeid)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if part.holds(item.nodeid)]
     if config.getoption("--all"):
         return
     skip = pytest.mark.skip(reason="slow; runs with ./dev test --all")
@@ -89,10 +100,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     whole = config.getoption("--all") and not config.getoption("--parity") and not config.option.collectonly
     whole = whole and config.args_source.name != "ARGS"
     if whole:
-        path = f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md"
+        path = Path(f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md")
         command = f"./dev test {'--slow' if config.getoption('--slow') else '--all'}"
         seconds = time.monotonic() - config.stash[BEGAN]
-        Path(path).write_text(reports.summary(terminalreporter.stats, command, seconds))
+        stats, part = terminalreporter.stats, config.stash[SLICE]
+        if part is None:
+            path.write_text(reports.summary(stats, command, seconds))
+        elif not stats.get("failed") and not stats.get("error") and stats.get("passed"):
+            path.write_text(with_row(path.read_text(), part, len(stats["passed"]), seconds))
         terminalreporter.write_line(f"summary: {path}")
 
 

@@ -140,6 +140,7 @@ def built(rank: Rank, *, config: Config, kernels: str = "local", grouped: bool =
     if kernels != "local":
         keys = {f"model.{key}": kernels for key in Model.PLAIN_KERNELS}
         config = config.derive({**keys, "model.moe_grouped_gemm": grouped})
+        parametrization = parametrize(config, prepare(config).vocab_size)
         with replaced(torch.cuda, "is_available", lambda: True):  # which they ask for, and building needs no more
             model = build_model(parametrization, layout, rank.rank, torch.device("cpu"))
     marks = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "allreduce")

@@ -77,7 +77,8 @@ def test_the_same_tensors(te_ranks: Ranks, model: str, tensor: int) -> None:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_grouped_experts(te_ranks: Ranks, tensor: int) -> None:
     """Each weight inside the grouped layers has the name, the record and the values of that expert's own layer."""
-    config = config_of("moe", parallel__tensor_model_parallel_size=tensor)
+    layout = {"parallel__tensor_model_parallel_size": tensor, "parallel__sequence_parallel": tensor > 1}
+    config = config_of("moe", **layout)
     plain = te_ranks.run(tensor, bodies.built, config=config)
     ours = te_ranks.run(tensor, bodies.built, config=config, kernels=TE, grouped=True)
     for theirs, built in zip(plain, ours, strict=True):

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from mup_megatron.errors import UserError
-from mup_megatron.files import parse_yaml
+from mup_megatron.files import as_yaml, parse_yaml
 from mup_megatron.shapes import Fused, InfDim, TensorShape, TensorSpec, layer_number
 
 _BSH_HEADER = """\
@@ -61,7 +59,7 @@ def write_base_shapes(path: str | Path, base: BaseShapes) -> None:
 
 def _base_shapes_text(base: BaseShapes) -> str:
     comment = _BSH_EXTRA + json.dumps({"blocks": base.blocks, **base.extra}, sort_keys=True)
-    return f"{_BSH_HEADER}{comment}\n{yaml.safe_dump(base.dims, default_flow_style=None, sort_keys=False)}"
+    return f"{_BSH_HEADER}{comment}\n{as_yaml(base.dims, lists_on_a_line=True)}"
 
 
 def load_base_shapes(path: str | Path) -> BaseShapes:

@@ -1,6 +1,6 @@
 """Files: YAML that somebody wrote, read within bounds; files of our own, written whole and never through a link.
 
-Public names: `parse_yaml`, `open_new`, `write_whole`, `write_output`, `as_json`.
+Public names: `parse_yaml`, `as_yaml`, `open_new`, `write_whole`, `write_output`, `as_json`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """yaml.SafeDumper that puts text into quotes where `_Loader` would read a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
 
 
 def _expanded(node: yaml.Node, sizes: dict[int, int] | None = None) -> int:
@@ -81,6 +86,18 @@ def parse_yaml(text: str, source: str) -> Any:
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         # PyYAML's own constructors raise these: 2001-99-99 is a date to it, `!!int ''` a number.
         raise UserError(f"{source}: not valid YAML: {error}") from None
+
+
+def as_yaml(value: Any, *, width: int = 80, lists_on_a_line: bool = False) -> str:
+    """Plain data as YAML text of which `parse_yaml` makes the same data.
+
+    Args:
+        value: of dictionaries, which keep their order, lists, numbers and text.
+        width: of a line, in characters, where text can be broken.
+        lists_on_a_line: whether a list of plain values is written as [1, 2].
+    """
+    style = None if lists_on_a_line else False
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=width, default_flow_style=style)
 
 
 def open_new(path: Path) -> int:

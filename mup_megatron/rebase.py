@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from mup_megatron.base_file import beside_shapes
 from mup_megatron.base_shapes import base_shapes_text
@@ -26,6 +25,7 @@ from mup_megatron.engines.saved_weights import SavedWeights, Tensor, saved_shape
 from mup_megatron.errors import UserError, shown
 from mup_megatron.export import Source, open_source
 from mup_megatron.export.folder import new_folder, refuse_existing
+from mup_megatron.files import as_yaml
 from mup_megatron.layout import resolve_layout
 from mup_megatron.manifest import MANIFEST, make_manifest, settings_of
 from mup_megatron.model import parametrize
@@ -84,7 +84,7 @@ def rebase(
         text = base_shapes_text(after.shapes, {**beside_shapes(after), "carried": found.carried})
         folder.write(BASE_FILE, text)
         config = _config(source, after, directory)
-        folder.write("config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+        folder.write("config.yaml", as_yaml(config.model_dump()))
         checkpoints = Checkpoints(folder.path / "checkpoints", kept=1)
         begun = checkpoints.begin(source.run.manifest.step)
         _write(source.run.path, begun, found, before)

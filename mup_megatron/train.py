@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed
-import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron import runtime
@@ -29,7 +28,7 @@ from mup_megatron.disk import full_disk, reason, short
 from mup_megatron.engines import Engine, build_engine
 from mup_megatron.errors import DiskFull, UserError, shown
 from mup_megatron.explain import explain
-from mup_megatron.files import write_whole
+from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.init_from import check_same_start, check_start, find_start, load_start
 from mup_megatron.manifest import CheckpointManifest, check_resume, make_manifest
 from mup_megatron.metrics import Metrics
@@ -382,5 +381,5 @@ class _Loop:
 
 
 def _describe(directory: Path, config: Config, explanation: dict[str, Any]) -> None:
-    write_whole(directory / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+    write_whole(directory / "config.yaml", as_yaml(config.model_dump()))
     write_whole(directory / "explain.json", json.dumps(explanation, indent=1))

@@ -28,7 +28,7 @@ from mup_megatron.cli.common import (
 )
 from mup_megatron.cli.native import default_workers, read_command
 from mup_megatron.errors import UserError
-from mup_megatron.files import write_output
+from mup_megatron.files import as_yaml, write_output
 
 
 @app.command(epilog="Example: mup-megatron prepare configs/demo.yaml")
@@ -187,8 +187,6 @@ def transfer(
     as_json: AsJson = False,
 ) -> None:
     """Show the values of the transfer record, and what each becomes on this config's target."""
-    import yaml
-
     from mup_megatron.layout import smallest_world
     from mup_megatron.setup import resolve
 
@@ -209,7 +207,7 @@ def transfer(
     on_target = becomes(parametrize(transferred, known_vocab_size(settings)), layout)
     if output:
         never = transferred.derive({"tuning.run": "never"})
-        write_output(Path(output), yaml.safe_dump(never.model_dump(), sort_keys=False), "--output")
+        write_output(Path(output), as_yaml(never.model_dump()), "--output")
     said = [*remarks(record.study, extrapolated(transferred, record)), *told(transferred, ladder)]
     if (loss := predicted(transferred, ladder)) is not None:
         said.append(f"predicted loss of the target: {in_words(loss)}")

@@ -18,11 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.errors import UserError
-from mup_megatron.files import write_whole
+from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.tuning.family import digested
 
 NAME = "megatron-proxy"
@@ -71,7 +69,7 @@ def write_tuning_config(path: Path, config: Config, unsaid: Sequence[str], comma
     try:
         heading = _native_heading(path) if command else _heading(path, config, unsaid)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, heading + yaml.safe_dump(data, sort_keys=False, width=120))
+        write_whole(path, heading + as_yaml(data, width=120))
     except OSError as error:
         raise UserError(f"--mup-write-config {path}: cannot write: {error.strerror}") from None
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory, prepare
 from mup_megatron.errors import UserError
+from mup_megatron.files import as_yaml
 from mup_megatron.proof.grid import Job, alone, comparable, run_grid
 from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import write_whole
@@ -155,5 +154,5 @@ def write(result: Mapping[str, Any], directory: Path) -> tuple[Path, Path]:
     """Writes reverse.json, and reverse.yaml, the small model's run."""
     found, small = directory / "reverse.json", directory / "reverse.yaml"
     write_whole(found, json.dumps(result, allow_nan=False) + "\n")
-    write_whole(small, yaml.safe_dump(result["small"], sort_keys=False))
+    write_whole(small, as_yaml(result["small"]))
     return found, small

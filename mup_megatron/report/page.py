@@ -9,11 +9,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mup_megatron.errors import UserError, masked
 from mup_megatron.explain import shown_init, without_numbers
-from mup_megatron.files import write_whole
+from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.report.document import curves, document, layout_of, table
 from mup_megatron.report.opening import opening
 from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
@@ -90,7 +88,7 @@ def page(run: Run, plotly: str) -> str:
     if run.record is not None:
         sections.append(_details("transfer record", json.dumps(run.record, indent=1)))
     if run.config:
-        sections.append(_details("config, resolved", yaml.safe_dump(run.config, sort_keys=False)))
+        sections.append(_details("config, resolved", as_yaml(run.config)))
     return document(name, sections, figures, plotly)
 
 

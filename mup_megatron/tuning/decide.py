@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mup_megatron.checkpoint import check_folder
 from mup_megatron.config import Config
 from mup_megatron.config.per_tensor import flat
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.errors import UserError, no_such_file
-from mup_megatron.files import write_whole
+from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.horizon import horizon
 from mup_megatron.progress import Progress
 from mup_megatron.ranks import Rank
@@ -73,7 +71,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         for line in budget.lines(config, plan):
             progress.say(line)
         budget.check_share(config, plan)
-        write_whole(directory / "config.yaml", yaml.safe_dump(config.model_dump(), sort_keys=False))
+        write_whole(directory / "config.yaml", as_yaml(config.model_dump()))
     elif found is not None:
         progress.say(f"{path}: tuned values of this family, found {found.created}; nothing to tune")
     else:

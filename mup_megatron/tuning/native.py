@@ -21,12 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
 from mup_megatron.config import Config, Model
 from mup_megatron.errors import DiskFull, UserError, masked
-from mup_megatron.files import write_whole
+from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.ranks import Rank
 from mup_megatron.tuning.native_command import PLACES, NativeCommand, given_options, native_options, replaced
 from mup_megatron.tuning.process import Answer, End, Evaluation, RunProcess, Said, Step, environment, receive
@@ -335,7 +334,7 @@ def write_sections(directory: Path, config: Config) -> Path:
     }
     path = directory / "mup.yaml"
     directory.mkdir(parents=True, exist_ok=True)
-    write_whole(path, yaml.safe_dump({name: held for name, held in sections.items() if held}, sort_keys=False))
+    write_whole(path, as_yaml({name: held for name, held in sections.items() if held}))
     return path
 
 

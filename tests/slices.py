@@ -57,11 +57,13 @@ def _missing(rows: dict[str, str], count: int) -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, and whether files differ from it."""
+    """The checkout's commit, and which files differ from it."""
 
     def git(*words: str) -> str:
         folder = Path(__file__).parent
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
+    changed = git("diff", "HEAD", "--name-only").split()
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
+        f" with changes in {', '.join(changed)}" if changed else ""
+    )

@@ -1,9 +1,9 @@
 """`python -m tests.observed OUT HOW SCRIPT ARGS...` runs a script and writes what it saw.
 
-HOW is `run` (through `mup-megatron run`), `without:NAME` (the same with one of its patches left out), `plain` (the
-script alone), `undone` (the same after every patch of `run` was applied and undone) or a folder (the script alone with
-that tree first on the path). OUT.json gets the place of GPTModel, the optimizer's groups by parameter and the loss of
-every micro-batch; OUT.npz the initial values.
+HOW is `run` (through `mup-megatron run`), `run:FOLDER` (the same with that tree first on the path), `without:NAME`
+(`run` with one of its patches left out), `plain` (the script alone), `undone` (the same after every patch of `run` was
+applied and undone) or a folder (the script alone with that tree first on the path). OUT.json gets the place of
+GPTModel, the optimizer's groups by parameter and the loss of every micro-batch; OUT.npz the initial values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def main(out: Path, how: str, arguments: list[str]) -> None:
     kind, _, name = how.partition(":")
     if kind not in ("run", "without", "plain", "undone"):
         sys.path.insert(0, how)
+    elif kind == "run" and name:
+        sys.path.insert(0, name)
     if kind not in ("run", "without"):
         from mup_megatron.megatron_training.options import prepare
 

@@ -1,4 +1,4 @@
-"""`mup-megatron run` on the development tree of Megatron-LM (0.20), as it stood when this was written."""
+"""`mup-megatron run` and the series of patches on Megatron-LM's development tree (0.20), as it stood back then."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mup_megatron.patches import trees
+from tests import native
 from tests.commands import environment
+from tests.megatron_training.test_megatron_training import seen as observed
+from tests.megatron_training.test_megatron_training import start
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,3 +70,24 @@ def test_what_no_table_knows_is_refused(tree: Path, tmp_path: Path) -> None:
     """An option that this tree has added, by its name."""
     found = seen(tree, tmp_path, "--mtp-num-layers", "1", "--mtp-hsm", "--position-embedding-type", "rope")
     assert "--mtp-hsm: not under µP here (mup-megatron does not know what it does" in found["runs"][0]["said"]
+
+
+def test_run_and_patched_tree_are_one(tree: Path, tmp_path: Path) -> None:
+    """The tree with its series, by itself, is the tree under `mup-megatron run`: values, groups, losses, bit by bit."""
+    patched = tmp_path / "patched"
+    shutil.copytree(tree, patched)
+    assert trees.apply_tree(patched)
+    words = [str(native.SCRIPT), *native.words(tmp_path, *EXPERTS.split(), train_iters=3)]
+    ways = {"run": f"run:{tree}", "tree": str(patched)}
+    started = {name: start(tmp_path, name, how, *words) for name, how in ways.items()}
+    run, own = (observed(process, tmp_path, name) for name, process in started.items())
+    assert own["file"].startswith(str(patched))
+    assert run["file"].startswith(str(tree))
+    assert list(run["initial"]) == list(own["initial"])
+    assert all(np.array_equal(value, own["initial"][name]) for name, value in run["initial"].items())
+    # By hand: twice the base's width halves the rate of a hidden matrix, and leaves a norm's.
+    rates = {name.removeprefix("decoder.layers.0."): group[1] for name, group in own["groups"].items()}
+    assert (rates["self_attention.linear_proj.weight"], rates["input_layernorm.weight"]) == (0.5, 1.0)
+    assert run["groups"] == own["groups"]
+    assert len(own["losses"]) == 3
+    assert run["losses"] == own["losses"]

@@ -24,12 +24,13 @@ FILES = (
     "core/package_info.py",
 )
 SERIES = trees.source_patches()
-# Of each release the first and the last tag that is supported.
+# Of each release the first and the last tag that is supported; of 0.20, which has none, the commit of main.
 TAGS = {
     "megatron-lm-core_v0.16": ("core_v0.16.1",),
     "megatron-lm-core_v0.17": ("core_v0.17.0", "core_v0.17.1"),
     "megatron-lm-core_v0.18": ("core_v0.18.0", "core_v0.18.2"),
     "megatron-lm-core_v0.19": ("core_v0.19.0",),
+    "megatron-lm-core_v0.20": ("d98e8a64ddf34856e74b24714e3bedb2f5a39553",),
 }
 
 
@@ -161,7 +162,9 @@ def test_every_diff_says_why_and_is_small() -> None:
 def test_the_table_lists_every_diff(repository: Path) -> None:
     table = (repository / "patches" / "README.md").read_text()
     for release, series in SERIES.items():
-        assert f"`{release}/`" in table
+        versions = series[0].head["Versions"].partition(" ")[2]
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| `{release}/` | {versions} |")]
+        assert all(tag[:12] in row for tag in TAGS[release])
         for patch in series:
             assert f"`{patch.path.name}`" in table
             assert patch.head["Why"] in table

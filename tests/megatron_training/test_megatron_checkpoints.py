@@ -1,0 +1,78 @@
+"""What plain Megatron says of a checkpoint in µP, beside what docs/megatron.md says that it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import native
+from tests.distributed import RankError, Ranks
+from tests.links import ROOT
+from tests.megatron_training.test_megatron_run import needs_training
+
+pytestmark = needs_training
+SIZES = {
+    "grown": "hidden_size: 32\nnum_attention_heads: 2\n",
+    "at its base": "hidden_size: 64\nnum_attention_heads: 4\n",
+}
+_PART = "**Checkpoints and plain Megatron.**"
+
+
+def ways() -> list[tuple[str, str, str]]:
+    """Of each way to load in the table: the checkpoint's name, the options, and what is said of the message."""
+    part = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8").partition(_PART)[2].partition("\n**")[0]
+    found: list[tuple[str, str, str]] = []
+    for line in part.splitlines():
+        if line.startswith("| `--"):
+            left, said = line.strip("| ").split(" | ")
+            said = found[-1][2] if said == "the same" else said
+            name = next((name for name in SIZES if name in left), "grown")
+            found += [(name, options, said) for options in quoted(left)]
+    return found
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of two runs in µP, in folders named as in `SIZES`; a third one's in the format `torch`."""
+    folder = tmp_path_factory.mktemp("saved")
+    runs = {**{name: (base, []) for name, base in SIZES.items()}, "torch": (SIZES["grown"], ["--ckpt-format", "torch"])}
+    for name, (base, extra) in runs.items():
+        words = native.words(folder, "--save", str(folder / name), "--save-interval", "2", *extra, base=base)
+        (found,) = ranks.run(1, native.native, words=words)
+        assert found["status"] == 0, found["said"]
+    return folder
+
+
+def plain(ranks: Ranks, folder: Path, *extra: str) -> list[float]:
+    words = native.words(folder, *extra, train_iters=3)
+    at = words.index("--mup-base")
+    (found,) = ranks.run(1, native.native, words=words[:at] + words[at + 2 :], plainly=True)
+    return found["losses"]
+
+
+def test_the_table_has_every_way_to_load() -> None:
+    options = [options for _, options, _ in ways()]
+    assert len(options) == 8
+    assert {"--load", "--load --no-load-optim", "--load --finetune", "--pretrained-checkpoint"} < {*options}
+
+
+@pytest.mark.parametrize(("name", "options", "said"), ways())
+def test_its_message_is_the_docs(name: str, options: str, said: str, ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    """Every quoted part of the sentence is in what the real load raises."""
+    option, *more = options.split()
+    with pytest.raises(RankError) as raised:
+        plain(ranks, tmp_path, option, str(saved / name), *more)
+    assert all(part in str(raised.value) for part in quoted(said)), (quoted(said), str(raised.value)[-2000:])
+
+
+def test_the_format_that_has_no_names(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
+    """The control: without names of their own the weights are taken, as the page says, and the run goes on."""
+    part = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8").partition(_PART)[2].partition("\n**")[0]
+    assert "It does not stop with `--ckpt-format torch`" in part
+    assert len(plain(ranks, tmp_path, "--load", str(saved / "torch"), "--ckpt-format", "torch", "--finetune")) == 3

@@ -1,8 +1,8 @@
 """Which kinds of `hparams.per_tensor` a tensor belongs to, and the factors that a config gives it.
 
-Public names: `kinds_of`, `PerTensorFactors`, `factors_of`, `check_entries`, `is_decayed`. A tensor that several
-entries name takes their product. Kinds of parts of a fused tensor (query, key and value rows) can have initial values
-of their own; the tensor has one learning rate and one decay, which its parts must agree on.
+Public names: `kinds_of`, `PerTensorFactors`, `factors_of`, `names`, `check_entries`, `is_decayed`. A tensor that
+several entries name takes their product. Kinds of parts of a fused tensor (query, key and value rows) can have initial
+values of their own; the tensor has one learning rate and one decay, which its parts must agree on.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def factors_of(config: Config, shape: TensorShape) -> PerTensorFactors:
     entries = config.hparams.per_tensor
     found: dict[str, dict[str | None, float]] = {what: {} for what in ("lr", "weight_decay", "init")}
     for block in shape.fan_outs:
-        matching = [entry for entry in entries if _names(entry, shape, block)]
+        matching = [entry for entry in entries if names(entry, shape, block)]
         for what, factors in found.items():
             factors[block] = 1.0
             for entry in matching:
@@ -106,7 +106,8 @@ def factors_of(config: Config, shape: TensorShape) -> PerTensorFactors:
     )
 
 
-def _names(entry: str, shape: TensorShape, block: str | None) -> bool:
+def names(entry: str, shape: TensorShape, block: str | None) -> bool:
+    """Whether an entry of `hparams.per_tensor`, a kind or a pattern, is about a tensor, or about one of its blocks."""
     return fnmatch.fnmatchcase(shape.name, entry) if is_pattern(entry) else entry in kinds_of(shape, block)
 
 
@@ -115,7 +116,7 @@ def _one_tensor(config: Config, shape: TensorShape, what: str, factors: Mapping[
     entry = next(
         entry
         for entry, said in config.hparams.per_tensor.items()
-        if getattr(said, what) != 1.0 and len({_names(entry, shape, block) for block in factors}) > 1
+        if getattr(said, what) != 1.0 and len({names(entry, shape, block) for block in factors}) > 1
     )
     said = ", ".join(f"×{factor:g} for the {block}" for block, factor in factors.items())
     return config.error(
@@ -142,7 +143,7 @@ def check_entries(config: Config, shapes: Mapping[str, TensorShape]) -> None:
         kinds.setdefault((id(shape.spec), _without_numbers(name)), shape)
     for entry, factors in config.hparams.per_tensor.items():
         candidates = shapes.values() if is_pattern(entry) else kinds.values()
-        named = [shape for shape in candidates if any(_names(entry, shape, block) for block in shape.fan_outs)]
+        named = [shape for shape in candidates if any(names(entry, shape, block) for block in shape.fan_outs)]
         if not named:
             why = "; a tied head is the embedding" if entry == "readout" else ""
             raise config.error(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron import model
+from mup_megatron import model, rules
 from mup_megatron.apply_rules import Rules
 from mup_megatron.engines import deepspeed as deepspeed_engine
 from mup_megatron.global_names import named_buffers
@@ -275,6 +275,30 @@ def _gains_decay() -> Planted:
     return _table(lambda name: "layernorm.weight" in name, change)
 
 
+def _sqrt_as_independent() -> Planted:
+    """Decay of the rule `sqrt` is divided by the rate's multiplier and not by its root."""
+    original = rules.weight_decay
+    return replaced(rules, "weight_decay", lambda rule, lr: original("independent" if rule == "sqrt" else rule, lr))
+
+
+def _init_factor_twice() -> Planted:
+    """The factor of `hparams.per_tensor` on initial values is applied twice: too large by the same at every width."""
+    original = TensorHyperparameters.times
+
+    def times(self: TensorHyperparameters, factors: Any) -> TensorHyperparameters:
+        once = dataclasses.replace(factors, lr=1.0, weight_decay=1.0)
+        return original(original(self, factors), once)
+
+    return replaced(TensorHyperparameters, "times", times)
+
+
+def _gains_start_at_half() -> Planted:
+    def change(model: Any, rules: Parametrization) -> None:
+        model.decoder.final_layernorm.weight.data.mul_(0.5)
+
+    return _built(change)
+
+
 def _one_ratio() -> Planted:
     """Every hidden tensor's rate falls with the hidden size, whatever its own fan-in is."""
     from mup_megatron.shapes import Init
@@ -340,6 +364,14 @@ FAULTS: dict[str, Fault] = {
         plant=_std("word_embeddings.", lambda tensor: 1 / math.sqrt(_m_out(tensor))),
         seen=("embedding.word_embeddings.weight", "initial"),
     ),
+    "init_factor_twice": Fault(
+        plant=_init_factor_twice, seen=("decoder.layers.0.mlp.linear_fc2.weight", "drawn"), model="factors"
+    ),
+    "gains_start_at_half": Fault(plant=_gains_start_at_half, seen=("decoder.final_layernorm.weight", "drawn")),
+    "output_projections_without_layers": Fault(
+        plant=_std("linear_proj.weight.", lambda tensor: 2.0),
+        seen=("decoder.layers.0.self_attention.linear_proj.weight", "drawn"),
+    ),
     "gain_starts_small": Fault(plant=_gain_starts_small, seen=("decoder.final_layernorm.weight", "initial")),
     "tied_readout_without_its_multiplier": Fault(plant=_tied_readout_whole, seen=("output_layer", "output")),
     "weak_gradient": Fault(plant=_weak_gradient, seen=("decoder.layers.0.mlp", "gradient")),
@@ -388,6 +420,12 @@ FAULTS: dict[str, Fault] = {
     "decay_of_one_layer": Fault(
         plant=_decay("layers.0.mlp.linear_fc1.weight"),
         seen=("decoder.layers.0.mlp.linear_fc1.weight", "update"),
+        regime="decay",
+    ),
+    "sqrt_as_independent": Fault(
+        plant=_sqrt_as_independent,
+        seen=("decoder.layers.0.mlp.linear_fc1.weight", "update"),
+        model="sqrt_decay",
         regime="decay",
     ),
     "gains_decay": Fault(plant=_gains_decay, seen=("decoder.final_layernorm.weight", "rate"), regime="decay"),

@@ -10,13 +10,16 @@ from mup_megatron.proof import coordinates
 from mup_megatron.proof.coord_check import coord_check
 from mup_megatron.ranks import Rank
 from mup_megatron.setup import resolve_auto
-from tests.breakages import replaced
+from tests.breakages import break_, replaced
 
 
-def check(rank: Rank, *, config: Config, options: dict[str, Any], alone: bool = False) -> dict[str, Any]:
-    """The coordinate check; `alone` leaves out the addition over ranks."""
+def check(
+    rank: Rank, *, config: Config, options: dict[str, Any], alone: bool = False, broken: str = "nothing"
+) -> dict[str, Any]:
+    """The coordinate check; `alone` leaves out the addition over ranks, `broken` names a breakage."""
     if not alone:
-        return coord_check(config, rank, **options)
+        with break_(broken):
+            return coord_check(config, rank, **options)
 
     def means(sums: Any) -> dict[Any, float]:
         return {key: float(total) / count for key, (total, count) in sums._held.items() if count}

@@ -104,11 +104,14 @@ def _walk(m: int, factors: rules.HorizonFactors) -> tuple[float, float]:
 
 
 def test_the_square_root_rule_is_adam_on_noise() -> None:
-    """After as many samples, weights are spread as far and have decayed as much, whatever the batch.
+    """After as many samples weights are spread as far and have decayed as much, under `timescale` at equal tokens.
 
     Controls: each of the three factors left out, and the linear rule of SGD, is seen.
     """
-    rule = rules.horizon_factors(m_batch=F(4), m_tokens=F(1), batch="sqrt_sde", keeps_timescale=True)
+    # 8 sequences a step for 20 steps, of trials that take 2 for 80.
+    equal_tokens = config_of(**SDE, **{"tuning.train_steps": 80, "parametrization.weight_decay": "timescale"})
+    assert (equal_tokens.batch_ratio, equal_tokens.tokens_ratio) == (4, 1)
+    rule = horizon.horizon(equal_tokens)
     spread, left = _walk(1, rules.HorizonFactors())
     assert left == pytest.approx(math.exp(-_LR * _DECAY * _SAMPLES), rel=0.01)
     found, remains = _walk(4, rule)
@@ -117,6 +120,15 @@ def test_the_square_root_rule_is_adam_on_noise() -> None:
 
     def without(**changed: float) -> tuple[float, float]:
         return _walk(4, rules.HorizonFactors(**{**vars(rule), **changed}))
+
+    # By another rule of decay: a quarter of the steps, of twice the rate times decay. a = rate · decay · steps is half
+    # of what it was, and steps of noise that decay have the variance (1 - exp(-2a)) / 2a of what they have without.
+    other = horizon.horizon(equal_tokens.derive({"parametrization.weight_decay": "independent"}))
+    moved, kept = _walk(4, other)
+    one, half = (_LR * _DECAY * _SAMPLES / part for part in (1, 2))
+    assert kept == pytest.approx(math.exp(-half), rel=0.01)
+    farther = math.sqrt((1 - math.exp(-2 * half)) / half / ((1 - math.exp(-2 * one)) / one))
+    assert moved == pytest.approx(farther * spread, rel=0.03)
 
     assert without(lr=1.0)[0] < 0.7 * spread
     assert without(lr=4.0, weight_decay=0.25)[0] > 1.5 * spread
@@ -229,6 +241,7 @@ def test_a_record_of_other_trials_is_refused(tmp_path: Path) -> None:
 _STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed": 7, "trials": [], "values": {}}
 
 
+SQRT = {"parametrization.weight_decay": "sqrt"}
 COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
 
 
@@ -238,6 +251,12 @@ COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
         ({"parametrization.batch": "power:x"}, "parametrization.batch"),
         ({"parametrization.tokens": "fitted:10"}, "parametrization.tokens"),  # a rate times 10^30 overflows
         ({**SDE, "optimizer.name": "sgd"}, "sqrt_sde is derived for Adam, not for sgd"),
+        ({**SQRT, "optimizer.name": "sgd"}, "weight_decay: sqrt is known of AdamW alone .*not of sgd; expected indep"),
+        ({**SQRT, "optimizer.name": "muon", "parallel.engine": "megatron"}, "sqrt is known of AdamW alone .* of muon;"),
+        (
+            {**SQRT, "parametrization.depth": "depth_mup", "base.num_layers": 1},
+            "sqrt is known over width alone .*depth_mup also moves the ra",
+        ),
         ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
         ({"tuning.seq_length": 4096}, "tuning.seq_length"),
         # 2^53 steps for a trial's one are 53 octaves, times 9.

@@ -187,6 +187,21 @@ def test_to_the_last_bit(ranks: Ranks, whole: Any, split: Split) -> None:
     same(trained(ranks, "gpt3", split, 4, **({} if split is ALONE else INVARIANT), **UNIT), whole(split))
 
 
+def test_where_an_engine_sums_the_norm_itself(ranks: Ranks) -> None:
+    """The plain run's norm is megatron-core's float32 sum, the other's a float64 one: equal bits only without clipping.
+
+    Float32 rounds each norm by up to 6e-8 of it, over several sums; the docs say 2.3e-6 of the loss.
+    """
+    split = Split("plain")
+    free: dict[str, Any] = {"training__clip_grad": 0.0}
+    plain, unit = (trained(ranks, "gpt3", split, 4, **free, **scale)[0] for scale in ({}, UNIT))
+    assert unit["losses"] == plain["losses"]
+    plain, unit = (trained(ranks, "gpt3", split, 4, **scale)[0] for scale in ({}, UNIT))
+    assert unit["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert unit["grad_norms"] != plain["grad_norms"]
+    assert unit["grad_norms"] == pytest.approx(plain["grad_norms"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("broken", "first"),
     [

@@ -320,6 +320,24 @@ def _check_octaves(config: Config) -> None:
             )
 
 
+def _check_decay_rule(config: Config) -> None:
+    rules, optimizer = config.parametrization, config.optimizer.name
+    if rules.weight_decay != "sqrt":
+        return
+    if optimizer not in ("adamw", "adam"):
+        raise config.error(
+            "parametrization.weight_decay",
+            f"sqrt is known of AdamW alone (arXiv 2510.15262), not of {optimizer}; expected independent, or "
+            "optimizer.name: adamw",
+        )
+    if rules.depth_exponent not in (None, 1.0):
+        raise config.error(
+            "parametrization.weight_decay",
+            f"sqrt is known over width alone (arXiv 2510.15262), and parametrization.depth {rules.depth} also moves "
+            "the rate; expected independent, or depth: none or completep",
+        )
+
+
 def _check_horizon(config: Config) -> None:
     """The rules over batch and tokens."""
     rules, optimizer = config.parametrization, config.optimizer
@@ -360,6 +378,7 @@ CHECKS = (
     _check_translations,
     _check_search,
     _check_tuning_batch,
+    _check_decay_rule,
     _check_horizon,
     _check_slurm,
 )

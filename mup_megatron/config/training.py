@@ -37,8 +37,9 @@ class ParametrizationSection(Section):
     as in the base, `any_share` also where the share falls, `none` refuses a number other than the base's."""
     weight_decay: Literal["independent", "sqrt", "coupled", "timescale"] = "independent"
     """What decoupled weight decay keeps over width: `independent` keeps rate times decay, `coupled` keeps the decay as
-    it is configured, as stock AdamW does, `sqrt` lies between them (decay by the root of the width). `timescale` is
-    `independent` over width, and keeps rate times decay times steps over batch and tokens (section 9)."""
+    it is configured, as stock AdamW does, `sqrt` lies between them (decay by the root of the width; for AdamW alone).
+    `timescale` is `independent` over width, and keeps rate times decay times steps over batch and tokens
+    (section 9)."""
     batch: Annotated[str, Field(pattern=_POWER.replace("none", "none|sqrt_sde"))] = "none"
     """Rule for a step of more tokens than a trial's (section 9): `sqrt_sde` is the square root rule for Adam (rate,
     epsilon and betas), `power:0.5` multiplies the rate by the ratio to that power, `fitted` does so with the exponent
@@ -49,7 +50,8 @@ class ParametrizationSection(Section):
     power, `fitted` does so with a ladder's exponent, `none` changes nothing."""
     scaling: Literal["none", "unit"] = "none"
     """Scale at which weights are stored (section 11): `unit` stores every matrix with a standard deviation near 1 at
-    the start, and its layer multiplies by what was divided out. The training is the same to the last bit."""
+    the start, and its layer multiplies by what was divided out. The training is the same to the last bit, but for
+    how an engine itself sums the norm that clips (section 11)."""
     fixed_fan_out_init: Literal["auto", "output_like", "hidden_like"] = "auto"
     """Init of tensors whose fan-in grows and whose fan-out does not (section 2). `auto` is what transferred best in
     docs/evidence: `hidden_like` in an MLP, `output_like` elsewhere."""

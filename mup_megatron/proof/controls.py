@@ -213,8 +213,13 @@ def _experts_sgd_rate(parametrization: Parametrization, layout: Layout) -> Param
 
 
 def _weight_decay(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """λ is the same at all widths, so that lr·λ falls as the rate does."""
-    return parametrization.replaced(lambda tensor: tensor.retuned(decay=rules.ONE))
+    """λ is the same at all widths, so that lr·λ falls as the rate does; where that is the rule, lr·λ is the same."""
+    coupled = parametrization.config.parametrization.weight_decay == "coupled"
+
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return tensor.retuned(decay=1 / tensor.group.lr if coupled and tensor.group.lr else rules.ONE)
+
+    return parametrization.replaced(change)
 
 
 def _depth_factor(parametrization: Parametrization, layout: Layout) -> Parametrization:
@@ -241,6 +246,15 @@ def _soap_rate(parametrization: Parametrization, layout: Layout) -> Parametrizat
 
     def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
         return tensor.retuned(lr=1 / tensor.shape.ratios.m_in) if tensor.group.update_rule == "soap" else tensor
+
+    return parametrization.replaced(change)
+
+
+def _soap_epsilon(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    """SOAP's epsilon follows one coordinate of the gradient, as Adam's does, and not a singular value."""
+
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        return tensor.retuned(eps=1 / _m_out(tensor)) if tensor.group.update_rule == "soap" else tensor
 
     return parametrization.replaced(change)
 
@@ -281,11 +295,12 @@ CONTROLS: dict[str, Control] = {
     "experts_sgd_rate": Control(
         taken_out="the number of experts in SGD's rate", break_=_experts_sgd_rate, regime="sgd", grows="num_moe_experts"
     ),
-    "decay": Control(taken_out="independent weight decay", break_=_weight_decay, regime="decay"),
+    "decay": Control(taken_out="the rule of weight decay", break_=_weight_decay, regime="decay"),
     "depth_factor": Control(taken_out="depth factor of branches", break_=_depth_factor, regime="depth"),
     "sgd_rate": Control(taken_out="SGD's rate", break_=_sgd_rate, regime="sgd"),
     "muon_rate": Control(taken_out="Muon's rate", break_=_muon_rate, regime="muon"),
     "soap_rate": Control(taken_out="SOAP's rate", break_=_soap_rate, regime="soap"),
+    "soap_eps": Control(taken_out="SOAP's epsilon", break_=_soap_epsilon, regime="soap_eps"),
     "local_shard": Control(
         taken_out="global widths (read from a local shard)",
         break_=_local_shard,

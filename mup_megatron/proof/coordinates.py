@@ -3,7 +3,8 @@
 Public names: `Coordinates`, `Probe`, `measure`, `parts`. The size of a tensor is the mean absolute value of its
 elements. Each rank adds up the absolute values of the elements that it holds, and counts them; then sums and counts are
 added over all ranks. Ranks may hold parts of a tensor (tensor, sequence, context, pipeline and data parallelism) or
-copies of it. Both give the mean over the whole tensor, because every element has the same number of copies.
+copies of it. Both give the mean over the whole tensor, because every element has the same number of copies. Copies that
+tensor-parallel ranks hold of a parameter are compared, since a mean over them hides that they differ.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.identity_op import IdentityOp
 
@@ -57,6 +59,8 @@ class Coordinates:
         modules: by quantity (`QUANTITIES`), then by the module's global name: sizes before each step.
         initial: by part of a parameter (`parts`): the size of its initial values.
         updates: by part of a parameter: the size of what each step added to it.
+        copies: by part of a parameter that tensor-parallel ranks hold copies of: how far the copies are from the first
+            rank's after each step.
         losses: nats per token, before each step.
         silent: modules that have parameters and whose forward ran on no rank, so that nothing was measured of them.
         ranges: where they were asked for, by quantity (`RANGES`), then by global name: `sums.COLUMNS` before the first
@@ -66,6 +70,7 @@ class Coordinates:
     modules: dict[str, dict[str, list[float]]]
     initial: dict[str, float]
     updates: dict[str, list[float]]
+    copies: dict[str, list[float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     silent: tuple[str, ...] = ()
     ranges: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
@@ -146,9 +151,10 @@ class Probe:
         self._trained = {name: held for name, held in named_parameters(chunks) if not _frozen(parametrization, name)}
         self._weights = {name: held.detach().float().clone() for name, held in self._trained.items()}
         tensors = parametrization.tensors
+        self._specs = {name: tensors[name].shape.spec for name in self._trained}
         self._thetas = {name: float(tensors[name].theta) for name in self._trained}
         self._cut = {name: _rows(tensors[name].shape.spec, layout, rank, device) for name in self._trained}
-        self._initial, self._updates = Sums(), Sums()
+        self._initial, self._updates, self._copies = Sums(), Sums(), Sums()
         for name, weight in self._weights.items():
             for part, values in parts(name, weight * self._thetas[name], self._cut[name]):
                 self._initial.add(part, values)
@@ -184,6 +190,19 @@ class Probe:
             for part, values in parts(name, change, self._cut[name]):
                 self._updates.add((part, step), values)
             self._weights[name] = weight
+            for part, values in self._from_the_first(name, weight):
+                self._copies.add((part, step), values)
+
+    def _from_the_first(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """How far this rank's copy is from the first tensor-parallel rank's, by part; none where it is a slice."""
+        spec = self._specs[name]
+        if spec.partition_dim is not None or self._layout.slice_of(spec, 0)[1] == 1:
+            return
+        state = parallel_state
+        group = state.get_expert_tensor_parallel_group() if spec.expert else state.get_tensor_model_parallel_group()
+        first = weight.clone()
+        torch.distributed.broadcast(first, torch.distributed.get_global_rank(group, 0), group=group)
+        yield from parts(name, (weight - first) * self._thetas[name], self._cut[name])
 
     def close(self) -> None:
         """Takes the hooks out."""
@@ -201,16 +220,27 @@ class Probe:
         modules: dict[str, dict[str, list[float]]] = {quantity: {} for quantity in QUANTITIES}
         for quantity, name, step in sizes:
             modules[quantity].setdefault(name, [math.nan] * (steps + 1))[step] = sizes[quantity, name, step]
-        changes: dict[str, list[float]] = {}
-        for name, step in updated:
-            changes.setdefault(name, [math.nan] * steps)[step] = updated[name, step]
         initial = self._initial.means()
         ranges: dict[str, dict[str, list[list[float]]]] = {}
         for (quantity, name, _), told in sorted(recorder.ranges.told().items(), key=lambda held: held[0][2]):
             ranges.setdefault(quantity, {}).setdefault(name, []).append(told)
         return Coordinates(
-            modules=modules, initial=initial, updates=changes, losses=self.losses, silent=silent, ranges=ranges
+            modules=modules,
+            initial=initial,
+            updates=_by_step(updated, steps),
+            copies=_by_step(self._copies.means(), steps),
+            losses=self.losses,
+            silent=silent,
+            ranges=ranges,
         )
+
+
+def _by_step(sizes: Mapping[tuple[str, int], float], steps: int) -> dict[str, list[float]]:
+    """By name, an entry per step."""
+    found: dict[str, list[float]] = {}
+    for name, step in sizes:
+        found.setdefault(name, [math.nan] * steps)[step] = sizes[name, step]
+    return found
 
 
 def _resumed(

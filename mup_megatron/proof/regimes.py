@@ -6,6 +6,7 @@ Public names: `Regime`, `REGIMES`. µP has to keep every size in each of them (`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,7 @@ class Regime:
             first step.
         resumes: half way through, another model and optimizer go on from files.
         thorough: whether `coord-check --thorough` runs it; else only controls do, because it is of another model.
+        optimizer: whose configs `--thorough` runs it for all the same.
     """
 
     what: str
@@ -37,6 +39,7 @@ class Regime:
     repeat: Literal["all", "start"] | None = None
     resumes: bool = False
     thorough: bool = True
+    optimizer: str = ""
 
 
 def _head_size_grows(config: Config, steps: int) -> dict[str, Any]:
@@ -72,6 +75,10 @@ def _adam(config: Config, control: str) -> None:
         )
 
 
+_UNDECAYED = {"hparams.weight_decay": 0.0, "parametrization.weight_decay": "independent"}
+"""Without decay, and with a rule of it that every optimizer has."""
+
+
 def _large_epsilon(config: Config, steps: int) -> dict[str, Any]:
     """Near a gradient's coordinates at the base; unclipped."""
     _adam(config, "eps")
@@ -79,14 +86,14 @@ def _large_epsilon(config: Config, steps: int) -> dict[str, Any]:
 
 
 def _large_decay(config: Config, steps: int) -> dict[str, Any]:
-    """lr·λ·steps is 1, and the rate small: most of what changes is decay."""
+    """Decay takes 50 times what a gradient does at the base, by the config's own rule, and a tenth of a weight in all.
+
+    λ·σ is 50 for the matrices that start smallest, output projections; and lr·λ·steps is 1/10. Rules other than
+    `independent` make lr·λ smaller on a wider model; if the base lost most of its weights, outputs would show that.
+    """
     _adam(config, "decay")
-    lr = config.hparams.lr / 100
-    return {
-        "hparams.lr": lr,
-        "hparams.weight_decay": 1.0 / (lr * steps),
-        "parametrization.weight_decay": "independent",
-    }
+    decay = 50.0 * math.sqrt(2 * config.num_layers_base) / config.hparams.init_method_std
+    return {"hparams.lr": 0.1 / (decay * steps), "hparams.weight_decay": decay}
 
 
 def _depth_grows(config: Config, steps: int) -> dict[str, Any]:
@@ -98,7 +105,7 @@ def _depth_grows(config: Config, steps: int) -> dict[str, Any]:
 def _sgd(config: Config, steps: int) -> dict[str, Any]:
     """A rate with which SGD moves what Adam would at most, unclipped; without decay."""
     lr = config.hparams.lr if config.optimizer.name == "sgd" else 0.02
-    keys = {"optimizer.name": "sgd", "hparams.lr": lr, "hparams.weight_decay": 0.0, "training.clip_grad": 0.0}
+    keys = {"optimizer.name": "sgd", "hparams.lr": lr, "training.clip_grad": 0.0, **_UNDECAYED}
     return {**keys, "optimizer.implementation": "auto"} if config.optimizer.name == "lion" else keys
 
 
@@ -112,6 +119,11 @@ def _soap(config: Config, steps: int) -> dict[str, Any]:
     return _of_megatron("soap")
 
 
+def _soap_epsilon(config: Config, steps: int) -> dict[str, Any]:
+    """SOAP's epsilon above the singular values of every gradient; unclipped."""
+    return {**_of_megatron("soap"), "optimizer.soap_eps": 3.0, "training.clip_grad": 0.0}
+
+
 def _of_megatron(name: str) -> dict[str, Any]:
     return {
         "optimizer.name": name,
@@ -122,7 +134,7 @@ def _of_megatron(name: str) -> dict[str, Any]:
         "parallel.zero_stage": 1,
         "parallel.offload_optimizer": False,
         "parallel.deepspeed_config": None,
-        "hparams.weight_decay": 0.0,
+        **_UNDECAYED,
     }
 
 
@@ -170,6 +182,7 @@ REGIMES: dict[str, Regime] = {
     "sgd": Regime(what="SGD", keys=_sgd),
     "muon": Regime(what="Muon", keys=_muon),
     "soap": Regime(what="SOAP", keys=_soap, thorough=False),
+    "soap_eps": Regime(what="SOAP's epsilon above gradients", keys=_soap_epsilon, thorough=False, optimizer="soap"),
     "relative": Regime(what="relative positions", keys=_relative, thorough=False),
     "recompute": Regime(what="recomputation: the plain numbers", keys=_recomputed, repeat="all"),
     "multipliers": Regime(

@@ -14,8 +14,12 @@ from typing import Any
 from mup_megatron.proof.coordinates import QUANTITIES, Coordinates
 from mup_megatron.proof.family import Axis, Member
 from mup_megatron.proof.names import expert_of, in_family
+from mup_megatron.proof.sizes import ERRORS
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, Slope, fit
+
+_EXACT = 1e-9
+"""How far constants may be off, relatively: what adding many of them up in float64 rounds."""
 
 Table = dict[tuple[str, str], list[float]]
 """(quantity, name) to sizes per step."""
@@ -40,8 +44,9 @@ class Measurement:
     def as_written(self) -> dict[str, Any]:
         """As the JSON file of a check has it, under the names that earlier files use."""
         written = dataclasses.asdict(self.coordinates)
-        if not self.coordinates.ranges:
-            del written["ranges"]
+        for measured in ("ranges", "copies"):
+            if not written[measured]:
+                del written[measured]
         return {"line": self.label, "seed": self.seed, "factor": self.factor, "coordinates": written}
 
 
@@ -78,13 +83,64 @@ def slopes_of(
     for quantity, name in order:
         first = next(table[quantity, name] for table in tables.values() if (quantity, name) in table)
         for step in range(len(first)):
-            if quantity == "change" and step == 0:
+            if quantity == "copies" or (quantity == "change" and step == 0):
                 continue
             each = _slope(by_seed, quantity, name, step, [member.size for member in family], theory)
             if each is not None:
                 found.append(each)
     found += [each for name in order if (each := _first_update(by_seed, name, theory)) is not None]
+    found += [each for name in order if (each := _drawn(by_seed, name, theory)) is not None]
+    found += [each for name in order if (each := _copies(by_seed, name)) is not None]
     return found
+
+
+def _copies(tables: Sequence[Sequence[Table]], key: tuple[str, str]) -> Slope | None:
+    """How far copies of a parameter on tensor-parallel ranks are from each other, over the size of a step's update."""
+    quantity, name = key
+    if quantity != "copies":
+        return None
+    found = []
+    for table in (table for seed in tables for table in seed if key in table):
+        for step, (apart, update) in enumerate(zip(table[key], table["update", name], strict=True)):
+            found.append((apart / update if update else math.inf if apart else 0.0, step))
+    furthest, step = max(found)
+    return Slope(
+        name=name,
+        quantity=quantity,
+        step=step,
+        slope=furthest,
+        confidence=0.0,
+        expected=0.0,
+        low=None,
+        high=BOUNDS[quantity],
+    )
+
+
+def _drawn(tables: Sequence[Sequence[Table]], key: tuple[str, str], theory: Theory) -> Slope | None:
+    """Initial values' mean size over what the config says, on the model where it is farthest off for its error.
+
+    The seeds are counted together, since each draws anew. Of a size of 0 the size itself.
+    """
+    quantity, name = key
+    expected = theory.drawn(name) if quantity == "initial" else None
+    found = []
+    for number, size in enumerate(expected or ()):
+        held = [seed[number][key][0] for seed in tables if key in seed[number]]
+        mean = sum(held) / len(held) if held else math.nan
+        off = max(ERRORS * size.error / math.sqrt(max(len(held), 1)), _EXACT)
+        ratio = mean / size.mean if size.mean else mean
+        one = Slope(
+            name=name,
+            quantity="drawn",
+            step=0,
+            slope=ratio,
+            confidence=0.0,
+            expected=1.0 if size.mean else 0.0,
+            low=off,
+            high=off,
+        )
+        found.append((-math.inf if math.isnan(ratio) else one.within / off, one))
+    return min(found, key=lambda each: each[0])[1] if found else None
 
 
 def _first_update(tables: Sequence[Sequence[Table]], key: tuple[str, str], theory: Theory) -> Slope | None:
@@ -125,8 +181,9 @@ def _slope(
     zero = any(value == 0.0 for seed in here for value in seed)
     if zero and theory.vanishes(name, quantity, step):
         return None
-    if quantity == "initial" and all(value == 0.0 for seed in here for value in seed) and theory.starts_at_zero(name):
-        return None
+    drawn = theory.drawn(name) if quantity == "initial" else None
+    if drawn and not any(size.mean for size in drawn):
+        return None  # judged by its size
     if quantity == "update" and not zero:
         here = [[sum(row[: step + 1]) for row in seed] for seed in rows]
     fitted = fit(sizes, here)
@@ -159,9 +216,10 @@ def _tables(coordinates: Coordinates, layers: int, axis: Axis) -> Table:
         "initial": {name: [size] for name, size in coordinates.initial.items()},
         **coordinates.modules,
         "update": coordinates.updates,
+        "copies": coordinates.copies,
     }
     found = {}
-    for quantity in ("initial", *QUANTITIES, "update"):
+    for quantity in ("initial", *QUANTITIES, "update", "copies"):
         for name, values in tables[quantity].items():
             common = in_family(name, layers) if axis == "depth" else name
             if common is not None:

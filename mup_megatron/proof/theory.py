@@ -27,16 +27,16 @@ dimension that slopes are taken over. There are two exceptions (docs/parametriza
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from mup_megatron.config import Config
-from mup_megatron.kinds import factors_of
 from mup_megatron.parametrization import Parametrization
+from mup_megatron.proof import sizes as said
 from mup_megatron.proof.family import Axis
 from mup_megatron.proof.names import branch, in_whole_model, named, part
 from mup_megatron.proof.routed import routed
+from mup_megatron.proof.sizes import Size
 from mup_megatron.proof.verdict import BOUNDS, slope_of
 from mup_megatron.shapes import STACKS, Init, TensorShape, stack_of
 
@@ -54,11 +54,24 @@ _DECAYS = 10.0
 """Where weight decay changes a weight by at least this many times what its gradient does, the update has the slope of
 the initial values."""
 
+_KEEPS_OF_RATE = {"independent": 0.0, "timescale": 0.0, "sqrt": 0.5, "coupled": 1.0}
+"""Share of the rate's slope that lr λ has, by `parametrization.weight_decay`. Where the rate goes as r, λ goes as 1/r
+under `independent` (and `timescale`, over width), as r^-1/2 under `sqrt` and as 1 under `coupled`; so lr λ goes as 1,
+r^1/2 and r."""
+
+_FADES = 0.15
+"""Where width has a part in lr λ, matrices shrink by other shares at other widths, and embeddings by the same. What
+that changes of a sum of both is no power of width, and is not judged; nor are sizes once the base has lost this share
+(lr λ times steps)."""
+
 _LITTLE = 0.05
 """The first update is compared with the rate only where weight decay is at most this share of it."""
 
 _SMALL_EPS = 1e-6
 """An epsilon of Adam up to this size is taken to be far below the gradients."""
+
+_ABOVE = 1.0
+"""An epsilon of SOAP from this size on is taken to be above the singular values of gradients."""
 
 _DEEPEST = tuple(f"{stack}.layers.last" for stack in STACKS)
 
@@ -121,6 +134,10 @@ class Theory:
         self._routed = routed([(config, frozenset(shapes)) for config, shapes in self._models], sizes)
         self._hidden = self._over(lambda config, _: config.model.hidden_size)
         self._head = self._over(lambda config, _: config.model.head_size)
+        hparams = self._config.hparams
+        felt = any(self._decay(shape, 0.0)[1] > 1 / _DECAYS for shape in self._shapes.values())
+        kept = _KEEPS_OF_RATE[self._config.parametrization.weight_decay]
+        self._shrinks = hparams.lr * hparams.weight_decay if kept and felt else 0.0
         self._key = self._kv_fall("key")
         self._value = self._kv_fall("value")
 
@@ -139,6 +156,8 @@ class Theory:
                 return found
             fall, rise = self._routed.update(tensor)
             return found._replace(low=found.low + fall, high=None if found.high is None else found.high + rise)
+        if self._shrinks and (quantity == "change" or self._shrinks * step > _FADES):
+            return Expected(0.0, None, None)
         if self._axis == "depth" and stack_of(name) and name not in _DEEPEST:
             # Half of all branches come before it in a model of two layers, most in a deep one.
             return Expected(0.0, None, None)
@@ -178,7 +197,7 @@ class Theory:
             if (quantity, step) in (("gradient", 0), ("update", 0), ("change", 1)) and not logits:
                 return True
         if config.zero_init_query and step == 0:
-            return self._zero_query(name, quantity)
+            return said.zero_query(self._config, name, quantity)
         return False
 
     def first_update(self, name: str) -> tuple[list[float], float | None] | None:
@@ -194,58 +213,34 @@ class Theory:
         shape = self._shapes[in_whole_model(tensor, self._layers)]
         if config.optimizer.name not in ("adamw", "adam") or self.vanishes(name, "update", 0):
             return None
-        if self._decay(shape, self._initial(tensor, shape, block) - self._rate(tensor, shape))[1] > _LITTLE:
+        further = (_KEEPS_OF_RATE[config.parametrization.weight_decay] - 1) * self._rate(tensor, shape)
+        if self._decay(shape, self._initial(tensor, shape, block) + further)[1] > _LITTLE:
             return None
-        sizes = []
-        exponent = config.parametrization.depth_exponent
-        for model, shapes in self._models:
-            own = shapes[in_whole_model(tensor, model.model.num_layers)]
-            ratio = own.fan_in.dim / (own.fan_in.base_dim or own.fan_in.dim)
-            rate = model.hparams.lr / (1.0 if shape.spec.readout else ratio)
-            if _of_layers(shape) and exponent is not None:
-                rate *= (model.model.num_layers / model.num_layers_base) ** (exponent - 1)
-            sizes.append(rate * factors_of(model, own).lr)
+        sizes = [
+            said.first_rate(model, shapes[in_whole_model(tensor, model.model.num_layers)])
+            for model, shapes in self._models
+        ]
         sparse = shape.spec.init in (Init.EMBEDDING, Init.RELATIVE_BIAS) or (
             ".mlp." in name and "relu" in config.model.activation_func
         )
         return sizes, None if sparse or config.optimizer.eps > _SMALL_EPS else 0.5
 
-    def starts_at_zero(self, name: str) -> bool:
-        """Whether a part of a parameter starts from zeros, as biases do."""
-        return self._shapes[in_whole_model(named(name)[0], self._layers)].spec.init is Init.ZEROS
+    def drawn(self, name: str) -> list[Size] | None:
+        """The size that the initial values of a part of a parameter should have on each model.
 
-    def _zero_query(self, name: str, quantity: str) -> bool:
-        """What is zero before the first step, and in it, where queries are."""
-        model = self._config.model
-        if quantity == "output":
-            return name.endswith(
-                (".query", ".core_attention.logits", ".linear_q_up_proj", ".linear_q_proj", ".linear_q")
-            )
-        if quantity == "gradient":  # of keys, and of what a query of zero weights is made of
-            made_of = (".k_layernorm", ".q_layernorm", ".linear_q_down_proj", ".pre_cross_attn_layernorm")
-            return name.endswith((".core_attention.key", *made_of))
-        queries: tuple[str, ...] = (
-            ".linear_qkv.weight[query]",
-            "linear_q_proj.weight[nope]",
-            "linear_q_proj.weight[rope]",
-            ".linear_q.weight",
-        )
-        queries += ("linear_q_up_proj.weight[nope]", "linear_q_up_proj.weight[rope]")
-        if quantity == "initial":
-            return name.endswith(queries)
-        keys: tuple[str, ...] = (
-            ".linear_qkv.weight[key]",
-            ".linear_qkv.bias[key]",
-            ".linear_kv.weight[key]",
-            ".pre_cross_attn_layernorm.weight",
-            ".pre_cross_attn_layernorm.bias",
-            ".k_layernorm.weight",
-            ".k_layernorm.bias",
-        )
-        if model.multi_latent_attention:
-            keys += (".linear_kv_up_proj.weight[nope]", ".linear_kv_down_proj.weight[rope]")
-            keys += (".linear_q_down_proj.weight", ".q_layernorm.weight", ".q_layernorm.bias")
-        return quantity == "update" and name.endswith(keys)
+        Returns:
+            None where a layer draws values of its own.
+        """
+        tensor, block = named(name)
+        zero = self.vanishes(name, "initial", 0)
+        sizes = []
+        for model, shapes in self._models:
+            shape = shapes[in_whole_model(tensor, model.model.num_layers)]
+            size = said.initial_size(model, shape, block, output_like=self._has_g(shape, block))
+            if size is None:
+                return None
+            sizes.append(Size(0.0) if zero else size)
+        return sizes
 
     # --- parameters ---
 
@@ -264,20 +259,24 @@ class Theory:
     def _update(self, name: str, shape: TensorShape, block: str | None) -> Expected:
         bound, rate = BOUNDS["update"], self._rate(name, shape)
         initial = self._initial(name, shape, block)
-        decayed = rate if self._config.parametrization.weight_decay == "coupled" else 0.0
+        decayed = rate * _KEEPS_OF_RATE[self._config.parametrization.weight_decay]
         least, most = self._decay(shape, initial + decayed - rate)
         if most > 1 / _DECAYS:
-            # lr λ w: `independent` keeps lr λ, `coupled` lets it fall as the rate does.
             if least < _DECAYS or self.vanishes(part(name, block), "initial", 0):
                 return Expected(0.0, None, None)
             return Expected(initial + decayed, bound, bound)
-        if not _is_orthogonal(self._config, shape):
+        if not said.is_orthogonal(self._config, shape):
             # One epsilon serves all blocks, the smallest: one that grows less than others leaves it with width.
             has_epsilon = self._config.optimizer.name != "lion" and self._config.optimizer.eps > _SMALL_EPS
             slowest = has_epsilon and any(
                 self._fan_out(name, block) < self._fan_out(name, other) for other in shape.fan_outs
             )
             return Expected(rate, bound, None if slowest else bound)
+        if self._config.optimizer.name == "soap" and self._config.optimizer.soap_eps >= _ABOVE:
+            # The gradient over epsilon: 1/(n_in · own size) times m_out, as under SGD. Where the own size stays, a
+            # gradient goes through initial weights as 1/sqrt(hidden · own size), which is less.
+            less = max(0.0, (self._hidden - self._fan_out(name, block)) / 2)
+            return Expected(rate, bound + less, bound)
         # An orthogonal matrix has coordinates of 1/sqrt(longer side), one of rank 1 of 1/sqrt(n_in n_out); its rate
         # goes as sqrt(n_out/n_in). The gradient of a few tokens is between the two.
         fan_in, fan_out = self._fan_in(name), self._fan_out(name, block)
@@ -289,13 +288,8 @@ class Theory:
         config = self._config
         if config.optimizer.name not in ("adamw", "muon", "lion", "soap") or not shape.spec.is_decayed:
             return 0.0, 0.0
-        std = config.hparams.init_method_std
-        if shape.spec.init is Init.EMBEDDING:
-            std = config.hparams.embedding_init_method_std or std
-        if shape.spec.init is Init.OUTPUT_PROJECTION:
-            std /= math.sqrt(2 * config.num_layers_base)
-        factors = factors_of(config, shape)
-        std *= factors.weight_decay * max(factors.init.values())
+        std = max(said.drawn_std(config, shape, block) for block in shape.fan_outs)
+        std *= said.factor(config, shape, next(iter(shape.fan_outs)), "weight_decay")
         ends = config.hparams.weight_decay * std, config.hparams.weight_decay * std * self._ratio**growth
         return min(ends), max(ends)
 
@@ -303,7 +297,7 @@ class Theory:
         """Slope of 1/n_in, 1 for a readout with A = 1/n_in; inside the blocks times m_L^(α-1)."""
         rate = 0.0 if shape.spec.readout or shape.spec.fan_in is None else -self._fan_in(name)
         exponent = self._config.parametrization.depth_exponent
-        if _of_layers(shape) and exponent is not None:
+        if said.of_layers(shape) and exponent is not None:
             rate += self._over(lambda config, _: config.model.num_layers) * (exponent - 1)
         return rate
 
@@ -364,7 +358,7 @@ class Theory:
             return Expected(0.0, bound, bound)
         feeds = name.endswith(self._before_attention) and any(each.endswith(_ATTENTION) for each in self._falling)
         # Through initial weights as 1/sqrt(own size · next size), through what was learned as 1/(own size).
-        further = (self._over(lambda config, shapes: _output_size(name, config, shapes)) - self._hidden) / 2
+        further = (self._over(lambda config, shapes: said.output_size(name, config, shapes)) - self._hidden) / 2
         low = None if feeds else bound + max(0.0, further)
         return Expected(-self._hidden - further, low, bound + max(0.0, -further))
 
@@ -404,33 +398,3 @@ class Theory:
             return shape.fan_outs[block].dim
 
         return self._over(size)
-
-
-def _output_size(name: str, config: Config, shapes: Shapes) -> int:
-    """Coordinates of a module's output; the residual stream's where no weight says otherwise."""
-    model = config.model
-    name = in_whole_model(f"{name}.", model.num_layers)
-    kind = next((kind for kind in _ATTENTION if f"{kind}." in name), ".self_attention")
-    before, attention, after = name.partition(f"{kind}.")
-    normed = after.startswith(("q_layernorm", "k_layernorm")) and not model.multi_latent_attention
-    if after.startswith("core_attention") or normed:  # of all heads
-        shape = shapes.get(f"{before}{attention}linear_proj.weight")
-        return shape.fan_in.dim if shape is not None else model.hidden_size
-    shape = shapes.get(f"{name}weight")
-    return shape.fan_out.dim if shape is not None else model.hidden_size
-
-
-def _is_orthogonal(config: Config, shape: TensorShape) -> bool:
-    """Megatron-core's Muon and SOAP take matrices that are neither embedding nor readout."""
-    spec = shape.spec
-    return (
-        config.optimizer.name in ("muon", "soap")
-        and len(spec.shape) == 2
-        and spec.init not in (Init.EMBEDDING, Init.RELATIVE_BIAS)
-        and not spec.readout
-    )
-
-
-def _of_layers(shape: TensorShape) -> bool:
-    """Whether it is in a layer, or is a table that all layers share."""
-    return shape.layer is not None or shape.spec.init is Init.RELATIVE_BIAS

@@ -44,7 +44,7 @@ def thorough(
     rows: list[dict[str, Any]] = []
     plain: dict[str, Any] = {}
     for name, regime in REGIMES.items():
-        if not regime.thorough:
+        if not regime.thorough and regime.optimizer != config.optimizer.name:
             continue
         say(f"regime {name}: {regime.what}")
         try:

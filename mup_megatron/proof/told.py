@@ -73,8 +73,8 @@ def _table(result: Mapping[str, Any]) -> list[str]:
                 ("is 0" if row["zero"] else "no number") if row["slope"] is None else f"size^{row['slope']:.2f}{spread}"
             )
             found, expected = slope, bound_of(row)
-            if row["quantity"] == "rate" and row["slope"] is not None:
-                found = f"{row['slope']:.3g} times it"
+            if row["quantity"] in ("rate", "drawn", "copies") and row["slope"] is not None:
+                found = f"{row['slope']:.3g} times it" if row["expected"] else f"{row['slope']:.3g}"
         rows.append((row["regime"], row["verdict"], row.get("worst", "all alike"), quantity, found, expected))
         for state in ("out_of_bounds", "undecided"):
             names = row[state]
@@ -82,16 +82,25 @@ def _table(result: Mapping[str, Any]) -> list[str]:
             notes += [f"{row['regime']}: {state.replace('_', ' ')}: {', '.join(names[:_MOST])}{more}"] if names else []
     widths = [max(len(row[column]) for row in rows if row[1] != "not run" or column < 2) for column in range(6)]
     said = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    ran = [row for row in result["regimes"] if row["verdict"] != "not run"]
-    passed = sum(row["verdict"] == "passed" for row in ran)
-    return [*said, *notes, f"{result['verdict']}: {passed} of {len(ran)} regimes passed"]
+    left = [f"{row['regime']} ({row['why']})" for row in result["regimes"] if row["verdict"] == "not run"]
+    passed = sum(row["verdict"] == "passed" for row in result["regimes"])
+    total = f"{result['verdict']}: {passed} of {len(result['regimes'])} regimes passed"
+    return [*said, *notes, f"{total}, {len(left)} not run: {'; '.join(left)}" if left else total]
 
 
 def _worst(verdict: Mapping[str, Any], axis: str) -> str:
     """What was found of one module or parameter."""
     if verdict["quantity"] == "rate" and verdict["slope"] is not None:
         return f"first update is {verdict['slope']:.3g} times its rate, expected 1"
-    when = "" if verdict["quantity"] == "initial" else f" at step {verdict['step']}"
+    if verdict["quantity"] == "drawn" and verdict["slope"] is not None:
+        if not verdict["expected"]:
+            return f"initial values have a mean size of {verdict['slope']:.3g}, expected 0"
+        bounds = f"{1 - verdict['low']:.3g} to {1 + verdict['high']:.3g}"
+        return f"initial values are {verdict['slope']:.3g} times what the config says, expected 1 ({bounds})"
+    if verdict["quantity"] == "copies":
+        far = "" if verdict["slope"] is None else f" by {verdict['slope']:.3g} of what a step adds"
+        return f"its copies on tensor-parallel ranks differ{far} at step {verdict['step']}, expected no difference"
+    when = "" if verdict["quantity"] in ("initial", "drawn") else f" at step {verdict['step']}"
     quantity = {"initial": "initial size", "update": "way of updates"}.get(verdict["quantity"], verdict["quantity"])
     if verdict["slope"] is None:
         if verdict.get("zero"):

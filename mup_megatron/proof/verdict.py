@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-BOUNDS = {"initial": 0.2, "output": 0.25, "change": 0.25, "gradient": 0.4, "update": 0.25, "rate": 0.1}
+BOUNDS = {"initial": 0.2, "output": 0.25, "change": 0.25, "gradient": 0.4, "update": 0.25, "rate": 0.1, "copies": 1e-3}
 """How far a slope may be from what it should be; docs/proof.md says from which noise the bounds were set. `rate` is not
-a slope: it is the share by which Adam's first update may be larger than its rate, part of which is decay."""
+a slope: it is the share by which Adam's first update may be larger than its rate, part of which is decay. The share by
+which initial values may be larger or smaller than the config says depends on how many there are (sizes.py). `copies` is
+no slope either: copies of a parameter on tensor-parallel ranks may be as far apart as this share of an update."""
 
 State = Literal["ok", "undecided", "out of bounds", "not judged"]
 _WORST: tuple[State, ...] = ("ok", "undecided", "out of bounds")
@@ -52,7 +54,8 @@ class Slope:
 
     Args:
         name: module or part of a parameter.
-        quantity: initial, output, change, gradient, update or rate.
+        quantity: initial, output, change, gradient, update, rate, drawn (initial values over what the
+            config says) or copies (how far they are apart, over an update).
         step: before which the coordinates were looked at; of an update the one that made it.
         slope: see `Fit`, as `confidence` and `bend`.
         expected: what it should be.

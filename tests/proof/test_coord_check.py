@@ -107,10 +107,11 @@ def test_lion(ranks: Ranks, engine: dict[str, Any]) -> None:
 
 def broken(ranks: Ranks, rule: str, architecture: str = "gpt3") -> None:
     """The check fails without the rule, and in the same regime passes with it."""
-    if rule in ("muon_rate", "soap_rate") and (missing := emerging_missing(rule.removesuffix("_rate"))):
+    optimizer = CONTROLS[rule].regime.removesuffix("_eps")
+    if optimizer in ("muon", "soap") and (missing := emerging_missing(optimizer)):
         pytest.skip(missing)
     factors = DEPTHS if REGIMES[CONTROLS[rule].regime].axis == "depth" else CONTROLS[rule].factors or FACTORS
-    if rule == "soap_rate":
+    if optimizer == "soap":
         factors = (1, 2, 4)  # SOAP takes matrices of hidden size 512 apart for minutes
     count = max(factors) if CONTROLS[rule].growing_tensor else 1
     keys = {"model__num_attention_heads": 4, "base__num_attention_heads": 4} if count > 1 else {}
@@ -217,6 +218,28 @@ def test_a_size_of_one_rank_alone_is_seen(ranks: Ranks) -> None:
     assert compare(whole, split, {}) > 1e-3
 
 
+@pytest.mark.parametrize("broken", ["nothing", "norms_not_marked_sequence_parallel", "no_sequence_parallel_reduction"])
+def test_copies_that_differ_are_seen(ranks: Ranks, broken: str) -> None:
+    """Under sequence parallelism each rank has the gradient of a part of the tokens; gains are steps of their sum."""
+    options = {"factors": (1, 2), "steps": 2, "seeds": 1, "compare": False}
+    config = config_of("llama", **LAYOUTS["tp2_sp"])
+    result = ranks.run(2, proof_bodies.check, config=config, options=options, broken=broken)[0]
+    apart = {each["name"]: each["slope"] for each in result["slopes"]["mup"] if each["quantity"] == "copies"}
+    gains = [f"decoder.layers.{layer}.{norm}_layernorm.weight" for layer in (0, 1) for norm in ("input", "pre_mlp")]
+    assert sorted(apart) == sorted([*gains, "decoder.final_layernorm.weight"])
+    if broken == "nothing":
+        assert set(apart.values()) == {0.0}
+        return
+    assert result["verdict"] == "failed"
+    assert set(apart) <= set(result["out_of_bounds"])
+    assert min(apart.values()) > 0.01
+    seen = Slope(
+        **next(each for each in result["slopes"]["mup"] if each["name"] == gains[0] and each["quantity"] == "copies")
+    )
+    told = lines({**result, "verdicts": {"mup": judge([seen])}, "out_of_bounds": gains[:1], "undecided": []})
+    assert any("its copies on tensor-parallel ranks differ by" in line and gains[0] in line for line in told)
+
+
 def test_slopes_by_hand() -> None:
     fitted = fit([1, 2, 4], [[3.0, 6.0, 12.0], [1.0, 1.0, 1.0]])
     assert fitted.slope == pytest.approx(0.5)
@@ -248,6 +271,32 @@ def test_a_verdict_knows_its_error(slope: float, confidence: float | None, state
     verdicts = judge([one])
     assert verdicts["m"]["verdict"] == state
     assert overall(verdicts) == {"ok": "passed", "undecided": "undecided", "out of bounds": "failed"}[state]
+
+
+def test_soap_s_epsilon_by_hand() -> None:
+    """Far above the gradient the update is the gradient over epsilon, as SGD's is: 1/n_in for a hidden matrix.
+
+    Far below it is between a full rank's n^-1/2 and a rank of 1's 1/n.
+    """
+    soap: dict[str, Any] = {"optimizer__name": "soap", **MEGATRON}
+    found = {}
+    for eps in (0.01, 3.0):
+        config = config_of("gpt3", **soap, optimizer__soap_eps=eps)
+        family = models(config, grown(config, {name: list(FACTORS) for name in SIZES}), 1)
+        tables = [parametrize(member.config, 384) for member in family]
+        theory = Theory(tables, [member.size for member in family], "width")
+        found[eps] = theory.expected("decoder.layers.0.mlp.linear_fc2.weight", "update", 0)
+    assert found == {0.01: pytest.approx((-0.5, 0.75, 0.25)), 3.0: pytest.approx((-1.0, 0.25, 0.25))}
+
+
+def test_what_was_not_run_counts() -> None:
+    """The total of `--thorough` is of all regimes: two that passed and one without its package are 2 of 3."""
+    ran = {"verdict": "passed", "out_of_bounds": [], "undecided": [], "difference": 0.0, "bound": 1e-3}
+    rows = [{"regime": name, **ran} for name in ("recompute", "resume")]
+    rows.append({"regime": "muon", "verdict": "not run", "why": "no emerging_optimizers"})
+    told = lines({"regimes": rows, "verdict": "passed"})
+    assert told[-1] == "passed: 2 of 3 regimes passed, 1 not run: muon (no emerging_optimizers)"
+    assert lines({"regimes": rows[:2], "verdict": "passed"})[-1] == "passed: 2 of 2 regimes passed"
 
 
 @pytest.mark.slow
@@ -340,6 +389,72 @@ def test_every_tensor_has_a_slope_of_its_own() -> None:
         ), name
     assert theory.expected("output_layer", "output", 0).slope == pytest.approx(-0.25)  # sums of hidden/hidden terms
     assert theory.expected("decoder.final_layernorm", "gradient", 1).slope == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("independent", 0.0), ("timescale", 0.0), ("sqrt", 0.5), ("coupled", 1.0)])
+def test_decay_by_its_rule(rule: str, kept: float) -> None:
+    """What decay takes, lr λ w. At m times the width w of a hidden matrix goes as m^-1/2 and lr as 1/m.
+
+    λ goes as m under `independent` (and `timescale`), as m^1/2 under `sqrt` and as 1 under `coupled`: lr λ as 1, m^-1/2
+    and 1/m. λ is 3000 and the standard deviation 0.05, so decay takes 150 times what a gradient does at the base, and
+    from 4 · 150 to 150/4 times at m = 16.
+    """
+    decay = {"hparams__weight_decay": 3000.0, "hparams__lr": 8e-5, "parametrization__weight_decay": rule}
+    config = config_of("llama", **decay)
+    found = models(config, grown(config, {name: list(FACTORS) for name in SIZES}), 1)
+    theory = Theory([parametrize(member.config, 384) for member in found], [member.size for member in found], "width")
+    hidden = theory.expected("decoder.layers.0.mlp.linear_fc1.weight[gate]", "update", 0)
+    assert hidden == (pytest.approx(-0.5 - kept), 0.25, 0.25)
+    assert theory.expected("output_layer.weight", "update", 0) == (pytest.approx(0.0), 0.25, 0.25)
+    # lr λ is 0.24 at the base, and less on a wider model: its outputs are others after one step already.
+    sizes = {theory.expected("decoder.layers.0", quantity, 1) for quantity in ("change", "output")}
+    assert sizes == {(0.0, None, None) if kept else (0.0, 0.25, 0.25)}
+
+
+def test_the_regime_of_decay_keeps_the_rule() -> None:
+    """It replaced any rule by `independent`, so that another one's was never looked at.
+
+    Output projections start with 0.05 / sqrt(2 · 2) = 0.025; λ is 50 / 0.025, and the rate a tenth of 1 / (4 λ).
+    """
+    asked = REGIMES["decay"].keys(config_of(parametrization__weight_decay="sqrt"), 4)
+    assert asked == {"hparams.lr": pytest.approx(1.25e-5), "hparams.weight_decay": pytest.approx(2000.0)}
+
+
+def test_initial_sizes_by_hand() -> None:
+    """σ (2/π)^1/2, σ being Megatron's at the base over the root of how the fan-in grows; the error goes as n^-1/2.
+
+    Hidden ×1 and ×4 from 32, FFN ×1 and ×2 from 128, 2 layers, σ 0.05; embeddings 0.04; a factor of 1.5 on the MLP.
+    """
+    growth = {"hidden_size": [1, 4], "num_attention_heads": [1, 4], "ffn_hidden_size": [1, 2]}
+    factors = {"hparams__per_tensor": {"mlp": {"init": 1.5}}, "hparams__embedding_init_method_std": 0.04}
+    config = config_of("gpt3", **factors)
+    assert (config.hparams.init_method_std, config.model.num_layers, config.num_layers_base) == (0.05, 2, 2)
+    found = models(config, grown(config, growth), 1)
+    theory = Theory([parametrize(member.config, 384) for member in found], [member.size for member in found], "width")
+    layer = "decoder.layers.1."
+    stds = {
+        "embedding.word_embeddings.weight": (0.04, 0.04, 384 * 32),
+        "embedding.position_embeddings.weight": (0.04, 0.04, config.max_position_embeddings * 32),
+        f"{layer}self_attention.linear_qkv.weight[query]": (0.05, 0.05 / 2, 32 * 32),
+        f"{layer}self_attention.linear_proj.weight": (0.05 / 2, 0.05 / 4, 32 * 32),  # over the root of 2 · 2 layers
+        f"{layer}mlp.linear_fc1.weight": (0.075, 0.075 / 2, 128 * 32),
+        f"{layer}mlp.linear_fc2.weight": (0.0375, 0.0375 / 2**0.5, 128 * 32),
+    }
+    for name, (base, grown_std, count) in stds.items():
+        sizes = theory.drawn(name)
+        assert sizes is not None
+        assert [size.mean for size in sizes] == pytest.approx([base * 0.797885, grown_std * 0.797885], rel=1e-5), name
+        assert sizes[0].error == pytest.approx(0.755511 / count**0.5, rel=1e-5), name
+    constants = {f"{layer}input_layernorm.weight": 1.0, f"{layer}mlp.linear_fc1.bias": 0.0}
+    for name, one in constants.items():
+        assert theory.drawn(name) == [(one, 0.0)] * 2, name
+
+
+def test_the_error_of_initial_sizes() -> None:
+    """What that is for, without a model: of 4,000 means of 256 sizes each, the spread is (π/2 - 1)^1/2 / 16."""
+    values = torch.randn(4000, 256, generator=torch.Generator().manual_seed(1)).abs().mean(1)
+    assert values.mean().item() == pytest.approx(0.797885, rel=0.003)
+    assert (values.std() / values.mean()).item() == pytest.approx(0.755511 / 16, rel=0.05)
 
 
 def test_changes_of_experts_may_rise() -> None:

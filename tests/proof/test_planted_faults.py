@@ -46,14 +46,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "mtp": model("llama", {"mtp_num_layers": 1}),
     "mla": model("llama", {**LATENT, **HEADS, "kv_channels": None}, {"q_lora_rank": 16, "kv_lora_rank": 8}),
     "halved_branches": model("gpt3"),
+    "sqrt_decay": model("gpt3"),
+    "factors": model("gpt3"),
 }
+SET: dict[str, dict[str, Any]] = {
+    "halved_branches": {"hparams__residual_multiplier": 0.5},
+    "fixed_kv": {"parametrization__fixed_fan_out_init": "output_like"},
+    "t5": {"hparams__lr": 8e-4, "training__seq_length": 6},
+    "sqrt_decay": {"parametrization__weight_decay": "sqrt"},
+    "factors": {"hparams__per_tensor": {"mlp": {"init": 1.25, "lr": 0.5}}},
+}
+"""Keys of a model that others do not have."""
 
 
 def config_of(name: str) -> Config:
     held = MODELS[name]
-    keys: dict[str, Any] = {**KEYS, **({"hparams__residual_multiplier": 0.5} if name == "halved_branches" else {})}
-    keys |= {"parametrization__fixed_fan_out_init": "output_like"} if name == "fixed_kv" else {}
-    keys |= {"hparams__lr": 8e-4, "training__seq_length": 6} if name == "t5" else {}
+    keys = {**KEYS, **SET.get(name, {})}
     growth = {"model": held["model"], "base": held["base"]}
     return make_t5(growth, **keys) if name == "t5" else make(growth, held["architecture"], **keys)
 
@@ -84,7 +92,7 @@ def found(ranks: Ranks, name: str, planted: bool) -> dict[str, Any]:
 CLEAN: dict[tuple[str, str], dict[str, Any]] = {}
 """What is out of bounds without a fault, by model and regime; once for all faults."""
 
-SAMPLE = ("key_rows_stay",)
+SAMPLE = ("key_rows_stay", "sqrt_as_independent", "init_factor_twice")
 
 
 @pytest.mark.parametrize(

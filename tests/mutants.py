@@ -11,6 +11,7 @@ from tests.horizon_mutants import HORIZON
 from tests.mutant import Mutant
 from tests.mutant import mutant as _mutant
 from tests.native_mutants import NATIVE
+from tests.proof_mutants import PROOF
 from tests.tuning_mutants import TUNING
 from tests.unit_mutants import UNIT
 
@@ -1497,5 +1498,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *PER_TENSOR,
     *TUNING,
     *HORIZON,
+    *PROOF,
     *NATIVE,
 )

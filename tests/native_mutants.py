@@ -288,6 +288,14 @@ NATIVE: tuple[Mutant, ...] = (
         f"{_TESTS}_as_built.py::test_a_spec_of_the_users_own",
     ),
     mutant(
+        "hybrid: a stack of mocks",
+        "upstream's own stack is built where Transformer Engine is not installed, and its layers are mocks",
+        "mup_megatron/as_built/hybrid.py",
+        'if _has_stand_ins(given.get("hybrid_stack_spec")):',
+        "if False:",
+        f"{_TESTS}_hybrid.py::test_without_transformer_engine_and_spec",
+    ),
+    mutant(
         "hybrid: projections of layers with two branches",
         "in a hybrid model output projections are drawn with std/sqrt(2L), as in a GPTModel",
         _TENSORS,

@@ -9,10 +9,12 @@ residual branch, where a layer of GPTModel holds two.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -106,9 +108,33 @@ def hybrid_parts(
 
     Returns:
         For each layer the number of the built one that is like it, and the arguments that differ from the script's.
+
+    Raises:
+        UserError: the stack has layers of Transformer Engine, which is not installed.
     """
+    if _has_stand_ins(given.get("hybrid_stack_spec")):
+        raise UserError(
+            f"--hybrid-layer-pattern {given[PATTERN]}: the script's stack has layers of Transformer Engine, which is "
+            "not installed; expected it, or --spec of a stack of other layers"
+        )
     letters = "".join(_segments(given[PATTERN]))
     kinds = list(dict.fromkeys(letters[layer] for layer in layers))
     core.num_layers = len(kinds)
     ahead = "".join(given[PATTERN].partition(_AHEAD)[1:])
     return [kinds.index(letters[layer]) for layer in layers], {PATTERN: "".join(kinds) + ahead}
+
+
+def _has_stand_ins(spec: Any) -> bool:
+    """Whether a spec has a class that is a mock, which is what megatron-core has where a package is not installed."""
+    if isinstance(spec, Mock):
+        return True
+    parts: Iterable[Any] = ()
+    if isinstance(spec, functools.partial):
+        parts = (spec.func, *spec.args, *spec.keywords.values())
+    elif isinstance(spec, Mapping):
+        parts = spec.values()
+    elif isinstance(spec, list | tuple):
+        parts = spec
+    elif dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        parts = vars(spec).values()
+    return any(_has_stand_ins(part) for part in parts)

@@ -199,6 +199,21 @@ def test_refused(words: tuple[str, ...], pattern: str, said: str, ranks: Ranks, 
     assert "Traceback" not in found["said"]
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
+def test_without_transformer_engine_and_spec(ranks: Ranks, tmp_path: Path) -> None:
+    """Upstream's own stack has Transformer Engine's layers; where that is not installed, its model has none."""
+    words = native.words(tmp_path, "--hybrid-layer-pattern", "*-", num_layers=None, base=BASE)
+    (found,) = ranks.run(1, native.native, words=words, script=SCRIPT)
+    assert found["status"] == 2
+    assert (
+        "--hybrid-layer-pattern *-: the script's stack has layers of Transformer Engine, which is not installed; "
+        "expected it, or --spec of a stack of other layers" in found["said"]
+    )
+    assert "Traceback" not in found["said"]
+
+
 @pytest.mark.slow
 def test_a_pattern_without_a_hybrid_model(ranks: Ranks, tmp_path: Path) -> None:
     """A script of GPTModel would ignore it, but for the initial values of its projections."""

@@ -153,7 +153,7 @@ def _tokenizer_of(start: Start) -> Path | None:
     if data["tokenizer"]["path"] is not None:
         return Path(data["tokenizer"]["path"])
     inside = start.path.parent.parent if start.path.parent.name == "checkpoints" else Path(run["dir"])
-    return Path(data["dir"] or inside / "data") / "tokenizer.model"
+    return inside / (data["dir"] or "data") / "tokenizer.model"
 
 
 def load_start(

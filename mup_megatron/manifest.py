@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -215,7 +216,7 @@ def make_manifest(parametrization: Parametrization, layout: Layout, data_digest:
     config = parametrization.config
     made = {
         "step": step,
-        "config": settings_of(config.model_dump()),
+        "config": _settings_beside(config),
         "layout": {name: value for name, value in dataclasses.asdict(layout).items() if name != "stages"},
         "data_digest": data_digest,
         "tokenizer": config.data.tokenizer.model_dump(),
@@ -234,6 +235,15 @@ def make_manifest(parametrization: Parametrization, layout: Layout, data_digest:
         "versions": {package: importlib.metadata.version(package) for package in _PACKAGES},
     }
     return CheckpointManifest(**json.loads(json.dumps(made)))  # as it will be read: keys are text, tuples are lists
+
+
+def _settings_beside(config: Config) -> dict[str, Any]:
+    """What a checkpoint keeps of its run's config; a relative `data.dir` as it is seen from the run's folder."""
+    settings = settings_of(config.model_dump())
+    if config.data.dir is not None and not os.path.isabs(config.data.dir):
+        seen = os.path.relpath(os.path.realpath(config.data.dir), os.path.realpath(config.run.dir))
+        settings["data"] = {**settings["data"], "dir": seen}
+    return settings
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

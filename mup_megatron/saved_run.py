@@ -189,4 +189,5 @@ def _config_here(manifest: CheckpointManifest, path: Path) -> Config:
         keys["model"] = config.model.with_plain_kernels.model_dump()  # compute the same, everywhere
     if path.resolve().parent.name == "checkpoints":
         keys["run.dir"] = str(path.parent.parent)
+        keys["data.dir"] = config.data.dir and str(path.parent.parent / config.data.dir)  # as manifest.py keeps it
     return config.derive(keys)

@@ -15,6 +15,7 @@ import yaml
 
 from mup_megatron.config import Config, parse_config
 from mup_megatron.config.load import override
+from mup_megatron.data.record import FORMAT
 
 _TRAINING = {
     "global_batch_size": 8,
@@ -118,7 +119,7 @@ T5 = {
 # Real text, small: files of the running interpreter's standard library.
 TEXT = ("argparse.py", "ast.py", "inspect.py", "typing.py", "turtle.py")
 VOCABULARY = 375  # padded to 384: padding is part of what is tested
-_SHARED = str(Path(tempfile.gettempdir()) / f"mup-megatron-tests-{os.getuid()}-{sys.version_info.minor}")
+_SHARED = str(Path(tempfile.gettempdir()) / f"mup-megatron-tests-{os.getuid()}-{sys.version_info.minor}-{FORMAT}")
 
 
 def make(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -> Config:

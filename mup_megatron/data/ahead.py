@@ -6,11 +6,11 @@ Public name: `problem_ahead`.
 from __future__ import annotations
 
 from mup_megatron.config import Config
-from mup_megatron.data.corpus import sequences, source_files
+from mup_megatron.data.corpus import blend_of, sequences, source_files
 from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.parts import empty_part, needs_validation, part_bounds
-from mup_megatron.data.prepare import blend_of, known_vocab_size
+from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.errors import UserError
 
 _READ_BYTES = 64 * 2**20

@@ -19,7 +19,8 @@ from mup_megatron.data.batch import Batch, Sample
 from mup_megatron.data.cache import own_cache
 from mup_megatron.data.families import family_of
 from mup_megatron.data.parts import check_parts
-from mup_megatron.data.prepare import Prepared, data_directory, still_there
+from mup_megatron.data.prepare import data_directory, still_there
+from mup_megatron.data.record import Prepared
 from mup_megatron.data.tokenizer import load_tokenizer
 from mup_megatron.disk import full_disk
 from mup_megatron.errors import UserError

@@ -1,6 +1,6 @@
 """Where documents come from.
 
-Public names: `documents`, `sequences`, `pairs_of`, `source_files`, `data_directory`, `cuts_files`, `cut`.
+Public names: `documents`, `sequences`, `pairs_of`, `source_files`, `blend_of`, `data_directory`, `cuts_files`, `cut`.
 """
 
 from __future__ import annotations
@@ -139,3 +139,21 @@ def _json_lines(path: Path, key: str) -> Iterator[str]:
                 raise UserError(f"{path}, line {number}: {shown(key)} (data.json_key) holds half a character (\\ud800)")
             if text.strip():
                 yield text
+
+
+def blend_of(config: Config) -> tuple[list[str], list[float] | None]:
+    """`data.data_path` as megatron-core's blend: prefixes, or alternating weights and prefixes.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    entries = config.data.data_path
+    if all(isinstance(entry, str) for entry in entries):
+        return [str(entry) for entry in entries], None
+    weights, prefixes = entries[0::2], entries[1::2]
+    if len(weights) != len(prefixes) or not all(
+        isinstance(weight, int | float) and weight > 0 and isinstance(prefix, str)
+        for weight, prefix in zip(weights, prefixes, strict=False)
+    ):
+        raise config.error("data.data_path", "expected prefixes, or alternating positive weights and prefixes")
+    return [str(prefix) for prefix in prefixes], [float(weight) for weight in weights]

@@ -1,61 +1,43 @@
 """`mup-megatron prepare`: train the tokenizer, write megatron-core's indexed dataset. Done once, then found again.
 
-Public names: `prepare`, `Prepared`, `prepared_tokenizer`, `tokenizer_file`, `blend_of`.
+Public names: `prepare`, `still_there`, `prepared_tokenizer`, `tokenizer_file`, `known_vocab_size`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.data.corpus import cuts_files, sequences, source_files
+from mup_megatron.data.corpus import blend_of, cuts_files, sequences, source_files
 from mup_megatron.data.corpus import data_directory as data_directory
 from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.index import check_indexed_dataset
-from mup_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
-from mup_megatron.data.whole import File, partial_name, problem, put_in_place, remove_partials, write
+from mup_megatron.data.record import (
+    LOCK,
+    RECORD,
+    TRAINED,
+    Prepared,
+    begin_record,
+    blend,
+    read_record,
+    refuse_other_data,
+    write_record,
+)
+from mup_megatron.data.tokenizer import load_tokenizer, tokenizer_digest, train_sentencepiece
+from mup_megatron.data.whole import partial_name, problem, put_in_place, remove_partials
 from mup_megatron.disk import full_disk
 from mup_megatron.errors import UserError, no_such_file, shown
 from mup_megatron.locks import hold
 
-_RECORD = "prepared.json"
-_TRAINED = "tokenizer.model"
-_LOCK = ".prepare.lock"
-_FORMAT = 2
 _TOKENS = 1  # of the digest: changes when the same input gives other tokens
 _TOKENS_OF_CUT_FILES = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What `prepare` made or found.
-
-    Args:
-        blend: megatron-core's (prefixes, weights or None).
-        tokenizer: path of the trained SentencePiece model; None if the config names a tokenizer.
-        vocab_size: entries of the tokenizer, before padding.
-        documents: number of documents written; 0 for existing datasets.
-        tokens: number of tokens, end-of-document tokens included.
-        digest: of everything that decides which tokens come in which order.
-        files: of those written here, size and SHA-256 by name; none of existing datasets, known by size and time.
-    """
-
-    blend: tuple[list[str], list[float] | None]
-    tokenizer: str | None
-    vocab_size: int
-    documents: int
-    tokens: int
-    digest: str
-    files: dict[str, File] = field(default_factory=dict)
 
 
 def prepare(
@@ -80,24 +62,24 @@ def prepare(
     if config.data.corpus in FETCHED:
         _fetch(config, directory, say)
     digest = _digest(config)
-    found = _read_record(directory / _RECORD, digest)
+    found = read_record(config, digest)
     if found and problem(directory, found.files, verified) is None:
         return found
     _make_directory(directory)
     try:
-        with hold(directory / _LOCK, say, f"prepares {directory}"):
-            found = _read_record(directory / _RECORD, digest)
+        with hold(directory / LOCK, say, f"prepares {directory}"):
+            found = read_record(config, digest)
             if found:
                 if (damage := problem(directory, found.files, verified)) is None:
                     return found
                 say(f"warning: {directory}: {damage}; the data is prepared anew")
             else:
-                _refuse_other_data(directory / _RECORD)
+                refuse_other_data(config, digest)
             remove_partials(directory)
             with full_disk(directory, "the tokens of the corpus", lambda: _tokens_bytes(config)):
                 return _make(config, directory, digest, say)
     except OSError as error:
-        if error.filename != str(directory / _LOCK):
+        if error.filename != str(directory / LOCK):
             raise
         raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
 
@@ -109,8 +91,9 @@ def _fetch(config: Config, directory: Path, say: Callable[[str], None]) -> None:
         return
     _make_directory(directory)
     try:
-        with hold(directory / _LOCK, say, f"fetches text into {directory}"):
+        with hold(directory / LOCK, say, f"fetches text into {directory}"):
             if not (directory / name).is_file():
+                refuse_other_data(config)
                 fetch(config, directory, say)
     except OSError as error:
         raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
@@ -127,24 +110,21 @@ def _make(config: Config, directory: Path, digest: str, say: Callable[[str], Non
 
     try:
         if section.library == "sentencepiece" and section.path is None and section.vocab_size is not None:
-            trained = directory / _TRAINED
+            trained = directory / TRAINED
             say(f"training a SentencePiece model of {section.vocab_size} pieces")
             train_sentencepiece(_non_empty(config), section.vocab_size, partial(trained.name))
-        tokenizer = load_tokenizer(config, partials.get(_TRAINED))
+        tokenizer = load_tokenizer(config, partials.get(TRAINED))
         vocab_size = _checked_vocab_size(config, tokenizer)
         if config.data.data_path:
-            blend = blend_of(config)
-            counts = [check_indexed_dataset(prefix, vocab_size) for prefix in blend[0]]
+            counts = [check_indexed_dataset(prefix, vocab_size) for prefix in blend_of(config)[0]]
             written, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
         else:
-            blend = ([str(directory / "corpus")], None)
             written, tokens = _write_indexed_dataset(
                 config, tokenizer, vocab_size, partial("corpus.bin"), partial("corpus.idx"), say
             )
-        # From here to the new record there is none: neither of two sets of files passes for the other.
-        (directory / _RECORD).unlink(missing_ok=True)
+        begin_record(directory, digest)
         prepared = Prepared(
-            blend=blend,
+            blend=blend(config),
             tokenizer=str(trained) if trained else None,
             vocab_size=vocab_size,
             documents=written,
@@ -152,7 +132,7 @@ def _make(config: Config, directory: Path, digest: str, say: Callable[[str], Non
             digest=digest,
             files=put_in_place(directory, partials),
         )
-        write(directory / _RECORD, json.dumps({"format": _FORMAT, **asdict(prepared)}, indent=2))
+        write_record(directory, prepared)
     finally:
         for path in partials.values():
             with suppress(OSError):
@@ -172,11 +152,10 @@ def still_there(config: Config, prepared: Prepared) -> None:
     Raises:
         UserError: another run has prepared the folder for other settings meanwhile.
     """
-    directory = data_directory(config)
-    if _read_record(directory / _RECORD, prepared.digest) is None:
+    if read_record(config, prepared.digest) is None:
         raise UserError(
-            f"data.dir: {directory} was prepared for other settings while this run started; expected a data.dir of its "
-            "own for each of them"
+            f"data.dir: {data_directory(config)} was prepared for other settings while this run started; expected a "
+            "data.dir of its own for each of them"
         )
 
 
@@ -194,14 +173,14 @@ def prepared_tokenizer(config: Config, digest: str | None) -> Any:
     if section.library != "sentencepiece" or section.path is not None:
         return load_tokenizer(config)
     directory = data_directory(config)
-    trained, record = directory / _TRAINED, directory / _RECORD
+    trained, record = directory / TRAINED, directory / RECORD
     try:
         found = json.loads(record.read_text(encoding="utf-8")).get("digest")
     except (OSError, ValueError, AttributeError):
         found = None
     if found is None or not trained.is_file():
         raise UserError(
-            f"{trained}: the tokenizer that the run trained, with {_RECORD} beside it, is gone; expected the run's "
+            f"{trained}: the tokenizer that the run trained, with {RECORD} beside it, is gone; expected the run's "
             "data folder where it was, or a copy of it"
         )
     if found != digest:
@@ -214,7 +193,7 @@ def tokenizer_file(config: Config) -> Path | None:
     section = config.data.tokenizer
     if section.path is not None:
         return Path(section.path)
-    return data_directory(config) / _TRAINED if section.library == "sentencepiece" else None
+    return data_directory(config) / TRAINED if section.library == "sentencepiece" else None
 
 
 def known_vocab_size(config: Config) -> int:
@@ -238,56 +217,31 @@ def _make_directory(directory: Path) -> None:
 
 
 def _digest(config: Config) -> str:
-    """Hash of what decides the tokens: the data section, and size and time of change of every source file."""
-    data = config.data.model_dump(exclude={"dir", "cache_dir", "split"})
-    if not config.data.pairs.named:
-        del data["pairs"]  # which configs did not have when others were prepared
+    """Hash of what decides the tokens: the data section, and name, size and time of change of every source file.
+
+    Where the files lie is no part of it, so that the same data is found from every working directory.
+    """
+    data = config.data.model_dump(exclude={"dir", "cache_dir", "split", "files", "data_path"})
+    data["weights"] = blend_of(config)[1]
+    data["pairs"] |= dict.fromkeys(config.data.pairs.named, True)
+    if path := config.data.tokenizer.path:
+        if not Path(path).exists():
+            raise config.error("data", no_such_file(Path(path)))
+        data["tokenizer"]["path"] = tokenizer_digest(Path(path))
     files = [Path(f"{prefix}.bin") for prefix in blend_of(config)[0]] if config.data.data_path else source_files(config)
-    if config.data.tokenizer.path:
-        files.append(Path(config.data.tokenizer.path))
     stamps: list[tuple[str, int | str, int]] = []
-    for path in files:
+    for file in files:
         try:
-            stat = path.stat()
+            stat = file.stat()
         except OSError:
-            raise config.error("data", no_such_file(path)) from None
-        stamps.append((str(path), stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
-    if config.data.corpus in FETCHED:  # wherever the folder is, and whichever Python read the packages
-        with files[0].open("rb") as file:
-            stamps = [(files[0].name, hashlib.file_digest(file, "sha256").hexdigest(), 0)]
+            raise config.error("data", no_such_file(file)) from None
+        stamps.append((file.name, stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
+    if config.data.corpus in FETCHED:  # whichever Python read the packages
+        with files[0].open("rb") as content:
+            stamps = [(files[0].name, hashlib.file_digest(content, "sha256").hexdigest(), 0)]
     version = sys.version if config.data.corpus == "stdlib" else ""
     tokens = _TOKENS_OF_CUT_FILES if cuts_files(config) else _TOKENS
     return hashlib.sha256(json.dumps([tokens, data, stamps, version]).encode()).hexdigest()
-
-
-def _read_record(path: Path, digest: str) -> Prepared | None:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
-        return None
-    if not isinstance(record, dict) or record.pop("format", None) != _FORMAT or record.get("digest") != digest:
-        return None
-    try:
-        prefixes, weights = record.pop("blend")
-        files = {str(name): File(**file) for name, file in record.pop("files").items()}
-        prepared = Prepared(blend=(prefixes, weights), files=files, **record)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    whole = all(os.path.exists(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
-    return prepared if whole and (not prepared.tokenizer or os.path.exists(prepared.tokenizer)) else None
-
-
-def _refuse_other_data(path: Path) -> None:
-    """What a run was trained on is not replaced. Raises UserError where whole data of other settings are there."""
-    try:
-        other = _read_record(path, json.loads(path.read_text(encoding="utf-8"))["digest"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return
-    if other is not None and (other.tokenizer or any(Path(prefix).parent == path.parent for prefix in other.blend[0])):
-        raise UserError(
-            f"data.dir: {path.parent} holds data that were prepared with other settings of data: or from source files "
-            "that have changed; expected another data.dir or run.dir, or that folder removed if no run needs it"
-        )
 
 
 def _non_empty(config: Config) -> list[str]:
@@ -351,21 +305,3 @@ def _tokens(config: Config, tokenizer: Any, text: str, vocab_size: int, number: 
             "data.tokenizer", f"makes token {wrong} of document {number}, and its vocabulary has {vocab_size} entries"
         )
     return ids
-
-
-def blend_of(config: Config) -> tuple[list[str], list[float] | None]:
-    """`data.data_path` as megatron-core's blend: prefixes, or alternating weights and prefixes.
-
-    Raises:
-        ConfigError: neither of the two.
-    """
-    entries = config.data.data_path
-    if all(isinstance(entry, str) for entry in entries):
-        return [str(entry) for entry in entries], None
-    weights, prefixes = entries[0::2], entries[1::2]
-    if len(weights) != len(prefixes) or not all(
-        isinstance(weight, int | float) and weight > 0 and isinstance(prefix, str)
-        for weight, prefix in zip(weights, prefixes, strict=False)
-    ):
-        raise config.error("data.data_path", "expected prefixes, or alternating positive weights and prefixes")
-    return [str(prefix) for prefix in prefixes], [float(weight) for weight in weights]

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, whoever writes and whenever it is killed; and whether they are still those.
 
-Public names: `File`, `partial_name`, `put_in_place`, `write`, `remove_partials`, `problem`, `read_object`.
+Public names: `File`, `partial_name`, `is_partial`, `put_in_place`, `write`, `remove_partials`, `problem`,
+`read_object`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def partial_name(name: str) -> str:
     return f"{name}.{_host()}.{uuid.uuid4().hex}.partial"
 
 
+def is_partial(name: str) -> bool:
+    """Whether `partial_name` gave a name."""
+    return re.search(r"\.[0-9a-f]{32}\.partial$", name) is not None
+
+
 def remove_partials(directory: Path) -> None:
     """Removes what processes that are gone left behind; this process holds the folder.
 
@@ -53,7 +59,8 @@ def remove_partials(directory: Path) -> None:
     """
     for path in directory.glob("*.partial"):
         with suppress(OSError):
-            if f".{_host()}." in path.name or time.time() - path.stat().st_mtime > _DAY_SECONDS:
+            ours = is_partial(path.name)
+            if ours and (f".{_host()}." in path.name or time.time() - path.stat().st_mtime > _DAY_SECONDS):
                 path.unlink()
 
 

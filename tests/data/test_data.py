@@ -95,11 +95,20 @@ def test_data_of_another_run_are_not_replaced(tmp_path: Path, numbers: Path) -> 
     assert prepare(null(tmp_path, numbers)).documents == first.documents + 1
 
 
-def test_a_damaged_record_is_made_again(tmp_path: Path, numbers: Path) -> None:
+def test_a_damaged_record_may_be_another_runs(tmp_path: Path, numbers: Path) -> None:
+    """Whose the data are, nobody can tell: they stay. Without the folder they are made again."""
     first = prepare(null(tmp_path, numbers))
+    written = {path.name: path.read_bytes() for path in (tmp_path / "data").iterdir()}
     for damage in ("", "{", "[]", '{"format": 99}'):
         (tmp_path / "data" / "prepared.json").write_text(damage)
-        assert prepare(null(tmp_path, numbers)) == first
+        with pytest.raises(
+            UserError, match=r"data\.dir: .*data holds a prepared\.json that is damaged; expected another"
+        ):
+            prepare(null(tmp_path, numbers))
+        there = {path.name: path.read_bytes() for path in (tmp_path / "data").iterdir()}
+        assert there == {**written, "prepared.json": damage.encode()}
+    shutil.rmtree(tmp_path / "data")
+    assert prepare(null(tmp_path, numbers)) == first
 
 
 def test_text_files_and_json_lines(tmp_path: Path) -> None:

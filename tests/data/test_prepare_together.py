@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -207,7 +208,7 @@ def test_prepared_anew_while_a_run_starts(numbers: tuple[Path, np.ndarray], tmp_
     build_datasets(settings, found)  # the same tokens: nothing was replaced
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"text": " ".join(["1 2 3"] * 1000)}) + "\n")
-    (tmp_path / "data" / "prepared.json").unlink()  # or the folder is refused
+    shutil.rmtree(tmp_path / "data")  # or the folder is refused
     prepare(load_config(config_file(tmp_path, other)))
     with pytest.raises(UserError, match="was prepared for other settings while this run started"):
         build_datasets(settings, found)
@@ -260,7 +261,8 @@ def test_other_tokens_have_another_index(tmp_path: Path) -> None:
     for order in (lines, [lines[number] for number in (3, 1, 0, 2)]):
         corpus.write_text("".join(json.dumps({"text": " ".join(map(str, line))}) + "\n" for line in order))
         path = config_file(tmp_path, corpus)
-        (tmp_path / "data" / "prepared.json").unlink(missing_ok=True)
+        for name in WHOLE:  # or the folder is refused
+            (tmp_path / "data" / name).unlink(missing_ok=True)
         there = first_samples(path)
         alone = config_file(tmp_path, corpus, data__cache_dir=str(tmp_path / f"alone-{order[0][0]}"))
         assert there == first_samples(alone)

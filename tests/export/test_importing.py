@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from mup_megatron import cli, upstream
 from mup_megatron.config import Config
+from mup_megatron.data.corpus import data_directory
 from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.export import export_hugging_face, open_source
 from mup_megatron.export.unfinished import LIST
@@ -266,3 +267,21 @@ def test_ten_more_steps_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     assert set(losses) == set(range(5, 5 + MORE))
     for step, loss in losses.items():
         assert loss == pytest.approx(per_step[step - 1], rel=1e-6)
+
+
+def test_data_of_another_run_are_not_replaced(
+    trained: Callable[[str], Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a data.dir that is shared, as seen from another folder, and other settings of data."""
+    one = trained("llama, untied")
+    export_hugging_face(one.source, tmp_path / "first")
+    data = tmp_path / "data"
+    shutil.copytree(data_directory(one.source.run.config), data)
+    before = {path.name: path.read_bytes() for path in data.iterdir() if path.is_file() and path.name[0] != "."}
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    same = config_for(one, tmp_path / "imported").derive({"data.dir": "../data"})
+    with pytest.raises(UserError, match=r"data\.dir: \.\./data holds data that were prepared with other settings"):
+        import_checkpoint(tmp_path / "first", same.derive({"data.tokenizer.vocab_size": 374}))
+    assert {name: (data / name).read_bytes() for name in before} == before
+    assert import_checkpoint(tmp_path / "first", same)["step"] == 0

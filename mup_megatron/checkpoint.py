@@ -18,9 +18,10 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mup_megatron.config import Config
+from mup_megatron.data.whole import read_object
 from mup_megatron.errors import UserError
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_settings, listed_files, settings_of
 
@@ -34,7 +35,7 @@ SAMPLES = "samples.jsonl"
 def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
     """Before a command writes anything: what a run's folder holds of its target is this config's, or stays as it is.
 
-    A target without a checkpoint that did not end is no such thing: it starts again from step 0.
+    A target that did not end, and has no checkpoint, starts again from step 0.
 
     Args:
         config: the run, `auto` resolved, with the values that it is to train with.
@@ -44,7 +45,7 @@ def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
         Whether a target is there.
 
     Raises:
-        UserError: it was trained with other settings, or further than this config goes.
+        UserError: it was trained with other settings, or with nobody knows which, or further than this config goes.
     """
     directory, training = Path(config.run.dir), config.training
     checkpoints = Checkpoints(directory / "checkpoints", training.checkpoints_kept)
@@ -56,10 +57,10 @@ def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
         settings, step, where = manifest.config, manifest.step, path
         break
     else:
-        ended = _ended(directory)
-        if ended is None:
+        begun = _begun(directory)
+        if begun is None:
             return False
-        settings, step, where = *ended, directory / METRICS
+        settings, step, where = begun.settings, begun.steps if begun.ended else 0, directory / METRICS
     check_settings(settings, settings_of(config.model_dump()), where, allowed)
     if step > training.train_steps:
         raise config.error(
@@ -81,15 +82,15 @@ def is_complete(config: Config) -> bool:
         UserError: the folder holds a whole run with other settings, and no checkpoint from which these could go on.
     """
     directory, steps = Path(config.run.dir), config.training.train_steps
-    ended = _ended(directory)
     whole = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept).newest_first()
-    begun = bool(whole) and (config.training.checkpoint_interval or int(whole[0].name.removeprefix("step_")) >= steps)
-    if ended is None or begun:
+    if whole and (config.training.checkpoint_interval or int(whole[0].name.removeprefix("step_")) >= steps):
         return False
-    settings, step = ended
+    begun = _begun(directory, *whole[:1])
+    if begun is None or not begun.ended:
+        return False
     now = settings_of(config.model_dump())
-    changed = [key for key, _, _ in check_settings(settings, now, directory, allowed=now)]
-    if not changed and step == steps:
+    changed = [key for key, _, _ in check_settings(begun.settings, now, directory, allowed=now)]
+    if not changed and begun.steps == steps:
         return True
     if whole:
         return False
@@ -100,21 +101,58 @@ def is_complete(config: Config) -> bool:
     )
 
 
-def _ended(directory: Path) -> tuple[dict[str, Any], int] | None:
-    """The settings of a target that took all its steps, its last evaluation included, and how many steps these are."""
+class _Begun(NamedTuple):
+    """A target that took steps: its settings, how many steps, and whether it ended, its last evaluation included."""
+
+    settings: dict[str, Any]
+    steps: int
+    ended: bool
+
+
+def _begun(directory: Path, checkpoint: Path | None = None) -> _Begun | None:
+    """What metrics.jsonl is of; None where it holds nothing.
+
+    Args:
+        directory: of the run.
+        checkpoint: of the target; it knows the settings where explain.json does not.
+
+    Raises:
+        UserError: nobody knows the settings.
+    """
+    path, explanation = directory / METRICS, directory / "explain.json"
     try:
-        settings = json.loads((directory / "explain.json").read_text(encoding="utf-8"))["config"]
-        lines = [json.loads(line) for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
-        training, last = settings["training"], max((line["step"] for line in lines), default=0)
-        found = {
-            key: line[key] for line in lines if line["step"] == last for key in ("loss", "eval_loss") if key in line
-        }
-        wanted = ("loss", "eval_loss") if training["eval_interval"] else ("loss",)
-        if last < training["train_steps"] or not all(math.isfinite(found[key]) for key in wanted):
-            return None
-        return settings_of(settings), last
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return None
+    if not text.strip():
+        return None
+    settings: Any = read_object(explanation).get("config")
+    try:
+        if settings is None and checkpoint is not None:
+            settings = CheckpointManifest.read(checkpoint).config
+        settings, training = settings_of(settings), settings["training"]
+        wanted, steps = ("loss", "eval_loss") if training["eval_interval"] else ("loss",), int(training["train_steps"])
+    except (LookupError, TypeError, ValueError):
+        raise UserError(
+            f"{path}: holds steps of a run whose settings are gone ({explanation.name} beside it is missing or "
+            "damaged); expected another run.dir, or that file removed to train anew"
+        ) from None
+    lines = [line for line in map(_line, text.splitlines()) if isinstance(line.get("step"), int)]
+    last = max((line["step"] for line in lines), default=0)
+    found = {key: line[key] for line in lines if line["step"] == last for key in wanted if key in line}
+    ended = last >= steps and all(
+        isinstance(found.get(key), int | float) and math.isfinite(found[key]) for key in wanted
+    )
+    return _Begun(settings, last, ended)
+
+
+def _line(text: str) -> dict[str, Any]:
+    """A line of metrics; an empty object for one that is damaged or cut short."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Checkpoints:

@@ -353,10 +353,23 @@ def test_a_complete_run_without_checkpoints_is_not_trained_again(
     assert (status, written_again) == (2, False)
     assert "began with initial values" in said
     assert path.read_bytes() == first
+    explanation = path.parent / "explain.json"
+    explained = explanation.read_bytes()
+    for damage in ('{"parameters": []}', None):
+        explanation.write_text(damage) if damage else explanation.unlink()
+        status, said, written_again = trained()
+        assert (status, written_again, path.read_bytes()) == (2, False, first)
+        assert "run whose settings are gone (explain.json beside it is missing or damaged); expected another" in said
 
     lines = first.decode().splitlines(keepends=True)
     assert "eval_loss" in lines[-1]
+    explanation.write_bytes(explained)
+    path.write_text("".join(["{damaged\n", *lines[1:]]))
+    assert trained()[::2] == (0, False)
     path.write_text("".join(lines[:-1]))  # as if it had been killed before its last evaluation
+    status, said, written_again = trained("hparams.lr=1e-3")
+    assert (status, written_again) == (2, False)
+    assert "does not belong to this config" in said
     assert trained()[::2] == (0, True)
     assert [line.get("eval_loss") for line in metrics(path.parent)] == [
         json.loads(line).get("eval_loss") for line in lines

@@ -1,13 +1,14 @@
 """What a config's rules over batch and tokens make of the optimizer's numbers (rules.py, docs/parametrization.md).
 
-Public names: `horizon`, `betas`, `said`, `moved`, `applied`, `without_rules`. Hyperparameters are those of the trials:
-of `tuning.global_batch_size`, `seq_length` and `train_steps`, where these are set, else of the run's own, and then
-every factor is 1.
+Public names: `horizon`, `betas`, `kept_betas`, `said`, `moved`, `applied`, `without_rules`. Hyperparameters are those
+of the trials: of `tuning.global_batch_size`, `seq_length` and `train_steps`, where these are set, else of the run's
+own, and then every factor is 1.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from fractions import Fraction
+from typing import Any, Literal
 
 from mup_megatron import rules
 from mup_megatron.config import Config
@@ -34,6 +35,31 @@ def betas(config: Config) -> tuple[float, float]:
     first, second = config.optimizer.betas
     factor = horizon(config).forgetting
     return (first, second) if factor == 1.0 else (1.0 - factor * (1.0 - first), 1.0 - factor * (1.0 - second))
+
+
+def kept_betas(config: Config, batch: str) -> tuple[float, float]:
+    """What `optimizer.betas` becomes under another rule over batch, so that Adam's betas on the run stay.
+
+    Args:
+        config: the run.
+        batch: what `parametrization.batch` becomes.
+
+    Raises:
+        ConfigError: no betas of trials would do.
+    """
+    rule: Literal["sqrt_sde"] | float = "sqrt_sde" if batch == "sqrt_sde" else 0.0
+    factor = rules.horizon_factors(m_batch=config.batch_ratio, m_tokens=Fraction(1), batch=rule).forgetting
+    now, (first, second) = horizon(config).forgetting, config.optimizer.betas
+    if factor == now:
+        return first, second
+    kept = 1.0 - now / factor * (1.0 - first), 1.0 - now / factor * (1.0 - second)
+    if min(kept) < 0.0:
+        raise config.error(
+            "parametrization.batch",
+            f"{batch} takes 1 - beta to {factor:.4g} of the trials', so that they would need a beta of {min(kept):.4g} "
+            "for the run's to stay; expected power:0.5, which leaves the betas",
+        )
+    return kept
 
 
 def said(config: Config) -> str | None:

@@ -26,6 +26,7 @@ from mup_megatron.errors import UserError, shown
 from mup_megatron.export import Source, open_source
 from mup_megatron.export.folder import new_folder, refuse_existing
 from mup_megatron.files import as_yaml
+from mup_megatron.horizon import kept_betas
 from mup_megatron.layout import resolve_layout
 from mup_megatron.manifest import MANIFEST, make_manifest, settings_of
 from mup_megatron.model import parametrize
@@ -76,7 +77,8 @@ def rebase(
     source.run.config.needs_plain_weights("rebase")
     if source.run.manifest.key_prefix is not None:
         raise UserError(f"{source.run.path}: written by megatron.training; expected a checkpoint of mup-megatron train")
-    before = source.parametrization
+    trials = {"tuning": _trials(source.run.manifest.config)}
+    before = parametrize(source.run.config.derive(trials), source.vocabulary)
     after = _under(before, {"base": _base_section(base), **overrides}, overrides, source.vocabulary)
     found = reexpress(before, after)
     needed = sum(path.stat().st_size for path in source.run.path.iterdir())
@@ -97,6 +99,7 @@ def rebase(
             base_head_size=made.base_head_size,
             multipliers=made.multipliers,
             carried=made.carried,
+            horizon=made.horizon,
         )
         checkpoints.commit(manifest, hash_files(begun))
     return {
@@ -127,7 +130,8 @@ def _under(
 ) -> Parametrization:
     """The new base's rules, with the multipliers that were named, and the others such that the forward pass is kept."""
     # Growth that the run declared for its proxy is of the old base; it has been tuned.
-    config = before.config.derive({"proxy": {}, **keys})
+    betas = kept_betas(before.config, str(keys.get(f"{_FORM}batch", before.config.parametrization.batch)))
+    config = before.config.derive({"proxy": {}, "optimizer.betas": list(betas), **keys})
     config.needs_plain_weights("rebase")
     rules = parametrize(config, vocabulary)
     if rules.carried:
@@ -151,6 +155,7 @@ def _config(source: Source, after: Parametrization, directory: Path) -> Config:
             "base": {"file": str(directory.resolve() / BASE_FILE), **depth},
             "parametrization": new.parametrization.model_dump(),
             "hparams": new.hparams.model_dump(),
+            "optimizer.betas": list(new.optimizer.betas),
         }
     )
 

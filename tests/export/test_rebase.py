@@ -50,6 +50,10 @@ RULED = {
 # Name: ranks, keys. Epsilon near the size of the gradients and a decay that is felt, so that each of them counts.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, RULED),
+    "smaller trials": (
+        1,
+        {**ADAM, "tuning__global_batch_size": 2, "tuning__micro_batch_size": 2, "tuning__train_steps": 4},
+    ),
     "clipped": (1, {**ADAM, "training__clip_grad": 1.0}),
     "ZeRO 1": (2, {**ADAM, "parallel__zero_stage": 1}),
     "Megatron": (2, {**ADAM, "parallel__engine": "megatron", "parallel__use_distributed_optimizer": True}),
@@ -169,7 +173,9 @@ CELLS = [
     (name, form)
     for name in RUNS
     for form in TRAINED
-    if (name, form) != ("clipped", "powers of two") and (form == "multipliers kept" or name not in KEPT_ALONE)
+    if name != "smaller trials"
+    and (name, form) != ("clipped", "powers of two")
+    and (form == "multipliers kept" or name not in KEPT_ALONE)
 ]
 
 
@@ -186,6 +192,42 @@ def test_training_goes_on_as_it_would_have(
     said, off = go_on(ranks, whole, tmp_path, name, FORMS[form])
     assert said["carried"]
     assert bool(said["weights"]) == (form == "powers of two")
+    own, found = losses(whole), losses(tmp_path / "rebased")
+    assert set(found) == set(range(AT + 1, STEPS + 1))
+    for step, loss in found.items():
+        assert loss == pytest.approx(own[step], rel=1e-6)
+    assert max(off.values()) < 1e-6, off
+
+
+# Run, keys, and by hand what becomes of the betas 0.9 and 0.95, and what a gain carries on rate, epsilon and decay (of
+# which it has none). The batch is four times a trial's; the tokens are eight times, of the last run four times. By
+# itself, a base of half the width makes epsilon twice as large.
+HORIZONS: dict[str, tuple[str, dict[str, str], tuple[float, float], tuple[float, float, float]]] = {
+    "sqrt_sde": ("smaller trials", {"parametrization.batch": "sqrt_sde"}, (0.975, 0.9875), (1 / 2, 4.0, 1.0)),
+    "tokens": ("smaller trials", {"parametrization.tokens": "power:-1"}, (0.9, 0.95), (8.0, 2.0, 1.0)),
+    "timescale": ("smaller trials", {"parametrization.weight_decay": "timescale"}, (0.9, 0.95), (1.0, 2.0, 1.0)),
+    "none": (
+        "one rank",
+        {"parametrization.batch": "none", "parametrization.tokens": "none", "parametrization.weight_decay": "coupled"},
+        (0.9, 0.95),
+        (1 / 2, 1.0, 1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "rule", [rule if rule == "sqrt_sde" else pytest.param(rule, marks=pytest.mark.slow) for rule in HORIZONS]
+)
+def test_rules_over_batch_and_tokens_may_change(
+    ran: Callable[[str], Path], ranks: Ranks, rule: str, tmp_path: Path
+) -> None:
+    """The new rule's factors are carried, and the betas follow it; the run goes on as it would have."""
+    name, keys, betas, gain = HORIZONS[rule]
+    whole = ran(name)
+    said, off = go_on(ranks, whole, tmp_path, name, keys)
+    config = yaml.safe_load((tmp_path / "rebased" / "config.yaml").read_text())
+    assert config["optimizer"]["betas"] == pytest.approx(betas, rel=1e-12)
+    assert said["carried"].get("decoder.final_layernorm.weight", [1.0] * 3) == pytest.approx(gain, rel=1e-12)
     own, found = losses(whole), losses(tmp_path / "rebased")
     assert set(found) == set(range(AT + 1, STEPS + 1))
     for step, loss in found.items():

@@ -116,10 +116,19 @@ def _probe(where: Path, needed: int) -> int | None:
 def _sentence(where: Path, writing: str, number: int, needed: int) -> str:
     text = f"{where}: {os.strerror(number).lower()} while writing {writing}"
     if number == errno.ENOSPC:
-        free = _free(where)
-        text += f" ({_size(needed)} needed, {_size(free)} free"
-        text += f", {_size(needed - free)} missing)" if needed > free else ")"
+        text += f" ({_room(where, needed)})"
     return f"{text}; what was written before is whole, the same command goes on when there is room"
+
+
+def _room(where: Path, needed: int) -> str:
+    """What is needed and what there is, once nothing more could be written and what is of no use was removed."""
+    stat = os.statvfs(_folder(where))
+    free = stat.f_bavail * stat.f_frsize
+    if needed > free:
+        return f"{_size(needed)} needed, {_size(free)} free, {_size(needed - free)} missing"
+    # All of that was not enough: what is needed was estimated, or there are too many files.
+    inodes = f" and {stat.f_favail} inodes" if stat.f_files else ""
+    return f"more is needed than the {_size(free)}{inodes} that are free"
 
 
 def _size(count: int) -> str:
@@ -131,7 +140,3 @@ def _size(count: int) -> str:
 
 def _folder(where: Path) -> Path:
     return next(path for path in (where.absolute(), *where.absolute().parents) if path.is_dir())
-
-
-def _free(where: Path) -> int:
-    return shutil.disk_usage(_folder(where)).free

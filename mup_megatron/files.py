@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -20,7 +20,16 @@ _MOST_NODES = 1_000_000
 """Values of a YAML document with every anchor put in; one of a hundred bytes can stand for more than memory holds."""
 
 
-class _Loader(yaml.SafeLoader):
+_DEEPEST = 100
+"""Lists and mappings within each other; libyaml's composer would go on until its stack ends."""
+
+if TYPE_CHECKING:
+    _Safe = yaml.SafeLoader
+else:  # ten times as fast, where PyYAML was built with libyaml
+    _Safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Safe):
     """yaml.SafeLoader that reads 3e-4 as a number (YAML 1.2 does, PyYAML's 1.1 makes it text), refuses twin keys, and
     anchors that stand for too much.
     """
@@ -70,6 +79,17 @@ def _expanded(node: yaml.Node, sizes: dict[int, int] | None = None) -> int:
     return sizes[id(node)]
 
 
+def _check_nesting(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            mark: Any = event.start_mark
+            raise yaml.MarkedYAMLError(
+                problem=f"lists and mappings are nested more than {_DEEPEST} deep", problem_mark=mark
+            )
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """YAML text as plain data (safe loader: nothing is ever executed), of a bounded size.
 
@@ -77,10 +97,12 @@ def parse_yaml(text: str, source: str) -> Any:
         UserError: the text is not YAML, or its anchors stand for more than a file of settings holds; names the line.
     """
     try:
+        _check_nesting(text)
         return yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
+        lines = max(1, len(text.splitlines()))  # libyaml has the end of a text on a line of its own
+        where = f"line {min(mark.line + 1, lines)}: " if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise UserError(f"{source}: {where}not valid YAML: {problem}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -116,9 +138,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file whole or not at all, whenever the process is killed; through no link that somebody put there."""
     partial = path.with_name(path.name + ".partial")
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with open(open_new(partial), "wb") as file:
-        file.write(data)
-    partial.replace(path)
+    try:
+        with open(open_new(partial), "wb") as file:
+            file.write(data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)  # on a full disk it would hold what room there is
+        raise
 
 
 def write_output(path: Path, text: str, option: str) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config
+from mup_megatron.config import Config, load_config
+from mup_megatron.data.prepare import prepare
 from tests import bodies
 from tests.commands import BIN, environment, losses, metrics, mup, run, until
 from tests.configs import MIXED, make, make_t5
@@ -266,6 +268,36 @@ def test_ranks_that_cannot_meet(config_file: Path) -> None:
     assert result.returncode == 2
     assert "MASTER_ADDR and MASTER_PORT: not set" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("waits_for", ["data", "a rank"])
+def test_a_signal_before_there_is_anything_to_save(config_file: Path, tmp_path: Path, waits_for: str) -> None:
+    """Exit status 143 as later, in Python's code and in torch's, where the second of two ranks never comes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    words, variables = ["train", str(config_file)], {}
+    if waits_for == "data":
+        words.append(f"data.dir={tmp_path / 'data'}")
+    else:
+        prepare(load_config(config_file))
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        variables = dict(zip(names, ("0", "2", "0", address[0], str(address[1])), strict=True))
+    command = [sys.executable, "-m", "mup_megatron", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**environment(), **variables}) as process:
+
+        def waits() -> bool:
+            assert process.poll() is None, process.communicate()
+            if waits_for == "data":
+                return (tmp_path / "run" / ".lock").exists()
+            with socket.socket() as one:
+                return one.connect_ex(address) == 0
+
+        until(waits, 100)
+        time.sleep(0.5)
+        process.terminate()
+        assert process.wait(20) == 143
+        assert "Traceback" not in process.communicate()[1]
 
 
 @pytest.mark.slow  # tests/test_pipeline.py has two pipelines on one

@@ -27,7 +27,9 @@ from mup_megatron.cli import start  # noqa: F401  # isort: skip
 def main() -> NoReturn:
     """Entry point: bad input is one sentence and exit status 2, never a traceback."""
     from mup_megatron.launch import end_with_launcher, keep_log
+    from mup_megatron.ranks import end_at_sigterm
 
+    end_at_sigterm()
     end_with_launcher()
     keep_log()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -80,6 +82,9 @@ def launched(command: str, arguments: list[str]) -> NoReturn:
         command: pipeline or tune.
         arguments: [CONFIG] [KEY.PATH=VALUE]..., and whatever `--local_rank` a launcher adds.
     """
+    from mup_megatron.ranks import end_at_sigterm
+
+    end_at_sigterm()
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
         arguments = [os.path.relpath(default_config(Path(sys.argv[0]))), *arguments]

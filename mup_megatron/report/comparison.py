@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.errors import UserError
-from mup_megatron.files import write_whole
-from mup_megatron.report.document import curves, document, table
+from mup_megatron.report.document import curves, document, table, write_document
 from mup_megatron.report.run_data import Run, read_run
 
 # Where a run lies and what it is called are said once, not as a difference.
@@ -35,12 +34,7 @@ def write_comparison(directories: Sequence[Path], path: Path) -> Path:
     for name, run in runs:
         if run.target is None:
             raise UserError(f"{name}: holds no training run (metrics.jsonl); expected one to compare")
-    text = comparison(runs, plotly.offline.get_plotlyjs())
-    try:
-        write_whole(path, text.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the page: {error.strerror}") from None
-    return path
+    return write_document(path, comparison(runs, plotly.offline.get_plotlyjs()))
 
 
 def comparison(runs: Sequence[tuple[str, Run]], plotly: str) -> str:

@@ -1,7 +1,7 @@
 """What the HTML pages are made of: one file each, which opens from disk and needs no network.
 
-Plotly draws the figures in the browser; its code is inside the page. Public names: `document`, `table`, `layout_of`,
-`curves`.
+Plotly draws the figures in the browser; its code is inside the page. Public names: `document`, `write_document`,
+`table`, `layout_of`, `curves`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import html
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from mup_megatron.disk import full_disk
+from mup_megatron.errors import UserError
+from mup_megatron.files import write_whole
 from mup_megatron.report.pictures import COLORS, MARK
 from mup_megatron.report.run_data import Curve
 
@@ -51,6 +55,21 @@ def document(name: str, sections: Sequence[str], figures: Mapping[str, dict[str,
         "  Plotly.newPlot(id, figure.data, figure.layout, {displaylogo: false, responsive: true});\n"
         "</script></body></html>\n"
     )
+
+
+def write_document(path: Path, text: str) -> Path:
+    """Writes a page whole or not at all; returns its path.
+
+    Raises:
+        UserError: nothing can be written there, or it does not fit.
+    """
+    content = text.encode("utf-8", "backslashreplace")
+    try:
+        with full_disk(path, "the page", lambda: len(content)):
+            write_whole(path, content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the page: {error.strerror}") from None
+    return path
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "number") -> str:

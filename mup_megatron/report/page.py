@@ -9,10 +9,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.errors import UserError, masked
+from mup_megatron.errors import masked
 from mup_megatron.explain import shown_init, without_numbers
-from mup_megatron.files import as_yaml, write_whole
-from mup_megatron.report.document import curves, document, layout_of, table
+from mup_megatron.files import as_yaml
+from mup_megatron.report.document import curves, document, layout_of, table, write_document
 from mup_megatron.report.opening import opening
 from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
 from mup_megatron.report.proofs import Proof, proofs
@@ -31,17 +31,11 @@ def write_page(directory: Path) -> Path:
         Path of the page.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or the page cannot be written.
     """
     import plotly.offline
 
-    text = page(read_run(directory), plotly.offline.get_plotlyjs())
-    path = directory / "report.html"
-    try:
-        write_whole(path, text.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the page: {error.strerror}") from None
-    return path
+    return write_document(directory / "report.html", page(read_run(directory), plotly.offline.get_plotlyjs()))
 
 
 def page(run: Run, plotly: str) -> str:

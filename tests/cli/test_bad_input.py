@@ -114,6 +114,31 @@ def test_anchors(tmp_path: Path, kind: str) -> None:
     assert time.monotonic() - began < 10
 
 
+def test_a_list_of_200_000_layers(config_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """PyYAML alone reads twenty thousand values in a second; libyaml reads them all in about one."""
+    text = config_file.read_text()
+    assert "  moe_layer_freq: 1\n" in text
+    config_file.write_text(text.replace("moe_layer_freq: 1\n", f"moe_layer_freq: [{', '.join(['1'] * 200_000)}]\n"))
+    began = time.process_time()
+    assert "model.moe_layer_freq: belongs to a mixture of experts" in refused(capfd, "explain", config_file)
+    assert time.process_time() - began < 5.0
+
+
+def test_nesting(tmp_path: Path) -> None:
+    """Libyaml's composer calls itself, without a limit: a file of brackets ended the process."""
+    for depth, sentence in (
+        (100, None),
+        (101, "line 1: not valid YAML: lists and mappings are nested more than 100 d"),
+    ):
+        text = "[" * depth + "]" * depth
+        if sentence is None:
+            assert parse_yaml(text, "deep.yaml")
+            continue
+        for worse in (text, "[" * 1_000_000, "{a: " * 1_000_000):
+            with pytest.raises(UserError, match=f"^deep\\.yaml: {sentence}eep$"):
+                parse_yaml(worse, "deep.yaml")
+
+
 def test_anchors_that_are_used_as_meant() -> None:
     text = "a: &a {x: 1, y: [1, 2]}\nb: *a\nc: [*a, *a]\n"
     same = {"x": 1, "y": [1, 2]}

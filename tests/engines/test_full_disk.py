@@ -20,6 +20,7 @@ import pytest
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mup_megatron import cli
 from mup_megatron.checkpoint import Checkpoints
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.batches import build_datasets
@@ -103,6 +104,31 @@ def test_tokens(tmp_path: Path, disk: Callable[..., Disk]) -> None:
     assert prepare(settings).tokens == 2000 * 101
 
 
+def test_an_estimate_that_was_too_small(tmp_path: Path, disk: Callable[..., Disk]) -> None:
+    """403 kB by the size of the text, which 404 kB of tokens and 40 kB of their index exceed: no nonsense is said."""
+    small = disk(430)
+    settings = numbers(tmp_path, data__dir=str(small.path / "data"))
+    with pytest.raises(DiskFull) as error:
+        prepare(settings)
+    sentence = (
+        r"data: no space left on device while writing the tokens of the corpus \(more is needed than the "
+        r"4\d\d\.\d kB and \d+ inodes that are free\); what was written before is whole, the same command goes on"
+    )
+    assert re.search(sentence, str(error.value)), error.value
+    small.resize(4000)
+    assert prepare(settings).tokens == 2000 * 101
+
+
+def test_no_inode_is_left(tmp_path: Path, disk: Callable[..., Disk]) -> None:
+    small = disk(4000)
+    stat = os.statvfs(small.path)
+    subprocess.run(
+        ["mount", "-o", f"remount,nr_inodes={stat.f_files - stat.f_ffree + 2}", str(small.path)], check=True
+    )  # for the folder and its lock
+    with pytest.raises(DiskFull, match=r"more is needed than the 4\.1 MB and 0 inodes that are free\)"):
+        prepare(numbers(tmp_path, data__dir=str(small.path / "data")))
+
+
 def test_index_of_samples(tmp_path: Path, disk: Callable[..., Disk]) -> None:
     small = disk(300)
     settings = numbers(tmp_path, data__cache_dir=str(small.path / "cache"), training__train_steps=4000)
@@ -132,6 +158,21 @@ def test_metrics(disk: Callable[..., Disk]) -> None:
     with Metrics(settings, step - 1, Rank()) as written:
         written.write(step=step, loss=1.0, lr=0.5)
     assert [line["step"] for line in metrics(small.path)][-2:] == [step - 1, step]
+
+
+def test_page(disk: Callable[..., Disk], capfd: pytest.CaptureFixture[str]) -> None:
+    """Plotly's code alone is more; what did not fit is gone, and the command writes the page once there is room."""
+    small = disk(1000)
+    (small.path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "lr": 0.1, "seconds": 1.0}\n')
+    (small.path / "config.yaml").write_text(yaml.safe_dump(make(MIXED, "gpt3").model_dump()))
+    assert cli.run(["report", str(small.path)]) == 2
+    said = parts(capfd.readouterr().err)
+    assert (said["where"], said["what"]) == (str(small.path / "report.html"), "the page")
+    assert said["missing"].endswith(" MB")
+    assert sorted(path.name for path in small.path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    small.resize(20_000)
+    assert cli.run(["report", str(small.path)]) == 0
+    assert (small.path / "report.html").stat().st_size > 3_000_000
 
 
 def test_journal(disk: Callable[..., Disk]) -> None:

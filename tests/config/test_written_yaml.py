@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mup_megatron.config import load_config
+from mup_megatron.errors import UserError
 from mup_megatron.files import as_yaml, parse_yaml
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from tests.configs import MIXED, make
@@ -49,17 +50,18 @@ ARGUMENTS = (
     *("true", "No", "~", "null", "on", "=", "<<", "!", "&a", "*a", "@", "%", "|", ">", "- ", "? ", "---", "...", ":"),
     *("2001-01-01", "2001-01-01T00:00:00Z", "", " ", " lead", "trail ", "a\nb", "a\n", "\t", "\0", "\x85", "é", "µP"),
     *("s3://bucket/x", "C:\\x", "0.3 a_text_document 0.7 b_text_document", "Et,*M", "'", '"', "''", "x" * 300),
-    "undecodable \udcff",  # a byte of a command line that is not UTF-8, as Python has it in sys.argv
 )
 NUMBERS = st.builds(
     lambda value, form: format(value, form),
     st.floats(allow_nan=False, allow_infinity=False),
     st.sampled_from(["e", "E", "g", ".0e", "+.3e", "f", ".17g"]),
 )
-WORDS = st.one_of(st.sampled_from(ARGUMENTS), NUMBERS, st.integers().map(str), st.text())
+# Halves of characters are no text of YAML: config/checks.py refuses them in a sentence, and so does its reader.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+WORDS = st.one_of(st.sampled_from(ARGUMENTS), NUMBERS, st.integers().map(str), TEXT)
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), WORDS)
-# A config holds neither control characters nor halves of characters: config/checks.py refuses them in a sentence.
-TYPED = WORDS.filter(lambda word: all(unicodedata.category(sign) not in ("Cc", "Cs", "Zl", "Zp") for sign in word))
+# A config holds no control characters: config/checks.py refuses them in a sentence.
+TYPED = WORDS.filter(lambda word: all(unicodedata.category(sign) not in ("Cc", "Zl", "Zp") for sign in word))
 DATA = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4), max_leaves=12
 )
@@ -69,6 +71,12 @@ DATA = st.recursive(
 @given(DATA, st.sampled_from([80, 120]), st.booleans())
 def test_plain_data(data: Any, width: int, lists_on_a_line: bool) -> None:
     assert parse_yaml(as_yaml(data, width=width, lists_on_a_line=lists_on_a_line), "text") == data
+
+
+def test_half_a_character_is_refused() -> None:
+    """A byte of a command line that is not UTF-8, as Python has it in sys.argv."""
+    with pytest.raises(UserError, match="^text: line 1: not valid YAML: "):
+        parse_yaml(as_yaml("undecodable \udcff"), "text")
 
 
 def test_every_argument_as_a_key_and_a_value() -> None:

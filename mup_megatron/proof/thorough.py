@@ -5,6 +5,7 @@ Public names: `thorough`, `in_regime`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mup_megatron.proof.coord_check import coord_check
 from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.theory import KEY_BIAS
 from mup_megatron.proof.told import lines, write
+from mup_megatron.proof.verdict import Slope
 from mup_megatron.ranks import Rank
 
 SAME = 1e-3
@@ -99,14 +101,9 @@ def _row(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     return {"regime": name, "worst": worst, **judged[worst], **own}
 
 
-def _badness(verdict: Mapping[str, Any]) -> tuple[int, float]:
-    order = ("ok", "undecided", "out of bounds").index(verdict["verdict"])
-    if verdict["slope"] is None:
-        return order + 1, 0.0
-    off, half = verdict["slope"] - verdict["expected"], verdict["confidence"] or 0.0
-    over = [off - verdict["high"]] if verdict["high"] is not None else []
-    over += [-off - verdict["low"]] if verdict["low"] is not None else []
-    return order, max(over) + half
+def _badness(verdict: Mapping[str, Any]) -> tuple[float, ...]:
+    held = {key: value for key, value in verdict.items() if key != "verdict"}
+    return Slope(**held | {"name": "", "slope": math.nan if held["slope"] is None else held["slope"]}).order
 
 
 def _repeated(name: str, plain: Mapping[str, Any], result: Mapping[str, Any], *, start: bool) -> dict[str, Any]:

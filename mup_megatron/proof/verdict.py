@@ -95,10 +95,12 @@ class Slope:
 
     @property
     def order(self) -> tuple[int, float, float]:
-        """What is worse sorts higher."""
+        """What is worse sorts higher; how far inside its bounds each is counts in units of the narrower one."""
         if not math.isfinite(self.slope):
             return len(_WORST), math.inf, math.inf
-        return _WORST.index(self.state), (self.confidence or 0.0) - self.within, abs(self.slope - self.expected)
+        bound = min(each for each in (self.low, self.high) if each is not None)
+        room = ((self.confidence or 0.0) - self.within) / bound
+        return _WORST.index(self.state), room, abs(self.slope - self.expected)
 
 
 def fit(sizes: Sequence[float], values: Sequence[Sequence[float]]) -> Fit:

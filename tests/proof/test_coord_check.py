@@ -20,6 +20,7 @@ from mup_megatron.proof.coord_check import _asked
 from mup_megatron.proof.family import default_factors, grown, members, models, own_path
 from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.theory import Theory
+from mup_megatron.proof.thorough import _row
 from mup_megatron.proof.told import lines
 from mup_megatron.proof.verdict import Slope, fit, judge, overall
 from mup_megatron.ranks import Rank
@@ -289,6 +290,9 @@ def test_soap_s_epsilon_by_hand() -> None:
     assert found == {0.01: pytest.approx((-0.5, 0.75, 0.25)), 3.0: pytest.approx((-1.0, 0.25, 0.25))}
 
 
+_PASSED = {"judged": "mup", "verdict": "passed", "out_of_bounds": [], "undecided": []}
+
+
 def test_what_was_not_run_counts() -> None:
     """The total of `--thorough` is of all regimes: two that passed and one without its package are 2 of 3."""
     ran = {"verdict": "passed", "out_of_bounds": [], "undecided": [], "difference": 0.0, "bound": 1e-3}
@@ -297,6 +301,14 @@ def test_what_was_not_run_counts() -> None:
     told = lines({"regimes": rows, "verdict": "passed"})
     assert told[-1] == "passed: 2 of 3 regimes passed, 1 not run: muon (no emerging_optimizers)"
     assert lines({"regimes": rows[:2], "verdict": "passed"})[-1] == "passed: 2 of 2 regimes passed"
+
+
+def test_the_worst_is_nearest_to_its_own_bound() -> None:
+    """A slope 0.2 off of 0.25, and initial values 0.01 off of 0.02: four fifths of a bound are worse than a half."""
+    slope = Slope(name="m", quantity="update", step=1, slope=0.2, confidence=0.0, expected=0.0, low=0.25, high=0.25)
+    drawn = Slope(name="m", quantity="drawn", step=0, slope=1.01, confidence=0.0, expected=1.0, low=0.02, high=0.02)
+    assert judge([slope, drawn])["m"]["quantity"] == "update"
+    assert _row("plain", {"verdicts": {"mup": judge([slope]) | {"d": judge([drawn])["m"]}}, **_PASSED})["worst"] == "m"
 
 
 @pytest.mark.slow
@@ -409,6 +421,17 @@ def test_decay_by_its_rule(rule: str, kept: float) -> None:
     # lr λ is 0.24 at the base, and less on a wider model: its outputs are others after one step already.
     sizes = {theory.expected("decoder.layers.0", quantity, 1) for quantity in ("change", "output")}
     assert sizes == {(0.0, None, None) if kept else (0.0, 0.25, 0.25)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["sqrt", "coupled"])
+def test_another_rule_of_decay(ranks: Ranks, rule: str) -> None:
+    """It passes in the regime of decay, where another rule fails, and at a rate and decay of a config's own."""
+    result = check(ranks, config_of(parametrization__weight_decay=rule), broken="decay", compare=True)
+    assert result["verdict"] == "failed"
+    assert not [name for name, each in result["verdicts"]["mup"].items() if each["verdict"] == "out of bounds"]
+    own: dict[str, Any] = {"hparams__lr": 8e-5, "hparams__weight_decay": 3000.0}
+    assert check(ranks, config_of(parametrization__weight_decay=rule, **own))["out_of_bounds"] == []
 
 
 def test_the_regime_of_decay_keeps_the_rule() -> None:

@@ -1,37 +1,18 @@
 """What goes wrong on the user's side: one clear sentence, exit status 2, no traceback.
 
-Public names: `UserError`, `ConfigError`, `DiskFull`; for what stands in sentences `shown`, `one_line`, `masked`,
-`masked_value`, `no_such_file`.
+Public names: `UserError`, `ConfigError`, `DiskFull`; for what stands in sentences `shown`, `one_line`, `no_such_file`.
 """
 
 from __future__ import annotations
 
-import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
+from mup_megatron.secrets import masked, masked_value
+
 _LONGEST = 2000
 _MOST_LINES = 60
-
-# user:password@ of a URL, and what a query, or a list of options, calls by the name of a secret (sslkey is a file).
-_PASSWORD = re.compile(r"(://[^\s:/@]*:)\S*@")
-_ANY_PASSWORD = re.compile(r"(://[^:/@]*:).*@", re.DOTALL)
-_SECRET = re.compile(
-    r"((?:^|[?&;\s'\"])[\w.-]*(?:pass|password|passwd|passphrase|pwd|secret|token|(?<!ssl)key|credential|signature)=)"
-    r"[^&;\s'\"#]+",
-    re.IGNORECASE,
-)
-
-
-def masked(text: str) -> str:
-    """The text without the passwords of URLs and the secrets of their queries: `***` stands where they stood."""
-    return _SECRET.sub(r"\1***", _PASSWORD.sub(r"\1***@", text))
-
-
-def masked_value(text: str) -> str:
-    """The same of a text that is nothing but a URL or an option, where a password may hold spaces."""
-    return masked(_ANY_PASSWORD.sub(r"\1***@", text))
 
 
 def one_line(text: str) -> str:

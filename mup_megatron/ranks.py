@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from mup_megatron.errors import UserError, masked
+from mup_megatron.errors import UserError
+from mup_megatron.secrets import masked
 
 if TYPE_CHECKING:
     import torch

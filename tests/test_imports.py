@@ -46,6 +46,7 @@ LEVELS = [
     {"shipped"},
     {"files", "disk", "locks", "ranks", "lion"},
     {"errors", "loss_law"},
+    {"secrets"},
 ]
 BESIDE = {
     "architectures",

@@ -15,10 +15,12 @@ import yaml
 
 from mup_megatron import cli, runtime, upstream
 from mup_megatron.config import load_config, parse_overrides
-from mup_megatron.errors import ConfigError, UserError, masked, shown
+from mup_megatron.errors import ConfigError, UserError, shown
 from mup_megatron.manifest import CheckpointManifest
+from mup_megatron.report.comparison import write_comparison
 from mup_megatron.report.page import write_page
 from mup_megatron.saved_run import _config_here
+from mup_megatron.secrets import masked, masked_data
 from tests import postgres
 from tests.commands import environment
 from tests.configs import MIXED, make, pipeline_file
@@ -34,6 +36,28 @@ URLS = [
     f"mysql+pymysql://me@host/db?password={MARKER}",
     f"postgresql://me@host/db?sslmode=require&sslpassword={MARKER}",
     f"postgresql://me@host/db?application_name=x&API_KEY={MARKER}",
+    # By another name: encoded, once or twice, in a fragment, inside another option.
+    f"postgresql://me@host/db?p%61ssword={MARKER}",
+    f"postgresql://me@host/db?p%2561ssword={MARKER}",
+    f"postgresql://me%3A{MARKER}@host/db",
+    f"postgresql://me@host/db#password={MARKER}",
+    f"postgresql://me@host/db?sslmode=require%26password={MARKER}",
+    f"postgresql://me@host/db?options=-c%20app.key%3D{MARKER}",
+    f"mssql+pyodbc:///?odbc_connect=DRIVER%3DFreeTDS%3BUID%3Dme%3BPWD%3D{MARKER}",
+    f"mysql+pymysql://me@host/db?init_command=SET%20%40p%3D%27{MARKER}",
+    f"mysql+pymysql://me@host/db?auth={MARKER}",
+    f"mysql+pymysql://me@host/db?{MARKER}",
+    f"sqlite:///study.db?key={MARKER}",
+]
+
+# Of no grammar that SQLAlchemy reads.
+MALFORMED = [
+    f"postgresql:/u:{MARKER}@h/d",
+    f"postgresql:u:{MARKER}@h/d",
+    f"postgresql:///u:{MARKER}@h/d",
+    f"postgres%71l://u:{MARKER}@h/d",
+    f"nothing://u:{MARKER}@h/d",
+    f"postgresql://u@{MARKER}@h/d",
 ]
 
 
@@ -52,10 +76,37 @@ def test_refused_and_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert MARKER not in out + err
     assert err.count("mup-megatron: error") == 1
     if command in ("explain", "tune"):
-        assert "tuning.storage: holds a password or another secret" in err
+        assert "tuning.storage: may hold a password or another secret" in err
         assert "PGPASSFILE" in err
+        assert "?service=NAME" in err
         assert "read_default_file" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("url", [*MALFORMED, f"u:{MARKER}@h/d", f"postgresql:{MARKER}"])
+@pytest.mark.parametrize("given", ["{}", "['{}']", "{{url: '{}'}}"])
+def test_malformed_and_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str], url: str, given: str) -> None:
+    value = given.format(url) if given != "{}" else f"'{url}'"
+    assert cli.run(["explain", str(pipeline_file(tmp_path)), f"tuning.storage={value}"]) == 2
+    out, err = capfd.readouterr()
+    assert MARKER not in out + err
+    assert "mup-megatron: error" in err
+    assert "tuning.storage: " in err
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("init_command=SET", "its option init_command may hold a secret; expected none but read_default_file,"),
+        ("p%61ssword=x", "its option password may hold a secret"),
+        ("QUtJQQ", "one of its options may hold a secret"),
+        ("charset=utf8%26password%3Dx", "its option charset holds more than letters, digits and plain signs"),
+    ],
+)
+def test_an_option_is_refused_by_its_name(tmp_path: Path, query: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"tuning\.storage: may hold") as error:
+        load_config(pipeline_file(tmp_path), {"tuning.storage": f"mysql+pymysql://me@host/db?{query}"})
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -64,18 +115,26 @@ def test_refused_and_never_shown(tmp_path: Path, capfd: pytest.CaptureFixture[st
         "postgresql+psycopg://me@/db?host=/tmp/sockets&passfile=/home/me/.pgpass&sslkey=/home/me/key.pem",
         "mysql+pymysql://me@host:3306/db?read_default_file=/home/me/.my.cnf",
         "sqlite:////tmp/study.db",
+        "sqlite:////tmp/my studies (2)/of@nfs.db",
+        "postgresql+psycopg:///?service=studies",
+        "postgresql+psycopg://me@/db?host=%2Ftmp%2Fsockets",
+        "postgresql://[2001:db8::1]:5432/db",
+        "postgresql://me@/db?host=a:5432&host=b:5432&target_session_attrs=read-write",
     ],
 )
 def test_what_names_a_file_is_no_secret(tmp_path: Path, url: str) -> None:
     path = pipeline_file(tmp_path)
     assert load_config(path, {"tuning.storage": url}).tuning.storage == url
+    assert masked(f"cannot open {url}: no") == f"cannot open {url}: no"
+    assert masked_data({"storage": [url]}) == {"storage": [url]}
 
 
-@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("url", [*URLS, *MALFORMED])
 def test_masked_and_shown(url: str) -> None:
     for text in (shown(url), shown([url]), shown({"a": {"b": url}}), str(UserError("x: " + shown(url)))):
         assert MARKER not in text
         assert "***" in text
+    assert MARKER not in str(masked_data({url: [url, (1, url)]}))
     if " " not in url:  # in the words of a driver
         said = masked(f"(Error) could not connect to {url} (port 5432)")
         assert MARKER not in said
@@ -95,10 +154,18 @@ def test_of_an_older_version(tmp_path: Path) -> None:
     config = make(MIXED).model_dump()
     config["tuning"]["storage"] = URLS[0]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "lr": 0.1, "seconds": 1.0}) + "\n")
+    metrics = json.dumps({"step": 1, "loss": 2.0, "lr": 0.1, "seconds": 1.0}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(metrics)
     page = write_page(tmp_path).read_text()
     assert MARKER not in page
     assert "postgresql://me:***@host/db" in page
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, text in (("config.yaml", yaml.safe_dump(make(MIXED).model_dump())), ("metrics.jsonl", metrics)):
+        (other / name).write_text(text)
+    compared = write_comparison([tmp_path, other], tmp_path / "compared.html").read_text()
+    assert "tuning.storage" in compared
+    assert MARKER not in compared
     manifest = CheckpointManifest(step=1, config=config, data_digest="", base_shapes={})
     assert _config_here(manifest, tmp_path).tuning.storage == "journal"
 
@@ -125,7 +192,7 @@ def holding(folder: Path, word: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["PGPASSWORD", "PGPASSFILE"])
+@pytest.mark.parametrize("way", ["PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE"])
 def test_a_study_on_a_server_that_asks_for_a_password(tmp_path: Path, way: str) -> None:
     """Everything that a real study and a real run leave behind: files, modes, screen, logs, page."""
     if postgres.postgres_programs() is None or importlib.util.find_spec("psycopg") is None:
@@ -133,14 +200,14 @@ def test_a_study_on_a_server_that_asks_for_a_password(tmp_path: Path, way: str) 
     work = tmp_path / "work"
     work.mkdir()
     given = {"WANDB_API_KEY": f"wandb-{MARKER}", "WANDB_MODE": "offline"}
-    if way == "PGPASSWORD":
-        given[way] = MARKER
-    else:
-        file = tmp_path / "pgpass"
-        file.write_text(f"*:*:*:mup:{MARKER}\n")
-        file.chmod(0o600)
-        given[way] = str(file)
+    file, told = tmp_path / "secret", "postgresql+psycopg://mup@/postgres"
+    given[way] = MARKER if way == "PGPASSWORD" else str(file)
     with postgres.server(tmp_path / "server", MARKER) as url:
+        file.write_text(f"*:*:*:mup:{MARKER}\n")
+        if way == "PGSERVICEFILE":
+            file.write_text(f"[studies]\nhost={tmp_path / 'server'}\nuser=mup\npassword={MARKER}\n")
+            told = url = "postgresql+psycopg:///postgres?service=studies"
+        file.chmod(0o600)
         path = pipeline_file(work, tuning__storage=url, tuning__trials=2, tuning__repeat_best=0, run__dir="run")
 
         def command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -151,7 +218,7 @@ def test_a_study_on_a_server_that_asks_for_a_password(tmp_path: Path, way: str) 
 
         refused = command("tune", path.name, PGPASSWORD=f"wrong-{MARKER}", PGPASSFILE="/nonexistent")
         assert refused.returncode == 2
-        assert "run.yaml: tuning.storage: cannot open postgresql+psycopg://mup@/postgres" in refused.stderr
+        assert f"run.yaml: tuning.storage: cannot open {told}" in refused.stderr
         done = command("pipeline", path.name, **given)
         assert done.returncode == 0, done.stderr
         page = command("report", "run", **given)
@@ -162,7 +229,7 @@ def test_a_study_on_a_server_that_asks_for_a_password(tmp_path: Path, way: str) 
     names = {entry.name for entry in files}
     assert {"config.yaml", "explain.json", "mup.json", "report.html", "worker-0.log", "transfer.json"} <= names
     assert holding(work, MARKER) == []
-    assert holding(work, "postgresql+psycopg://mup@") != []  # the search can find something
+    assert holding(work, told) != []  # the search can find something
     open_to_others = [entry for entry in (work / "run").rglob("*") if entry.lstat().st_mode & 0o077]
     assert [entry for entry in open_to_others if not entry.is_symlink()] == []
 

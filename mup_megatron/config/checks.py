@@ -21,24 +21,45 @@ from mup_megatron.config import (
     t5_checks,
 )
 from mup_megatron.config.schema import Config
-from mup_megatron.errors import masked_value, shown
+from mup_megatron.errors import shown
+from mup_megatron.secrets import masked_value, url_problem
 
 
 def check(config: Config) -> None:
     """Runs every check. Raises ConfigError."""
     rooms = (t5_checks, bert_checks, model_checks, expert_checks, growth_checks, scaling_checks, run_checks)
-    for must_hold in (_check_texts, *(each for room in rooms for each in room.CHECKS)):
+    for must_hold in (_check_storage, _check_texts, *(each for room in rooms for each in room.CHECKS)):
         must_hold(config)
 
 
-_WITHOUT_PASSWORD = {
-    "tuning.storage": "PostgreSQL takes it from PGPASSWORD, ~/.pgpass or the file that PGPASSFILE names, MySQL from an "
-    "option file (mysql+pymysql://user@host/name?read_default_file=/home/user/.my.cnf)",
-    "slurm.container_image": "enroot takes it from its credentials file",
-}
+_WITHOUT_PASSWORD = {"slurm.container_image": "enroot takes it from its credentials file"}
+
+_OTHER_WAYS = (
+    "PostgreSQL takes a password from PGPASSWORD, ~/.pgpass or the file that PGPASSFILE names, and every other option "
+    "from a service file (postgresql+psycopg:///?service=NAME), MySQL both from an option file "
+    "(mysql+pymysql://user@host/name?read_default_file=/home/user/.my.cnf)"
+)
 
 # What Weights & Biases gives out as keys.
 _WANDB_KEY = r"(local-)?[0-9a-f]{40}|wandb_v\d_\w+"
+
+
+def _check_storage(config: Config) -> None:
+    """A database's URL holds what is known to be harmless: every file of the run shows it.
+
+    Raises:
+        ConfigError: it holds something else, or is no URL; nothing of it is shown.
+    """
+    storage = config.tuning.storage
+    if storage == "journal":
+        return
+    if "://" not in storage:
+        raise config.error("tuning.storage", "expected journal, or a database such as sqlite:///study.db")
+    if (problem := url_problem(storage)) is not None:
+        raise config.error(
+            "tuning.storage",
+            f"may hold a password or another secret, which the run's files would show: {problem}; {_OTHER_WAYS}",
+        )
 
 
 def _check_texts(config: Config) -> None:

@@ -100,6 +100,9 @@ def override(data: dict[str, Any], key: str, value: Any, source: str | None) -> 
 
 _HINTS = {"data.corpus": "; text of your own goes under data.files, such as data: {files: [my.txt]} without corpus"}
 
+_NEVER_SHOWN = "tuning.storage"
+"""May hold a password in a form that no mask knows."""
+
 
 def _first_problem(error: ValidationError, source: str | None) -> ConfigError:
     """The first problem that pydantic found, in one sentence."""
@@ -114,7 +117,8 @@ def _first_problem(error: ValidationError, source: str | None) -> ConfigError:
         return ConfigError(key, "missing", source)
     same_key = [other for other in problems if [str(p) for p in other["loc"] if not _is_union_branch(p)] == path]
     expected = " or ".join(dict.fromkeys(_expected(other) for other in same_key))
-    return ConfigError(key, f"expected {expected}, found {shown(given)}{_HINTS.get(key, '')}", source)
+    found = "" if key.startswith(_NEVER_SHOWN) else f", found {shown(given)}"
+    return ConfigError(key, f"expected {expected}{found}{_HINTS.get(key, '')}", source)
 
 
 def _is_union_branch(part: str | int) -> bool:

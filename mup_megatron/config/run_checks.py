@@ -274,11 +274,6 @@ def _check_tuning_batch(config: Config) -> None:
         )
     if tuning.command:
         config.needs_gpt("tuning.command")
-    if tuning.storage != "journal" and "://" not in tuning.storage:
-        raise config.error(
-            "tuning.storage",
-            f"expected journal, or a database such as sqlite:///study.db, found {shown(tuning.storage)}",
-        )
 
 
 # sbatch's own forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...

@@ -172,7 +172,7 @@ class Tuning(Section):
     lease_timeout: Positive = 60
     """A worker of `tune --join` that is silent for as long loses its trial to the others. Unit: seconds."""
     storage: str = "journal"
-    """Where the study is kept: `journal` is a file in run.dir/tuning, else a database's URL without a password."""
+    """Where the study is kept: `journal` is a file in run.dir/tuning, else a database's URL without a secret."""
     command: list[str] = []
     """Command line of a run of megatron.training, with its launcher: trials are this one with the proxy's sizes and
     their values in it, as `tune --native` writes it. If empty, this project's engine trains the proxy."""

@@ -13,6 +13,7 @@ from typing import Any
 from mup_megatron.errors import UserError
 from mup_megatron.report.document import curves, document, table, write_document
 from mup_megatron.report.run_data import Run, read_run
+from mup_megatron.secrets import masked_data
 
 # Where a run lies and what it is called are said once, not as a difference.
 _PLACES = ("run.name", "run.dir")
@@ -50,7 +51,8 @@ def comparison(runs: Sequence[tuple[str, Run]], plotly: str) -> str:
         ["steps", *(str(curve.last) for curve in drawn)],
         ["time in steps", *(f"{curve.seconds:.0f} s" for curve in drawn)],
     ]
-    settings = [_flat(run.config) for _, run in runs]
+    # The config of an older version may hold a password.
+    settings = [_flat(masked_data(run.config)) for _, run in runs]
     keys = dict.fromkeys(key for values in settings for key in values)
     differing = [
         [key, *(_shown(values.get(key)) for values in settings)]

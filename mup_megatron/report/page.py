@@ -9,7 +9,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.errors import masked
 from mup_megatron.explain import shown_init, without_numbers
 from mup_megatron.files import as_yaml
 from mup_megatron.report.document import curves, document, layout_of, table, write_document
@@ -18,6 +17,7 @@ from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
+from mup_megatron.secrets import masked_data
 from mup_megatron.tuning.objective import Objective, objective_of
 
 
@@ -77,12 +77,13 @@ def page(run: Run, plotly: str) -> str:
     sections += [_proof(proof) for proof in proofs(directory)]
     if run.explanation is not None:
         sections.append("<h2>What the parametrization does to every tensor</h2>" + _explanation(run.explanation))
+    # A run of an older version may hold a password, which this page, made to be shown, must not.
     sections.append("<h2>Config, record, environment</h2>")
     sections.append(table((), list(run.versions.items()), "text"))
     if run.record is not None:
-        sections.append(_details("transfer record", json.dumps(run.record, indent=1)))
+        sections.append(_details("transfer record", json.dumps(masked_data(run.record), indent=1)))
     if run.config:
-        sections.append(_details("config, resolved", as_yaml(run.config)))
+        sections.append(_details("config, resolved", as_yaml(masked_data(run.config))))
     return document(name, sections, figures, plotly)
 
 
@@ -96,8 +97,7 @@ def _proof(proof: Proof) -> str:
 
 
 def _details(title: str, text: str) -> str:
-    # A run of an older version may hold a password, which this page, made to be shown, must not.
-    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(masked(text))}</pre></details>"
+    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
 
 
 def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from typing import IO, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from mup_megatron.config import Config, Model
-from mup_megatron.errors import DiskFull, UserError, masked
+from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.ranks import Rank
+from mup_megatron.secrets import masked
 from mup_megatron.tuning.native_command import PLACES, NativeCommand, given_options, native_options, replaced
 from mup_megatron.tuning.process import Answer, End, Evaluation, RunProcess, Said, Step, environment, receive
 

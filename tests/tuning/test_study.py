@@ -412,8 +412,8 @@ def test_workers_that_learn_do_not_draw_the_same(tmp_path: Path) -> None:
 def test_a_database_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tuning.storage: cannot open sqlite:////none/study.db"):
         Study.create(study_config(tmp_path, tuning__storage="sqlite:////none/study.db"))
-    with pytest.raises(UserError, match=r"tuning.storage: cannot open nothing://here"):
-        Study.create(study_config(tmp_path, tuning__storage="nothing://here"))
+    with pytest.raises(UserError, match=r"tuning.storage: may hold .* with a driver of sqlite"):
+        study_config(tmp_path, tuning__storage="nothing://here")
 
 
 def test_nothing_to_choose_from(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The folder of a checkpoint, written whole or not at all, and what a run's folder holds of its target.
 
-Public names: `Checkpoints`, `check_folder`, `is_complete`, `hash_files`, `SUMS`.
+Public names: `Checkpoints`, `check_folder`, `is_complete`, `hash_files`, `read_sums`, `mismatch`, `SUMS`.
 
 A checkpoint is a folder `step_00000100/`: weights and optimizer (engines/state.py), random states, `mup.json`
 (manifest.py) and `SHA256SUMS` of all of them, which `sha256sum -c` reads. It is written under another name and renamed
@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,12 +181,10 @@ class Checkpoints:
             path: the checkpoint.
             share: (i, n): only every n-th file, from the i-th on, so that n ranks check a checkpoint together.
         """
-        try:
-            lines = (path / SUMS).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        except (OSError, UnicodeDecodeError):
-            return f"{SUMS} cannot be read"
-        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
-        if len(sums) != len(lines) or MANIFEST not in sums:
+        sums = read_sums(path)
+        if sums is None:
+            return f"{SUMS} cannot be read, or is cut short"
+        if MANIFEST not in sums:
             return f"{SUMS} is cut short"
         try:
             unlisted = {entry.name for entry in path.iterdir()} - {SUMS} - set(sums)
@@ -197,12 +195,7 @@ class Checkpoints:
             return f"{min(unlisted)} is not in {SUMS}"
         if lost := [name for name in listed if name not in sums]:
             return f"{min(lost)}, which {MANIFEST} lists, is not in {SUMS}"
-        for name in sorted(sums)[share[0] :: share[1]]:
-            if "/" in name or not (path / name).is_file():
-                return f"{name} is missing"
-            if _sha256(path / name) != sums[name]:
-                return f"{name} does not match its checksum"
-        return None
+        return mismatch(path, {name: sums[name] for name in sorted(sums)[share[0] :: share[1]]})
 
     def begin(self, step: int) -> Path:
         """An empty folder to write into; rank 0 calls it, the others use `partial`."""
@@ -260,6 +253,27 @@ def hash_files(directory: Path, share: tuple[int, int] = (0, 1)) -> dict[str, st
     """
     files = sorted(path for path in directory.iterdir() if path.is_file())
     return {path.name: _sha256(path) for path in files[share[0] :: share[1]]}
+
+
+def read_sums(folder: Path) -> dict[str, str] | None:
+    """The checksums in a folder's SHA256SUMS by name; None where that cannot be read, or a line of it is none."""
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
+    return sums if len(sums) == len(lines) else None
+
+
+def mismatch(folder: Path, sums: Mapping[str, str]) -> str | None:
+    """The first file of a folder that is not as its checksum says, and why; None if there is none."""
+    for name, digest in sorted(sums.items()):
+        # What stands elsewhere is no file of the folder.
+        if not (folder / name).is_file() or {"..", "/"} & set(Path(name).parts):
+            return f"{name} is missing"
+        if _sha256(folder / name) != digest:
+            return f"{name} does not match its checksum"
+    return None
 
 
 def _sha256(path: Path) -> str:

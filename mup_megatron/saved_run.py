@@ -1,8 +1,8 @@
 """A checkpoint as one process opens it, whatever wrote it: where it is, its config here, its tokenizer.
 
-Public names: `SavedRun`, `open_run`, `find_checkpoint`, `check_same_tokenizer`, `TRACKER`. `generate`, `evaluate` and
-`export` begin here. What
-`mup-megatron run` and a patched tree wrote is a checkpoint too: Megatron's, with mup.json beside it.
+Public names: `SavedRun`, `open_run`, `config_here`, `find_checkpoint`, `check_same_tokenizer`, `TRACKER`. `generate`,
+`evaluate` and `export` begin here. What `mup-megatron run` and a patched tree wrote is a checkpoint too: Megatron's,
+with mup.json beside it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def open_run(path: Path, tokenizer: str | None = None) -> SavedRun:
     """
     path = find_checkpoint(path)
     manifest = CheckpointManifest.read(path)
-    config = _config_here(manifest, path)
+    config = config_here(manifest, path)
     if tokenizer is not None:
         config = config.derive({"data.tokenizer": _tokenizer_section(tokenizer)})
     elif manifest.tokenizer_type not in (None, *_NO_TEXT) and config.data.tokenizer.library == "null":
@@ -180,8 +180,16 @@ def _find_megatrons(path: Path) -> Path | None:
     return path
 
 
-def _config_here(manifest: CheckpointManifest, path: Path) -> Config:
-    """The manifest's config for this process: one rank, what is installed here, the run's folder where it is now."""
+def config_here(manifest: CheckpointManifest, path: Path) -> Config:
+    """The manifest's config for this process: one rank, what is installed here, the run's folder where it is now.
+
+    Args:
+        manifest: of a checkpoint.
+        path: its folder.
+
+    Raises:
+        ConfigError: this version does not take it.
+    """
     # How it was tuned is another run's business, and may hold what is refused today.
     config = parse_config({**manifest.config, "tuning": {}}, str(path / MANIFEST))
     keys: dict[str, Any] = {"parallel": {"engine": config.parallel.engine, "tensor_model_parallel_size": 1}}

@@ -1333,10 +1333,10 @@ EXPORT = (
     _mutant(
         "import: tensors too many",
         "a tensor of the source that the model does not have is left out in silence",
-        "mup_megatron/importing.py",
+        "mup_megatron/importing/hugging_face.py",
         "if not name.endswith(_BUFFERS) and not tied",
         "if False and not tied",
-        "export/test_importing.py::test_what_is_refused",
+        "export/test_import_refused.py::test_what_is_refused",
     ),
 )
 

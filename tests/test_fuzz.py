@@ -26,7 +26,7 @@ from mup_megatron.layout import resolve_layout, smallest_world
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, listed_files, make_manifest
 from mup_megatron.model import parametrize
 from mup_megatron.report.summary import print_transfer
-from mup_megatron.saved_run import _config_here
+from mup_megatron.saved_run import config_here
 from mup_megatron.setup import refuse
 from mup_megatron.setup.deepspeed import deepspeed_config
 from mup_megatron.tuning.family import digest
@@ -276,7 +276,7 @@ def try_checkpoint(path: Path, current: dict[str, Any]) -> None:
     except UserError as error:
         assert str(path) in str(error).splitlines()[0]
     try:
-        _config_here(found, path)
+        config_here(found, path)
     except UserError as error:
         said(error, str(path))
 

@@ -67,6 +67,7 @@ BESIDE = {
     "cli",
     "setup",
     "export",
+    "importing",
     "evaluation",
     "translation",
 }  # packages: their own modules

@@ -19,7 +19,7 @@ from mup_megatron.errors import ConfigError, UserError, shown
 from mup_megatron.manifest import CheckpointManifest
 from mup_megatron.report.comparison import write_comparison
 from mup_megatron.report.page import write_page
-from mup_megatron.saved_run import _config_here
+from mup_megatron.saved_run import config_here
 from mup_megatron.secrets import masked, masked_data
 from tests import postgres
 from tests.commands import environment
@@ -167,7 +167,7 @@ def test_of_an_older_version(tmp_path: Path) -> None:
     assert "tuning.storage" in compared
     assert MARKER not in compared
     manifest = CheckpointManifest(step=1, config=config, data_digest="", base_shapes={})
-    assert _config_here(manifest, tmp_path).tuning.storage == "journal"
+    assert config_here(manifest, tmp_path).tuning.storage == "journal"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])

@@ -287,6 +287,9 @@ def import_(
     ],
     config: ConfigPath,
     overrides: Overrides = None,
+    check: Annotated[
+        bool, typer.Option(help="Compare logits with those of transformers' model, where it is installed.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Make a standard checkpoint the first checkpoint of a run, which `train` goes on from. In one process."""
@@ -294,11 +297,15 @@ def import_(
     settings = read_config(config, overrides)
     from mup_megatron.importing import import_checkpoint
 
-    said = import_checkpoint(Path(source), settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+    said = import_checkpoint(
+        Path(source), settings, say=lambda line: print(line, file=sys.stderr, flush=True), check=check
+    )
     if as_json:
         print(json.dumps(said, indent=1))
         return
     state = "with the optimizer's state" if said["optimizer"] else "weights alone"
+    if said["deviation"] is not None:
+        state += f", logits within {said['deviation']:.0e} of transformers'"
     print(f"{said['checkpoint']}: {said['tensors']} tensors, {state}; goes on with mup-megatron train {config}")
 
 

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from mup_megatron import cli, upstream
+from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.corpus import data_directory
-from mup_megatron.errors import DiskFull, UserError
+from mup_megatron.errors import UserError
 from mup_megatron.export import export_hugging_face, open_source
-from mup_megatron.export.unfinished import LIST
 from mup_megatron.importing import import_checkpoint
 from tests import bodies, native
 from tests.configs import MIXED, make
 from tests.distributed import Ranks
-from tests.engines.test_full_disk import Disk
 from tests.export.sources import Trained, config_of, deviation, own_logits, train
 from tests.export.test_deepseek import EXPERTS, YARN
 from tests.export.test_deepseek import config_of as deepseek_of
@@ -112,126 +109,6 @@ def test_a_declared_base(trained: Callable[[str], Trained], ranks: Ranks, tmp_pa
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
     ranks.run(1, bodies.train_file, path=tmp_path / "run.yaml")
     assert '"step": 1' in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-LIES = {"num_hidden_layers": 3, "intermediate_size": 160, "num_attention_heads": 8, "num_key_value_heads": 4}
-
-
-def damage(folder: Path, what: str) -> str:
-    """Spoils a Hugging Face folder; the sentence that it gets."""
-    weights, described = folder / "model.safetensors", folder / "config.json"
-    said = json.loads(described.read_text())
-    tensors = load_file(weights)
-    if what in LIES:
-        described.write_text(json.dumps({**said, what: LIES[what]}))
-        return f"config.json: {what} is {LIES[what]}, and by "
-    if what == "scaled RoPE":
-        scaled = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
-        described.write_text(json.dumps({**said, "rope_parameters": scaled}))
-        return "config.json: rope_type of its RoPE is 'llama3', and by the config 'default'"
-    if what.startswith("shard"):
-        names = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
-        keys = sorted(tensors)
-        for name, part in zip(names, (keys[:9], keys[9:]), strict=True):
-            save_file({key: tensors[key] for key in part}, folder / name)
-        places = {key: names[key not in keys[:9]] for key in keys}
-        weights.unlink()
-        if what == "shard gone":
-            (folder / names[1]).unlink()
-            sentence = f"{names[1]} is missing; model.safetensors.index.json lists it"
-        elif what == "shard cut":
-            (folder / names[1]).write_bytes((folder / names[1]).read_bytes()[:-40])
-            sentence = f"{names[1]}: damaged ("
-        else:
-            places[keys[0]] = "../" + names[0]
-            sentence = "is missing; model.safetensors.index.json lists it"
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-        return sentence
-    if what == "unfinished":
-        (folder / LIST).write_text("")
-        return "hf: an export that has not ended; expected a whole one"
-    if what == "other width":
-        described.write_text(json.dumps({**said, "hidden_size": 128}))
-        return "config.json: hidden_size is 128, and by "
-    if what == "other RoPE":
-        described.write_text(json.dumps({**said, "rope_theta": 5e5}))
-        return "config.json: rope_theta is 500000.0, and by "
-    if what == "other class":
-        described.write_text(json.dumps({**said, "model_type": "mamba"}))
-        return "config.json: model_type is 'mamba', and by "
-    if what == "no JSON":
-        described.write_text("{")
-        return "config.json: damaged ("
-    if what == "cut":
-        weights.write_bytes(weights.read_bytes()[:5000])
-        return "model.safetensors: damaged ("
-    if what == "pickles":
-        weights.rename(folder / "pytorch_model.bin")
-        return "no model.safetensors is here; expected weights in safetensors"
-    if what == "missing":
-        del tensors["lm_head.weight"]
-        save_file(tensors, weights)
-        return "lm_head.weight is missing"
-    if what == "shape":
-        save_file({**tensors, "model.norm.weight": torch.ones(3)}, weights)
-        return "model.norm.weight is of shape [3]; expected [64] by the config"
-    if what == "more":
-        save_file({**tensors, "model.layers.0.extra": torch.ones(3)}, weights)
-        return "holds model.layers.0.extra, which LlamaForCausalLM of this config does not have"
-    shutil.rmtree(folder)
-    return "no such folder; expected one of Hugging Face, or a checkpoint of megatron.training"
-
-
-DAMAGES = (
-    *("other width", "other RoPE", "other class", "no JSON", "cut", "pickles", "missing", "shape", "more", "gone"),
-    *("scaled RoPE", "shard gone", "shard cut", "shard elsewhere", "unfinished", *LIES),
-)
-
-
-@pytest.fixture(scope="module")
-def exported(trained: Callable[[str], Trained], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf") / "hf"
-    export_hugging_face(trained("llama, untied").source, folder)
-    return folder
-
-
-@pytest.mark.parametrize("what", DAMAGES)
-def test_what_is_refused(
-    trained: Callable[[str], Trained],
-    exported: Path,
-    what: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    shutil.copytree(exported, tmp_path / "hf")
-    sentence = damage(tmp_path / "hf", what)
-    (tmp_path / "run.yaml").write_text(
-        yaml.safe_dump(config_for(trained("llama, untied"), tmp_path / "run").model_dump())
-    )
-    assert cli.run(["import", str(tmp_path / "hf"), str(tmp_path / "run.yaml")]) == 2
-    said = capfd.readouterr().err.strip().splitlines()
-    assert sentence in said[-1], said
-    assert not list((tmp_path / "run").glob("checkpoints/*"))
-
-
-def test_a_run_that_is_there(trained: Callable[[str], Trained], exported: Path, tmp_path: Path) -> None:
-    config = config_for(trained("llama, untied"), tmp_path / "run")
-    import_checkpoint(exported, config)
-    with pytest.raises(UserError, match=r"step_00000000 is there already; expected a run\.dir without checkpoints"):
-        import_checkpoint(exported, config)
-
-
-@pytest.mark.slow
-def test_a_full_disk(trained: Callable[[str], Trained], exported: Path, tmp_path: Path) -> None:
-    """One sentence, and no checkpoint of which a part is there."""
-    disk = Disk(tmp_path / "disk", 400)
-    try:
-        config = config_for(trained("llama, untied"), disk.path / "run")
-        with pytest.raises(DiskFull, match=r"no space left on device while writing the checkpoint \(\d"):
-            import_checkpoint(exported, config)
-        assert not list((disk.path / "run" / "checkpoints").iterdir())
-    finally:
-        subprocess.run(["umount", "-l", str(disk.path)], check=True)
 
 
 # --- megatron.training ---

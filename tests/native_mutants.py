@@ -226,7 +226,7 @@ NATIVE: tuple[Mutant, ...] = (
     mutant(
         "native trial: another run than was asked for",
         "a run of the target's size in a trial's place is not noticed",
-        "mup_megatron/tuning/native.py",
+        "mup_megatron/tuning/native_task.py",
         "return bool(one == other)",
         "return True",
         f"{_TESTS}_native_tune.py::test_another_run_than_was_asked_for",

@@ -18,6 +18,7 @@ from mup_megatron.megatron_training import watched, watched_coordinates
 from mup_megatron.patches import ALL_PATCHES, Patch
 from mup_megatron.patches.bridge import bridge_patches
 from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES, TRAINING_PATCHES, entry_patches, watch_patches
+from mup_megatron.patches.torchrun import torchrun_patches
 from mup_megatron.patches.trees import source_patches
 from tests.links import ROOT
 
@@ -26,6 +27,7 @@ RUN_PATCHES = (
     *TRAINING_PATCHES,
     *entry_patches(megatron_training),
     *watch_patches(watched, watched_coordinates),
+    *torchrun_patches(watched),
     *ELSEWHERE_PATCHES,
     *bridge_patches(hooks),
 )

@@ -73,7 +73,8 @@ def default_workers(settings: Any) -> int:
 def _write(path: Path, command: list[str], parts: Any) -> None:
     """Has the run itself say what it is; under a launcher of the user's its first rank asks for all."""
     from mup_megatron.ranks import read_rank
-    from mup_megatron.tuning.native import Task, own_launch
+    from mup_megatron.tuning.native import own_launch
+    from mup_megatron.tuning.native_task import Task
 
     rank = read_rank()
     if not rank.is_first:

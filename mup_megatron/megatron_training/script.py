@@ -37,11 +37,19 @@ def run_script(arguments: Sequence[str]) -> None:
     script, args, task = _split(arguments)
     from mup_megatron.megatron_training import watched
 
-    asked = watched.begin(task) if task is not None else None
     try:
-        if asked is not None and asked.kind == "config":
-            args += ["--mup-write-config", asked.path]
-        _run(script, args, is_watched=task is not None)
+        if task is None:
+            _check_script(script)
+            _check_arguments(args)
+            _prepare(script)
+        else:
+            watched.begin(task)
+            _check_script(script)
+            _prepare(script, is_watched=True)
+            args += _asked(task)
+            _check_arguments(args)
+        sys.argv = [str(script), *args]
+        _run(script)
     except BaseException as error:
         watched.failed(error)
         raise
@@ -51,8 +59,17 @@ def run_script(arguments: Sequence[str]) -> None:
         watched.forget()
 
 
-def _run(script: Path, args: list[str], *, is_watched: bool) -> None:
-    _check_script(script)
+def _asked(first: Path) -> list[str]:
+    """The arguments of the run that this process is from here on (forked.py), and those of its task."""
+    from mup_megatron.megatron_training import watched
+    from mup_megatron.megatron_training.forked import next_run
+
+    task = watched.begin(next_run(first))
+    watched.hold()
+    return [*task.arguments, *(["--mup-write-config", task.path] if task.kind == "config" else [])]
+
+
+def _check_arguments(args: list[str]) -> None:
     if not any(word.partition("=")[0] in ("--mup-base", "--mup-config") for word in args):
         raise UserError(
             "--mup-base: missing; expected a YAML file of the sizes where hyperparameters are defined, such as "
@@ -60,8 +77,11 @@ def _run(script: Path, args: list[str], *, is_watched: bool) -> None:
         )
     if any(word.partition("=")[0] == "--yaml-cfg" for word in args):  # with it upstream checks no options
         raise UserError(f"--yaml-cfg: not under µP here ({OPTIONS['yaml-cfg'].why}); expected none")
+
+
+def _prepare(script: Path, *, is_watched: bool = False) -> None:
+    """What runs of a script have in common, whatever their arguments: imports and patches."""
     _announce_rank()
-    sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))  # as `python SCRIPT` does: a checkout's own megatron comes first
     _check_training(script)
 
@@ -71,6 +91,7 @@ def _run(script: Path, args: list[str], *, is_watched: bool) -> None:
     from mup_megatron.megatron_training.options import prepare
     from mup_megatron.patches import PatchError, apply_patches
     from mup_megatron.patches.megatron_training import entry_patches, watch_patches
+    from mup_megatron.patches.torchrun import torchrun_patches
 
     try:
         prepare()
@@ -78,9 +99,15 @@ def _run(script: Path, args: list[str], *, is_watched: bool) -> None:
         if is_watched:
             from mup_megatron.megatron_training import watched, watched_coordinates
 
-            apply_patches(watch_patches(watched, watched_coordinates), cuda=torch.cuda.is_available())
+            patches = (*watch_patches(watched, watched_coordinates), *torchrun_patches(watched))
+            apply_patches(patches, cuda=torch.cuda.is_available())
     except PatchError as error:
         raise UserError(f"{script}: {error}") from None
+
+
+def _run(script: Path) -> None:
+    from mup_megatron import megatron_training
+
     runpy.run_path(str(script), run_name="__main__")
     if megatron_training.current() is None:
         raise UserError(f"{script}: ended without reading Megatron's arguments; {_NOT_MEGATRONS}")

@@ -1,12 +1,12 @@
 """A watched run: one that `tune --native`, `coord-check --native` or `stability --native` started, seen from inside.
 
-`mup-megatron run --watched FILE SCRIPT ...` reads from FILE what is asked of the run (tuning/native.py, `Task`). The
+`mup-megatron run --watched FILE SCRIPT` reads from FILE what is asked of the run (tuning/native_task.py, `Task`). The
 run says its losses and how it ended in the folder of that file, and waits there for an answer after each evaluation.
 All ranks wait for the same answer, so that all leave the training loop at the same step.
 
-Public names: `begin`, `task`, `check`, `failed`, `finished`, `forget`, `without_rule`; `sees_training`, `sees_steps`,
-`sees_evaluation`, `sees_results`, `decides_exit` (decorators on symbols of megatron.training, which
-patches/megatron_training.py puts on).
+Public names: `begin`, `hold`, `task`, `check`, `failed`, `finished`, `forget`, `without_rule`; `count_runs`,
+`end_with`, `is_pipe` (of a process that is forked); `sees_training`, `sees_steps`, `sees_evaluation`, `sees_results`,
+`decides_exit`, `meets_apart` (decorators on symbols of upstream's, which patches/ puts on).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.files import write_whole
 from mup_megatron.ranks import Rank, read_rank
 from mup_megatron.run_directory import Busy, own_run_directory
-from mup_megatron.tuning.native import ANSWER, FAILED, PROCESS, SAID, Task, differing, said_by_options
+from mup_megatron.tuning.native_task import ANSWER, FAILED, PROCESS, SAID, Task, differing, said_by_options
 from mup_megatron.tuning.process import Answer, End, Evaluation, Said, Step
 
 if TYPE_CHECKING:
@@ -189,13 +189,13 @@ class _Watch:
 
 
 _watch: _Watch | None = None
+_before = 0
 
 
 def begin(path: Path) -> Task:
-    """Reads what is asked of this run; from now on it is watched, and ends when whoever started it is gone.
+    """Reads what is asked of this run; from now on it is watched.
 
     Raises:
-        Busy: another run holds the trial's folder.
         UserError: the file is no task.
     """
     global _watch
@@ -203,14 +203,18 @@ def begin(path: Path) -> Task:
         asked = Task.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--watched {path}: not a task of mup-megatron's: {error}") from None
-    _end_with_parent()
     _watch = _Watch(asked, path.parent)
-    try:
-        _watch.hold()
-    except Busy as error:
-        _watch.failed(error)
-        raise
     return asked
+
+
+def hold() -> None:
+    """Holds a trial's folder until this process ends.
+
+    Raises:
+        Busy: another run holds it.
+    """
+    if _watch is not None:
+        _watch.hold()
 
 
 def task() -> Task | None:
@@ -334,6 +338,24 @@ def decides_exit(checkpoint_and_decide_exit: Function) -> Function:
     return decide
 
 
+def count_runs(before: int) -> None:
+    """Says how many runs of the same launcher's processes have been before this one."""
+    global _before
+    _before = before
+
+
+def meets_apart(create_store: Function) -> Function:
+    """On torch's rendezvous `_create_c10d_store`: torchrun's store still has the addresses of earlier runs."""
+
+    @functools.wraps(create_store)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(f"run-{_before}", create_store(*args, **kwargs))
+
+    return create
+
+
 def loss_of(losses: dict[str, Any]) -> float:
     """Megatron's own loss among those that a script reports; the first where it has another name."""
     return float(losses[_LOSS] if _LOSS in losses else next(iter(losses.values())))
@@ -347,20 +369,29 @@ def _leave_groups() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _end_with_parent() -> None:
-    """Ends this process when the other end of its standard input is gone: the command that started the run.
+def end_with(handle: int) -> None:
+    """Ends this process when the other end of a pipe is gone; nothing where it is none.
 
-    Where a launcher gives its ranks another standard input, they end with the launcher.
+    Standard input is one from the command that started the run. Where a launcher gives its ranks another one, they end
+    with the launcher.
+
+    Args:
+        handle: file descriptor.
     """
-    try:
-        if not stat.S_ISFIFO(os.fstat(0).st_mode):
-            return
-    except OSError:
+    if not is_pipe(handle):
         return
 
     def wait() -> None:
-        while os.read(0, 1):
+        while os.read(handle, 1):
             pass
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def is_pipe(handle: int) -> bool:
+    """Whether a file descriptor is open, and a pipe."""
+    try:
+        return stat.S_ISFIFO(os.fstat(handle).st_mode)
+    except OSError:
+        return False

@@ -1,4 +1,5 @@
-"""The coordinate check's measurements from the user's own script: one run of megatron.training per size and seed.
+"""The coordinate check's measurements from the user's own script: one run of megatron.training per size and seed,
+all in one process where it can fork.
 
 Public names: `native_measure`, `check_arguments`. The runs are those of `tuning.command` in its own layout, with the
 sizes of the family and few steps on one batch; megatron_training/watched_coordinates.py is what looks at them.
@@ -7,6 +8,7 @@ sizes of the family and few steps on one batch; megatron_training/watched_coordi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.coordinates import Coordinates
 from mup_megatron.proof.family import Member
 from mup_megatron.proof.slopes import Measurement
-from mup_megatron.tuning.native import Task, own_launch, said_by_options, write_sections
+from mup_megatron.tuning.native import NativeProcess, own_launch, own_process, write_sections
 from mup_megatron.tuning.native_command import PLACES, NativeCommand, native_options, replaced
+from mup_megatron.tuning.native_task import Task, said_by_options
 
 # A hook would see a recomputed module twice, and a parameter that is gathered in the next forward pass too early.
 _DROPPED = (
@@ -54,27 +57,33 @@ def native_measure(
         UserError: a run failed; says how.
     """
     measurements: list[Measurement] = []
-    tables: list[Parametrization] = []
-    command = NativeCommand.read(family[0].config.tuning.command)
-    for member in family:
-        tables.append(parametrize(member.config, known_vocab_size(member.config)))
-        first = member.config.run.seed
-        for seed in range(first, first + seeds):
-            for label, name, broken in measured:
-                config = member.config.derive({"run.seed": seed, "parametrization.name": name})
-                folder = directory / f"{label.replace(' ', '-')}-{member.factor}-seed-{seed}"
-                coordinates = _run(command, config, steps, broken, folder, ranges)
-                measurements.append(Measurement(label=label, seed=seed, factor=member.factor, coordinates=coordinates))
-                say(
-                    f"{label}: {member.factor} x base, seed {seed}: loss "
-                    + " ".join(f"{loss:.4f}" for loss in coordinates.losses)
-                )
+    tables = [parametrize(member.config, known_vocab_size(member.config)) for member in family]
+    runs = [
+        (member, seed, *each)
+        for member in family
+        for seed in range(member.config.run.seed, member.config.run.seed + seeds)
+        for each in measured
+    ]
+    with own_process() as process:
+        for number, (member, seed, label, name, broken) in enumerate(runs):
+            began = time.monotonic()
+            config = member.config.derive({"run.seed": seed, "parametrization.name": name})
+            folder = directory / f"{label.replace(' ', '-')}-{member.factor}-seed-{seed}"
+            coordinates = _run(process, config, steps, broken, folder, ranges)
+            measurements.append(Measurement(label=label, seed=seed, factor=member.factor, coordinates=coordinates))
+            losses = " ".join(f"{loss:.4f}" for loss in coordinates.losses)
+            say(f"{label}: {member.factor} x base, seed {seed}: loss {losses}")
+            if number == 1 and len(runs) > 2:  # the first one's time has the imports in it
+                seconds = time.monotonic() - began
+                minutes = seconds * (len(runs) - 2) / 60
+                say(f"{len(runs)} runs, about {seconds:.1f} s each at this size: about {minutes:.0f} min left")
     return measurements, tables
 
 
 def _run(
-    command: NativeCommand, config: Config, steps: int, broken: str | None, folder: Path, ranges: bool
+    process: NativeProcess, config: Config, steps: int, broken: str | None, folder: Path, ranges: bool
 ) -> Coordinates:
+    command = NativeCommand.read(config.tuning.command)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "coordinates.json"
     path.unlink(missing_ok=True)
@@ -87,7 +96,7 @@ def _run(
         ranges=ranges,
     )
     try:
-        own_launch(command, check_arguments(command, config, folder), task, folder)
+        own_launch(command, check_arguments(command, config, folder), task, folder, process)
     except UserError as error:
         raise UserError(f"{folder}: {error} (log.txt there says more)") from None
     held = json.loads(path.read_text(encoding="utf-8"))

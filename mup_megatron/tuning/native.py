@@ -1,14 +1,13 @@
 """A run of megatron.training in processes of its own: started as its command line says, heard and answered.
 
-Public names: `NativeProcess`, `Task`, `process_for`, `own_launch`, `last_lines`. `NativeProcess` is what process.py's
-`RunProcess` is for this project's own engine: it says the same messages. They go through files in a folder of the run,
-because a launcher stands between the two: the run's last rank (which has the loss) adds a line to SAID for each
-message, and waits for ANSWER after an evaluation. megatron_training/watched.py is the other end.
+Public names: `NativeProcess`, `process_for`, `own_process`, `own_launch`, `last_lines`. `NativeProcess` is what
+process.py's `RunProcess` is for this project's own engine: it says the same messages. They go through files in a folder
+of the run (native_task.py), because a launcher stands between the two: the run's last rank (which has the loss) adds a
+line to SAID for each message, and waits for ANSWER after an evaluation. megatron_training/watched.py is the other end.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import shutil
@@ -16,96 +15,22 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO
 
-from pydantic import BaseModel, ConfigDict
-
-from mup_megatron.config import Config, Model
+from mup_megatron.config import Config
 from mup_megatron.errors import DiskFull, UserError
 from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.ranks import Rank
 from mup_megatron.secrets import masked
 from mup_megatron.tuning.native_command import PLACES, NativeCommand, given_options, native_options, replaced
+from mup_megatron.tuning.native_task import ANSWER, FAILED, IDLE, LOG, NEXT, PROCESS, SAID, TASK, Task, said_by_options
 from mup_megatron.tuning.process import Answer, End, Evaluation, RunProcess, Said, Step, environment, receive
 
-SAID, ANSWER, FAILED, PROCESS, TASK = "said.jsonl", "answer-{}.json", "failed-{}.json", "process-{}", "task.json"
-"""Files of a conversation: what was said, the answer after a step, the end of a rank, its process id, the task."""
-LOG = "log.txt"
-"""File in a run's folder: what it printed."""
-
-_END_SECONDS, _SAVE_SECONDS, _START_SECONDS = 60.0, 600.0, 600
+_END_SECONDS, _SAVE_SECONDS, _START_SECONDS, _POLL_SECONDS = 60.0, 600.0, 600, 0.05
 _LAST_LINES, _LAST_BYTES = 3, 1 << 14
-# What the options of a command line say, by section of a config.
-_TRAINING = (
-    *("global_batch_size", "micro_batch_size", "seq_length", "train_steps", "lr_schedule", "lr_warmup_init"),
-    *("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps", "lr_wsd_decay_style", "min_lr_ratio", "clip_grad"),
-)
-
-
-class Task(BaseModel):
-    """What is asked of a watched run.
-
-    Args:
-        kind: `config`: write the run as a config, and leave; `trial`: say losses, and stop where told; `coordinates`:
-            measure every module at every step, on one batch, and leave.
-        path: of the config that is written, or of the measurements; of a trial its folder.
-        expected: what the options have to be read as, by dotted key; a run that is another one fails.
-        command: the command line that a config is written for.
-        interval: steps between evaluations of a trial.
-        steps: of the run.
-        broken: the rule that a check takes out.
-        ranges: whether a check measures ranges of values too.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    kind: Literal["config", "trial", "coordinates"]
-    path: str
-    expected: dict[str, Any] = {}
-    command: list[str] = []
-    interval: int = 1
-    steps: int = 1
-    broken: str | None = None
-    ranges: bool = False
-
-
-def said_by_options(config: Config) -> dict[str, Any]:
-    """What a command line's options are read as, by dotted key: where two runs agree in it, they are the same run.
-
-    Args:
-        config: every `auto` resolved.
-    """
-    sections = {
-        "model": {
-            **config.model.model_dump(mode="json", exclude={*Model.PLAIN_KERNELS, "architecture", "vocab_size"}),
-            "max_position_embeddings": config.max_position_embeddings,
-        },
-        "base": config.base.model_dump(mode="json"),
-        "parametrization": config.parametrization.model_dump(mode="json"),
-        "hparams": config.hparams.model_dump(mode="json"),
-        "optimizer": config.optimizer.model_dump(mode="json", exclude={"implementation"}),
-        "training": config.training.model_dump(mode="json", include={*_TRAINING}),
-        "run": {"seed": config.run.seed},
-    }
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-
-
-def differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """The keys in which a run is another one than was asked for, in words; floats may differ in their last digit."""
-    return [
-        f"{key}: {found.get(key)} by its options, {value} expected"
-        for key, value in expected.items()
-        if not _same(value, found.get(key))
-    ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-12)
-    return bool(one == other)
 
 
 def process_for(config: Config, rank: Rank, log: Path) -> RunProcess | NativeProcess:
@@ -122,6 +47,8 @@ def process_for(config: Config, rank: Rank, log: Path) -> RunProcess | NativePro
 class NativeProcess:
     """One run of megatron.training after the other. The methods are `RunProcess`'s.
 
+    The launcher's processes live on from run to run (megatron_training/forked.py), where they can.
+
     Args:
         rank: of the process that starts them; its local rank chooses the GPUs.
     """
@@ -131,6 +58,8 @@ class NativeProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self._directory = self._talk = Path()
+        self._launched: list[str] = []
+        self._talks: list[Path] = []
         self._read = 0
         self._buffer = b""
         self._heard = False
@@ -159,19 +88,30 @@ class NativeProcess:
             task: what is asked of it.
             directory: of the run, for its log and its conversation.
         """
-        self.stop()
+        before = self._talk
+        launched = command.words([])
+        goes_on = self._is_idle and before.is_dir() and self._launched == launched
+        if not goes_on:
+            self.stop()
         directory.mkdir(parents=True, exist_ok=True)
         for old in directory.glob("talk-*"):  # of a process that is gone, or that ends now because its parent is
-            shutil.rmtree(old, ignore_errors=True)
+            if old.absolute() not in self._talks:
+                shutil.rmtree(old, ignore_errors=True)
         self._directory, self._talk = directory, Path(tempfile.mkdtemp(prefix="talk-", dir=directory)).absolute()
         self._read, self._buffer, self._heard, self._owed = 0, b"", False, None
         self._silence, self._looked = 0.0, time.monotonic()
+        self._talks.append(self._talk)
+        task = task.model_copy(update={"arguments": arguments})
         write_whole(self._talk / TASK, task.model_dump_json(indent=1))
         write_whole(directory / "command.txt", masked(shlex.join(command.words(arguments))) + "\n")
-        self._log = (directory / LOG).open("ab")
+        if goes_on:
+            write_whole(before / NEXT, str(self._talk / TASK))
+            self._forget(self._talks[:-2])  # whose ranks have read what came next
+            return
+        self._launched, self._log = launched, (directory / LOG).open("ab")
         try:
             self._process = subprocess.Popen(  # noqa: S603  (the user's own command line, word by word)
-                command.words(arguments, self._talk / TASK),
+                command.words([], self._talk / TASK),
                 stdin=subprocess.PIPE,  # its ranks end when this end of it is closed, however this process went
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -190,7 +130,7 @@ class NativeProcess:
         stepped: Callable[[Step], None] = lambda _step: None,
     ) -> End | None:
         """As `RunProcess.listen`."""
-        alive = self._alive
+        alive = self._alive and not self._is_idle
         messages = self._messages()
         for message in messages:
             if isinstance(message, Step):
@@ -216,20 +156,27 @@ class NativeProcess:
 
     def _ended(self, end: End) -> End:
         if end.state in ("complete", "stopped", "diverged"):
-            with suppress(subprocess.TimeoutExpired):
-                if self._process is not None:
-                    self._process.wait(_END_SECONDS)
-        self.stop()
+            until = time.monotonic() + _END_SECONDS
+            while self._alive and not self._is_idle and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        if not self._is_idle:
+            self.stop()
         if end.state == "disk_full":
             raise DiskFull(end.reason)
         return end
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether each rank has ended its run, and waits for the next one."""
+        idle = list(self._talk.glob(IDLE.format("*"))) if self._alive else []
+        return bool(idle) and len(idle) == int(idle[0].read_text(encoding="utf-8"))
 
     def _how_it_ended(self) -> End:
         """Of a run that is gone without a word: what one of its ranks left behind, else the end of its log."""
         for path in sorted(self._talk.glob(FAILED.format("*"))):
             with suppress(ValueError, OSError):
                 return End.model_validate_json(path.read_text(encoding="utf-8"))
-        status = self._process.poll() if self._process is not None else None
+        status = 0 if self._is_idle else self._process.poll() if self._process is not None else None
         named = signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
         said = last_lines(self._directory / LOG)
         return End(state="died", reason=f"its process ended ({named})" + (f": {said}" if said else ""))
@@ -256,11 +203,12 @@ class NativeProcess:
         """As `RunProcess.save_and_stop`: Megatron saves at SIGTERM (--exit-signal-handler)."""
         if self._process is None:
             return
-        self._terminate()
+        if not self._is_idle:
+            self._terminate()
         if self._owed is not None:
             self._answer(self._owed, True)
         until = time.monotonic() + _SAVE_SECONDS
-        while self._alive and time.monotonic() < until:
+        while self._alive and not self._is_idle and time.monotonic() < until:
             messages = self._messages()
             for message in messages:
                 if isinstance(message, Evaluation):
@@ -294,7 +242,12 @@ class NativeProcess:
         self._process = None
         if self._log is not None:
             self._log.close()
-        shutil.rmtree(self._talk, ignore_errors=True)
+        self._forget(self._talks)
+
+    def _forget(self, talks: list[Path]) -> None:
+        for talk in talks:
+            shutil.rmtree(talk, ignore_errors=True)
+        self._talks = [talk for talk in self._talks if talk not in talks]
 
 
 def trial_arguments(command: NativeCommand, config: Config) -> list[str]:
@@ -348,19 +301,37 @@ def last_lines(log: Path) -> str:
     return ""
 
 
-def own_launch(command: NativeCommand, arguments: list[str], task: Task, directory: Path) -> None:
+@contextmanager
+def own_process() -> Iterator[NativeProcess]:
+    """A process for watched runs; it ends with the block."""
+    process = NativeProcess(Rank())
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def own_launch(
+    command: NativeCommand, arguments: list[str], task: Task, directory: Path, process: NativeProcess | None = None
+) -> None:
     """Runs a watched run to its end, where nothing is said on the way.
+
+    Args:
+        command: whose launcher and script are taken.
+        arguments: of the script.
+        task: what is asked of it.
+        directory: of the run.
+        process: that may have run others before; one of its own if none.
 
     Raises:
         UserError: it failed; says how.
     """
-    process = NativeProcess(Rank())
+    if process is None:
+        with own_process() as process:
+            return own_launch(command, arguments, task, directory, process)
     process.launch(command, arguments, task, directory)
-    try:
-        while (end := process.listen(0.1, _START_SECONDS)) is None:
-            pass
-    finally:
-        process.stop()
+    while (end := process.listen(_POLL_SECONDS, _START_SECONDS)) is None:
+        pass
     if end.state != "complete":
         raise UserError(end.reason)
 
@@ -380,6 +351,7 @@ def _environment(command: NativeCommand, rank: Rank) -> dict[str, str]:
             devices = devices[first : first + command.processes]
         if devices:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    found["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for GPUs starts no CUDA, with which none could be forked
     if command.is_srun:
         found |= {name: value for name, value in parent.items() if name.startswith("SLURM_")}
     return found

@@ -75,7 +75,7 @@ def test_plain_data(data: Any, width: int, lists_on_a_line: bool) -> None:
 
 def test_half_a_character_is_refused() -> None:
     """A byte of a command line that is not UTF-8, as Python has it in sys.argv."""
-    with pytest.raises(UserError, match="^text: line 1: not valid YAML: "):
+    with pytest.raises(UserError, match=r"^text: line 1: not valid YAML: "):
         parse_yaml(as_yaml("undecodable \udcff"), "text")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,24 @@ def test_mup_in_the_users_script(command: list[str], tmp_path: Path) -> None:
     assert cell["updates"]["decoder.layers.0.mlp.linear_fc1.weight"][0] == pytest.approx(rate / 4, rel=1e-2)
     assert cell["updates"]["decoder.final_layernorm.weight"][0] == pytest.approx(rate, rel=1e-2)
     assert cell["losses"][2] < cell["losses"][0]
+
+
+@pytest.mark.slow
+@needs_training
+def test_the_time_is_said(command: list[str], tmp_path: Path) -> None:
+    """Before most of it has passed: what a run takes, and how long the others will."""
+    words: list[str | Path] = [
+        "coord-check",
+        "--native",
+        Path(command[0]) / "proxy.yaml",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    found = mup(*words, "--widths", "1,2,4", "--steps", "1", "--seeds", "1", "--no-beside", "--", *command[1:])
+    assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]
+    lines = found.stdout.splitlines()
+    (said,) = [number for number, line in enumerate(lines) if re.match(r"3 runs, about \d+\.\d s each at ", line)]
+    assert lines[said - 1].startswith("mup: 2 x base")
+    assert lines[said + 1].startswith("mup: 4 x base")
 
 
 @pytest.mark.slow

@@ -19,15 +19,13 @@ from mup_megatron.errors import UserError
 from mup_megatron.ranks import Rank
 from mup_megatron.tuning.native import (
     NativeProcess,
-    Task,
-    differing,
     last_lines,
     own_launch,
     process_for,
-    said_by_options,
     trial_arguments,
 )
 from mup_megatron.tuning.native_command import NativeCommand, native_options, replaced
+from mup_megatron.tuning.native_task import Task, differing, said_by_options
 from mup_megatron.tuning.process import RunProcess
 from mup_megatron.tuning.space import proxy_config
 from tests import native

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mup_megatron import rules
+from mup_megatron.deepspeed.schedule import refuse_auto
 from mup_megatron.errors import UserError
 from mup_megatron.mup.in_place import check_infshapes
 from mup_megatron.mup.optim import MuAdam, MuAdamW, MuSGD, split_groups
@@ -35,11 +36,12 @@ def groups_of_config(
         The optimizer if it was built here, else None; and the groups.
 
     Raises:
-        UserError: an optimizer without a rule, L2 added to the gradient under Adam, or a parameter without an infinite
-            shape.
+        UserError: an optimizer without a rule, a value of "auto", L2 added to the gradient under Adam, or a parameter
+            without an infinite shape.
     """
     block = settings["optimizer"] or {}
     kind, keys = str(block.get("type", "")).lower(), dict(block.get("params") or {})
+    refuse_auto("optimizer.params", keys)
     given = list(parameters) if parameters is not None else trained(model)
     flat = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
     check_infshapes(model, flat)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that keep the ratios between groups. Public names: `per_group`, `guard`.
+"""Learning-rate schedules that keep the ratios between groups. Public names: `per_group`, `refuse_auto`, `guard`.
 
 DeepSpeed's own schedules set one rate for all groups (WarmupLR with a scalar `warmup_max_lr` turns rates of 1e-3 and
 1.25e-4 into 1e-3 and 1e-3), but take a list with a rate per group, which is what they are given here.
@@ -7,6 +7,7 @@ DeepSpeed's own schedules set one rate for all groups (WarmupLR with a scalar `w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from mup_megatron.errors import UserError
@@ -20,6 +21,8 @@ _RATES: dict[str, dict[str, float | None]] = {
     "LRRangeTest": {"lr_range_test_min_lr": 0.001},
     "WarmupCosineLR": {},  # ratios
 }
+_AUTO = "auto"  # for Hugging Face's Trainer, which puts a number in its place
+_AUTO_RATES = {"warmup_min_lr", "warmup_max_lr"}  # 0 there, and the optimizer's own rate
 _TORCH_RATES = ("eta_min", "min_lr", "max_lr", "base_lr", "swa_lr")
 
 
@@ -31,12 +34,14 @@ def per_group(settings: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         groups: that the optimizer will have, in order.
 
     Raises:
-        UserError: a schedule of torch's that is given rates, or a list that fits no groups.
+        UserError: a schedule of torch's that is given rates, a list that fits no groups, or another "auto".
     """
     block = settings.get("scheduler")
     if not block or block.get("type") is None:
         return
     kind, keys = block["type"], block.setdefault("params", {})
+    known = _AUTO_RATES & set(_RATES.get(kind, ()))
+    refuse_auto("scheduler.params", {key: value for key, value in keys.items() if key not in known})
     if kind not in _RATES:
         given = [key for key in _TORCH_RATES if keys.get(key)]
         if given:
@@ -48,7 +53,29 @@ def per_group(settings: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     for key, default in _RATES[kind].items():
         value = keys.get(key, default)
         if value is not None:
-            keys[key] = [_base_rate(value, group, groups, key) * group[MULTIPLIER] for group in groups]
+            keys[key] = [_rate(value, group, groups, key) for group in groups]
+
+
+def refuse_auto(source: str, keys: Mapping[str, Any]) -> None:
+    """Refuses "auto" where a number is needed that nobody has here. Raises UserError.
+
+    Args:
+        source: the block, for the message.
+        keys: of the block.
+    """
+    for key, value in keys.items():
+        if value == _AUTO:
+            raise UserError(
+                f'{source}.{key}: "auto" is for Hugging Face\'s Trainer, which puts a number in its place; expected '
+                "the number"
+            )
+
+
+def _rate(value: Any, group: dict[str, Any], groups: list[dict[str, Any]], key: str) -> float:
+    """Of a group, from the base's; of "auto" what Hugging Face's Trainer makes of it."""
+    if value == _AUTO:
+        return 0.0 if key == "warmup_min_lr" else float(group["lr"])
+    return _base_rate(value, group, groups, key) * group[MULTIPLIER]
 
 
 def _base_rate(value: Any, group: dict[str, Any], groups: list[dict[str, Any]], key: str) -> float:

@@ -120,6 +120,11 @@ def schedule(kind: str, **keys: Any) -> dict[str, Any]:
 
 SCHEDULES: dict[str, tuple[dict[str, Any], list[float] | None]] = {
     "WarmupLR": ({"warmup_max_lr": LR, "warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 1 / 4, 2 / 4, 3 / 4, 1]),
+    # As Hugging Face's Trainer fills it: from 0 to the optimizer's rate.
+    "auto": (
+        {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 4, "warmup_type": "linear"},
+        [0, 0, 1 / 4, 2 / 4, 3 / 4, 1],
+    ),
     "WarmupDecayLR": (
         {"warmup_max_lr": LR, "warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 6},
         [0, 0, 1 / 2, 1, 3 / 4, 2 / 4],
@@ -137,12 +142,15 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[float] | None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "WarmupDecayLR" else SLOW) for k in SCHEDULES])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("WarmupDecayLR", "auto") else SLOW) for k in SCHEDULES]
+)
 def test_schedules_keep_the_ratios(ranks: Ranks, kind: str) -> None:
     """The rates of each group at each step: its multiplier times what the schedule makes of the base rate."""
     keys, factors = SCHEDULES[kind]
     stage = 0 if kind == "StepLR" else 1  # torch's refuse DeepSpeed's wrapper of the optimizer
-    (result,) = ranks.run(1, bodies.in_deepspeed, stage=stage, how="config", scheduler=schedule(kind, **keys))
+    scheduler = schedule("WarmupLR" if kind == "auto" else kind, **keys)
+    (result,) = ranks.run(1, bodies.in_deepspeed, stage=stage, how="config", scheduler=scheduler)
     multipliers = [group["lr_multiplier"] for group in result["groups"]]
     assert sorted(set(multipliers)) == pytest.approx([1 / 4, 1 / 3, 1])
     for step, rates in enumerate(result["rates"]):
@@ -280,6 +288,19 @@ def parameters_of(net: torch.nn.Module) -> list[torch.Tensor]:
             {"optimizer": ADAMW, "scheduler": schedule("WarmupLR", warmup_max_lr=[1.0, 2.0])},
             r"^scheduler\.params\.warmup_max_lr: 2 rates for 1 groups",
         ),
+        (
+            {"optimizer": ADAMW, "scheduler": schedule("WarmupLR", warmup_num_steps="auto")},
+            r"^scheduler\.params\.warmup_num_steps: \"auto\" is for Hugging Face's Trainer, .*; expected the number$",
+        ),
+        (
+            {"optimizer": ADAMW, "scheduler": schedule("StepLR", gamma="auto")},
+            r"^scheduler\.params\.gamma: \"auto\" is",
+        ),
+        (
+            {"optimizer": ADAMW, "scheduler": schedule("OneCycle", cycle_min_lr="auto", cycle_max_lr=1.0)},
+            r"^scheduler\.params\.cycle_min_lr: \"auto\" is for",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, r"^optimizer\.params\.lr: \"auto\" is for"),
     ],
 )
 def test_configs_that_are_refused(keys: dict[str, Any], message: str) -> None:

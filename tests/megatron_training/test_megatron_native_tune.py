@@ -256,7 +256,9 @@ def test_from_command_line_to_target(tuned: Path, command: list[str]) -> None:
     last = json.loads((chosen / "metrics.jsonl").read_text().splitlines()[-1])
     assert by_trial[-1][2] == f"{last['eval_loss']:.6E}"
     assert record["study"]["loss"] == last["eval_loss"]
-    target = [word for word in command if word not in ("--lr", "1e-2", "--init-method-std", "0.05", "--weight-decay")]
+    target = [
+        word for word in command if word not in ("--lr", "1e-2", "0.01", "--init-method-std", "0.05", "--weight-decay")
+    ]
     trained = mup("run", *target, "--mup-hparams", tuned / "tuned.json")
     assert trained.returncode == 0, trained.stderr[-3000:]
     rates = set(re.findall(r"learning rate: (\S+)", trained.stdout))
@@ -331,7 +333,9 @@ def test_layers_of_the_scripts_own(command: list[str], tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{16}", family)
     assert load_config(tmp_path / "proxy.yaml").model.as_built == family
     assert record["target"]["becomes"]["tensors"] == {}
-    target = [word for word in command if word not in ("--lr", "1e-2", "--init-method-std", "0.05", "--weight-decay")]
+    target = [
+        word for word in command if word not in ("--lr", "1e-2", "0.01", "--init-method-std", "0.05", "--weight-decay")
+    ]
     taken = mup("run", *target, *own, "--mup-hparams", tmp_path / "tuned.json")
     assert taken.returncode == 0, taken.stderr[-3000:]
     assert set(re.findall(r"learning rate: (\S+)", taken.stdout)) == {f"{record['values']['lr']:.6E}"}

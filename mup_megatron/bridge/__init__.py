@@ -55,6 +55,7 @@ def apply_mup(
     model: Literal["auto", "recorded", "as-built"] = "auto",
     tensors: str | Path | None = None,
     allow_change: Sequence[str] = (),
+    accept: Sequence[str] = (),
     explain: bool = False,
     write_config: str | Path | None = None,
 ) -> None:
@@ -73,6 +74,7 @@ def apply_mup(
             recorded where the spec is megatron-core's own.
         tensors: YAML that says what tensors of layers of your own are.
         allow_change: keys that may differ from the checkpoint's.
+        accept: fields that are not known here, to take unchecked.
         explain: print what each tensor gets once the model is to be built, and leave.
         write_config: a new file: as `explain`, and write the run there as a config to tune its proxy with.
 
@@ -91,6 +93,7 @@ def apply_mup(
         model=model,
         tensors=None if tensors is None else str(tensors),
         allowed=tuple(allow_change),
+        accepted=tuple(accept),
         explain=explain or write_config is not None,
         written=None if write_config is None else Path(write_config),
     )

@@ -69,8 +69,10 @@ class BridgeRun(MegatronRun):
         refuse(self._container, first=False)
         self._args = arguments_of(self._container, given)
         check_table(known(), megatron.core.__version__)
+        known().accept(self._settings.accepted)
         check_options(self._args, {}, known())
-        self._settings = replace(self._settings, unsaid=tuple(unsaid_options(self._args, {}, known())))
+        unsaid = tuple(unsaid_options(self._args, {}, known()))
+        self._settings = replace(self._settings, unsaid=unsaid, accepted=tuple(known().accepted))
         for config in (given["config"], self._container.optimizer, self._container.ddp):
             check_config(config, known(), kind=_upstreams(config))
 
@@ -95,6 +97,7 @@ def put_into(
     model: str,
     tensors: str | None,
     allowed: tuple[str, ...],
+    accepted: tuple[str, ...],
     explain: bool,
     written: Path | None,
 ) -> None:
@@ -108,6 +111,7 @@ def put_into(
         model: how the model is parametrised.
         tensors: file of a user's entries.
         allowed: keys that may differ from the checkpoint's.
+        accepted: fields that no table has, and that the user takes all the same.
         explain: print the table and leave.
         written: the file to write a config for tuning to, before leaving.
 
@@ -136,6 +140,7 @@ def put_into(
         explain=explain,
         written=written,
         allowed=allowed,
+        accepted=accepted,
         sizes=given,
         model=model,
         tensors=() if tensors is None else read_tensors(tensors, READY_MADE.get(tensors) or text_of(tensors)),

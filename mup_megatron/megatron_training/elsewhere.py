@@ -27,7 +27,7 @@ from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.megatron_training.telemetry import standard_tensors
+from mup_megatron.megatron_training.telemetry import accepted_names, standard_tensors
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from mup_megatron.model import parametrize
@@ -131,8 +131,9 @@ def show(
     print_table(parametrization, layout, console)
     if built is not None:
         _print_entries(built, console)
-    if standard := standard_tensors(parametrization):
-        console.print(standard, style="yellow", highlight=False)
+    for said in (standard_tensors(parametrization), accepted_names(settings.accepted)):
+        if said:
+            console.print(said, style="yellow", highlight=False)
     for sentence in refused:
         console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
     if settings.written is not None:

@@ -36,7 +36,7 @@ from mup_megatron.megatron_training.family import MULTIPLE, check_family
 from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.megatron_training.telemetry import applied, standard_tensors, tell
+from mup_megatron.megatron_training.telemetry import accepted_names, applied, standard_tensors, tell
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.model import check_specs, initialise, parametrize
 from mup_megatron.optim import megatron_overrides
@@ -337,8 +337,9 @@ class MegatronRun:
             )
         self._finish()
         chunks = chunks_of(model_chunks)
-        if (standard := standard_tensors(self.parametrization)) and torch.distributed.get_rank() == 0:
-            print(f"mup-megatron: {standard}", file=sys.stderr, flush=True)
+        for said in (standard_tensors(self.parametrization), accepted_names(self._settings.accepted)):
+            if said and torch.distributed.get_rank() == 0:
+                print(f"mup-megatron: {said}", file=sys.stderr, flush=True)
         overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
         for override in overrides.values():
             # Up to 0.18 megatron-core tells the groups of a checkpoint apart by four keys. `lr_mult` is one of them and
@@ -430,5 +431,6 @@ class MegatronRun:
             fused_activation=self._fused,
             tokenizer_type=args.tokenizer_type,
             applied=applied(self.parametrization),
+            accepted=list(self._settings.accepted) or None,
             as_built=None if self._built is None else [str(entry) for entry in self._built.own_entries],
         )

@@ -31,6 +31,7 @@ _FILLED = (
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
     "heterogeneous_layers_config_encoded_json",
 )
+_ACCEPTED = Rule(kind="harmless", why="accepted by name (--mup-accept), and not checked")
 
 
 class Known:
@@ -42,6 +43,40 @@ class Known:
 
     def __init__(self, actions: Iterable[Action]) -> None:
         self.actions = {action.dest: action for action in actions if action.option_strings and action.dest != "help"}
+        self._accepted: frozenset[str] = frozenset()
+
+    def accept(self, names: Iterable[str]) -> None:
+        """Takes what neither table has, because the user says that it changes no rule.
+
+        Args:
+            names: of options, with or without their dashes, or of fields of megatron-core's configs.
+
+        Raises:
+            UserError: there is no such option or field, or a table says why it is refused.
+        """
+        options, found = self.actions.items(), set()
+        spelled = {word[2:].replace("-", "_"): dest for dest, option in options for word in option.option_strings}
+        for said in names:
+            name = said.removeprefix("--").replace("-", "_")
+            name = spelled.get(name, name)
+            if name not in self.actions and name not in _fields():
+                raise UserError(
+                    f"--mup-accept {said}: this Megatron has no such option, and its configs have no such field; "
+                    "expected a name as a refusal says it"
+                )
+            rule = self.rule(name)
+            if rule is not None and rule.is_refused:
+                raise UserError(
+                    f"--mup-accept {said}: it is known what this does, and it is refused ({rule.why}); expected the "
+                    "name of an option that mup-megatron does not know"
+                )
+            found.add(name)
+        self._accepted = frozenset(found)
+
+    @property
+    def accepted(self) -> list[str]:
+        """What was accepted and is in no table, as a user types it."""
+        return sorted(self.typed(name) for name in self._accepted if self.rule(name) is _ACCEPTED)
 
     def rule(self, name: str) -> Rule | None:
         """Of an option by its destination, or of a config's field; None where neither table has it."""
@@ -49,7 +84,7 @@ class Known:
         for option in action.option_strings if action else ():
             if (found := OPTIONS.get(option.removeprefix("--"))) is not None:
                 return found
-        return FIELDS.get(name)
+        return FIELDS.get(name) or (_ACCEPTED if name in self._accepted else None)
 
     def typed(self, name: str) -> str:
         """An option by its destination as a user types it; another name as it is."""
@@ -66,12 +101,7 @@ def check_table(known: Known, version: str) -> None:
     Raises:
         UserError: names the option or field.
     """
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
-    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    fields = _fields()
     options = {option for action in known.actions.values() for option in action.option_strings}
     missing = [f"option --{name}" for name, rule in _needed(OPTIONS, version) if f"--{name}" not in options]
     missing += [f"field {name}" for name, _ in _needed(FIELDS, version) if name not in fields]
@@ -81,6 +111,16 @@ def check_table(known: Known, version: str) -> None:
             "(option_table.py, field_table.py); expected a release from 0.16.1 to 0.19, or a "
             "table that knows what took its place"
         )
+
+
+def _fields() -> set[str]:
+    """Names of all fields of megatron-core's configs."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    return {field.name for config in configs for field in dataclasses.fields(config)}
 
 
 def _needed(rules: Mapping[str, Rule], version: str) -> list[tuple[str, Rule]]:
@@ -157,7 +197,8 @@ def unsaid_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -
     found = []
     for name, value, _ in _values(args, defaults, known):
         option = known.typed(name)
-        if option.removeprefix("--") in UNSAID.split() and not _equal(value, known.actions[name].default):
+        unsaid = option.removeprefix("--") in UNSAID.split() or option in known.accepted
+        if unsaid and not _equal(value, known.actions[name].default):
             found.append(option if isinstance(value, bool) else f"{option} {_said(value)}")
     return found
 
@@ -338,6 +379,9 @@ def _check(name: str, value: Any, defaults: Sequence[Any], rule: Rule | None, *,
     if rule is not None and rule.kind == "cuda":
         raise UserError(f"{shown}: computes on CUDA alone, and none is here; expected {expected}")
     why = rule.why if rule else "mup-megatron does not know what it does to the rules"
+    if rule is None:
+        accepted = name.removeprefix("--").rpartition(".")[2]
+        expected += f", or --mup-accept {accepted} where you know that it changes none of them"
     raise UserError(f"{shown}: not under µP here ({why}); expected {expected}")
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change"),
-    *("--mup-model", "--mup-tensors"),
+    *("--mup-accept", "--mup-model", "--mup-tensors"),
 )
 MODELS = ("auto", "recorded", "as-built")
 _SECTIONS = ("base", "parametrization", "hparams")
@@ -57,6 +57,7 @@ class Settings:
         record: the transfer record's file.
         explain: print the table and leave.
         allowed: keys that may differ from the checkpoint's.
+        accepted: options and fields that no table has, and that the user takes all the same.
         sizes: of `DERIVED_SIZES`, those that were typed (or that the script sets), before upstream fills the others.
         written: the file to write a config for tuning to, before leaving; None without one.
         unsaid: the options that it cannot say.
@@ -76,6 +77,7 @@ class Settings:
     sizes: dict[str, int]
     written: Path | None = None
     unsaid: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     model: str = "auto"
     tensors: tuple[Entry, ...] = ()
@@ -101,6 +103,9 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--mup-allow-change", metavar="KEY", action="append", help="A key that may differ from the checkpoint's."
+    )
+    group.add_argument(
+        "--mup-accept", metavar="NAME", action="append", help="An option that is not known here, to take unchecked."
     )
     group.add_argument(
         "--mup-model",
@@ -158,6 +163,7 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
             "--use-checkpoint-args: a checkpoint's arguments hold sizes that were typed and sizes that Megatron "
             "derived from them alike, and which of them grow depends on that; expected the model's options typed again"
         )
+    known().accept(args.mup_accept or ())
     sections = _read_config(args.mup_config) if args.mup_config else {}
     base = sections.get("base", {})
     if args.mup_base:
@@ -198,6 +204,7 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         tensors=_read_tensors(args),
         unsaid=tuple(unsaid_options(args, defaults, known())) if args.mup_write_config else (),
         allowed=tuple(args.mup_allow_change or ()),
+        accepted=tuple(known().accepted),
         sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
     )
 

@@ -1,6 +1,6 @@
 """What was applied to a run of megatron.training: one line at its start, Megatron's own writers, and mup.json.
 
-Public names: `applied`, `standard_tensors`, `tell`.
+Public names: `applied`, `accepted_names`, `standard_tensors`, `tell`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ def standard_tensors(parametrization: Parametrization) -> str:
     if not names:
         return ""
     return f"in the standard parametrization, with the base's rates at every width, as asked for: {', '.join(names)}"
+
+
+def accepted_names(names: Sequence[str]) -> str:
+    """The sentence that names what was accepted unchecked (`--mup-accept`); empty where nothing was."""
+    if not names:
+        return ""
+    return f"accepted by name, without knowing what it does to the rules: {', '.join(names)}"
 
 
 def tell(parametrization: Parametrization, chunks: Sequence[Any], groups: Iterable[Mapping[str, Any]]) -> None:

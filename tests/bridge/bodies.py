@@ -56,6 +56,7 @@ def _apply(config: Any, recipe: str, base: Any, **options: Any) -> None:
         "model": "auto",
         "tensors": None,
         "allowed": (),
+        "accepted": (),
         "explain": False,
         "written": None,
     }

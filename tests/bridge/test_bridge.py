@@ -46,8 +46,9 @@ def _unpatched() -> Iterator[None]:
 def put(config: Any, base: Any = BASE, **options: Any) -> None:
     from mup_megatron.bridge.run import put_into
 
-    given: dict[str, Any] = {"record": None, "model": "auto", "tensors": None, "allowed": (), "explain": False}
-    put_into(config, base, **{**given, "written": None, "sections": {"hparams": {}, "parametrization": {}}, **options})
+    given: dict[str, Any] = {"record": None, "model": "auto", "tensors": None, "allowed": (), "accepted": ()}
+    given |= {"explain": False, "written": None, "sections": {"hparams": {}, "parametrization": {}}}
+    put_into(config, base, **{**given, **options})
 
 
 def test_at_four_times_the_width(ranks: Ranks) -> None:
@@ -266,6 +267,17 @@ def test_what_is_seen_once_the_model_is_built(ranks: Ranks) -> None:
     assert found["status"] == 2
     assert "TransformerConfig.softmax_scale 0.5: not under µP here" in found["said"]
     assert "Traceback" not in found["said"]
+
+
+def test_a_field_accepted_by_name(ranks: Ranks) -> None:
+    """Of which no table knows what it does: refused with the way out, taken with it, and told."""
+    (refused,) = ranks.run(1, bodies.trained, mup={"base": BASE}, tp_only_amax_red=True)
+    assert "tp_only_amax_red True: not under µP here (mup-megatron does not know" in refused["said"]
+    assert "or accept=tp_only_amax_red where you know" in refused["said"]
+    mup = {"base": BASE, "accepted": ("tp_only_amax_red",)}
+    (taken,) = ranks.run(1, bodies.trained, mup=mup, tp_only_amax_red=True)
+    assert taken["status"] == 0, taken["said"]
+    assert "accepted by name, without knowing what it does to the rules: tp_only_amax_red" in taken["said"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated as of Python 3.12:DeprecationWarning")  # upstream's parser

@@ -204,7 +204,7 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
             table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=True)
         for rows in _rows(tensors, layout, unit=_is_unit(config)):
             table.add_row(*rows)
-        console.print(table)
+        _print_whole(table, console)
     console.print(
         "sizes in elements, fan-out × fan-in (embeddings the other way round); m_in, m_out: size / base size; init std "
         "of a normal distribution; lr at the schedule's peak; weight decay decoupled, per step and unit of lr",
@@ -213,6 +213,18 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
     )
 
 
+def _print_whole(table: Any, console: Any) -> None:
+    """Prints a table with everything in it where there is no screen that its lines would have to fit on."""
+    before = console.width
+    if not console.file.isatty():
+        needed = console.measure(table, options=console.options.update_width(_WIDEST)).maximum
+        console.width = max(before, needed)
+    console.print(table)
+    console.width = before
+
+
+_WIDEST = 10_000
+"""Characters of a line that no table of tensors reaches."""
 _UNIT = (
     "scaling: unit: init std, lr, eps and weight decay are those of the stored weights, which are the weights divided "
     "by θ; θ is part of the forward multiplier"

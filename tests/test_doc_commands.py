@@ -174,6 +174,18 @@ def test_nothing_is_overlooked() -> None:
     assert not [words for words in found if {"[", "|", "CONFIG"} & set(words)]
 
 
+def test_a_run_that_takes_a_record_leaves_out_what_it_says() -> None:
+    """docs/megatron.md's last command of each way of tuning is the one that was tuned, without the record's options."""
+    lines = commands(ROOT / "docs" / "megatron.md")
+    tuned = [words for words in lines if "--mup-write-config" in words or words[1:3] == ["tune", "--native"]]
+    taking = [words for words in lines if "--mup-hparams" in words]
+    assert len(tuned) == len(taking) == 2
+    for before, after in zip(tuned, taking, strict=True):
+        given, left = (set(words[words.index("--mup-base") :: 2]) for words in (before, after))
+        assert given - left - {"--mup-write-config"} == {"--lr", "--init-method-std", "--weight-decay"}
+        assert left - given == {"--mup-hparams"}
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [

@@ -163,6 +163,26 @@ def test_a_tokenizer_that_is_not_here(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
+def test_the_table_is_whole_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe or a file: no column is cut, whatever the tensors are called."""
+    from mup_megatron.megatron_training.elsewhere import show
+
+    words, base = recipe("deepseek_v3")
+    found, settings = elsewhere(words, tmp_path, base, common="--mock-data --vocab-size 1000", settled=True)
+    show(*found, settings=settings)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    headings = [line.split() for line in out.splitlines() if line.startswith(("tensor ", " tensor "))]
+    assert headings
+    assert set(map(tuple, headings)) == {
+        ("tensor", "global", "local", "base", "m_in", "m_out", "init", "std", "forward")
+    }
+    name = "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight"
+    (row,) = [line for line in out.splitlines() if name in line]
+    # Fan-in and fan-out are four times the base's.
+    assert row.split(name)[1].split()[1:6] == ["7168×2048", "7168×2048", "1792×512", "×4", "×4"]
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """A table and exit status 0 for Transformer Engine, NCCL and eight processes, none of which is here."""

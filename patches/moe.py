@@ -1,7 +1,10 @@
-"""What megatron-core's mixture of experts needs on a machine without CUDA, and its MLA without Transformer Engine."""
+"""What megatron-core's mixture of experts needs on a machine without CUDA, and its MLA and multi-token prediction
+without Transformer Engine.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +41,16 @@ def _no_te_linear(original: Any) -> Any:
         """Takes the place of Transformer Engine's linear layer where it is not installed: no layer is an instance."""
 
     return NoTELinear
+
+
+def _no_inference_linear(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    installed = importlib.util.find_spec("transformer_engine") is not None
+
+    @functools.wraps(original)
+    def is_inference_column_parallel_linear(module: Any) -> bool:
+        return installed and original(module)
+
+    return is_inference_column_parallel_linear
 
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
@@ -81,5 +94,19 @@ MOE_PATCHES: tuple[Patch, ...] = (
         when="always",
         wrap=_no_te_linear,
         needed="<0.17",
+    ),
+    Patch(
+        name="mtp-no-te-linear",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.21",
+        symbol="megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
+        parameters=("module",),
+        why="0.20 asks isinstance(layer, InferenceColumnParallelLinear) of every layer of a further prediction also "
+        "where Transformer Engine is not installed; the class is made of a mock there, which is a TypeError",
+        lower_rung="MultiTokenPredictionLayer's constructor calls it with a global name of its module",
+        until="megatron-core asks only where Transformer Engine is installed",
+        when="always",
+        wrap=_no_inference_linear,
+        needed=">=0.20.dev0",
     ),
 )

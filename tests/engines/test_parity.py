@@ -496,6 +496,7 @@ def test_every_patch_is_taken_out_somewhere() -> None:
             "cpu-compile-at-first-call",
         ),  # tests/patches/test_patches.py
         *("cpu-alltoall-stream", "cpu-alltoall-splits", "mla-no-te-linear"),  # tests/layers/test_architectures.py
+        "mtp-no-te-linear",  # tests/megatron_training/test_megatron_development.py
         *(
             "checkpoint-no-server-process",
             "checkpoint-no-server-process-0.16",

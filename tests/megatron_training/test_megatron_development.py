@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mup_megatron.patches import trees
-from tests import native
+from tests import functional_recipes, native
 from tests.commands import environment
 from tests.megatron_training.test_megatron_training import seen as observed
 from tests.megatron_training.test_megatron_training import start
@@ -30,6 +30,8 @@ pytestmark = [
     ),
 ]
 COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"  # 2026-08-22
+COUNT = 184
+"""Recipes there with different options."""
 EXPERTS = "--num-experts 4 --disable-bias-linear --swiglu --position-embedding-type rope"
 
 
@@ -47,11 +49,16 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(tree: Path, folder: Path, *extra: str) -> dict[str, Any]:
+    return told("tests.development_tree", folder, str(tree), str(folder), *extra)
+
+
+def told(module: str, folder: Path, *arguments: str, seconds: int = 240) -> dict[str, Any]:
+    """What a module of these tests leaves in a folder."""
     root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-m", "tests.development_tree", str(tree), str(folder), *extra]
+    command = [sys.executable, "-m", module, *arguments]
     environ = {**environment(), "PYTHONPATH": root, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    found = subprocess.run(command, cwd=root, env={**environ, **ranks}, capture_output=True, text=True, timeout=240)
+    found = subprocess.run(command, cwd=root, env={**environ, **ranks}, capture_output=True, text=True, timeout=seconds)
     assert found.returncode == 0, found.stderr[-3000:]
     return json.loads((folder / "seen.json").read_text())
 
@@ -91,3 +98,64 @@ def test_run_and_patched_tree_are_one(tree: Path, tmp_path: Path) -> None:
     assert run["groups"] == own["groups"]
     assert len(own["losses"]) == 3
     assert run["losses"] == own["losses"]
+
+
+def test_an_option_accepted_by_name(tree: Path, tmp_path: Path) -> None:
+    """With `--mup-accept` the same run trains, and says what was accepted."""
+    words = "--mtp-num-layers 1 --position-embedding-type rope --mtp-hsm --mup-accept mtp-hsm"
+    ours = seen(tree, tmp_path, *words.split())["runs"][0]
+    assert len(ours["steps"]) == 3, ours["said"]
+    assert "accepted by name, without knowing what it does to the rules: --mtp-hsm" in ours["said"]
+
+
+@pytest.mark.parametrize("options", ["", EXPERTS])
+def test_multi_token_prediction_without_transformer_engine(options: str, tree: Path, tmp_path: Path) -> None:
+    """At the base it is the plain run; upstream alone ends in a TypeError, for which the patch is."""
+    words = ["--mtp-num-layers", "1", "--position-embedding-type", "rope", *options.split()]
+    found = seen(tree, tmp_path, *words)
+    ours, plain = found["runs"]
+    assert len(ours["steps"]) == 3, ours["said"]
+    assert plain["steps"] == ours["steps"], plain["said"]
+
+
+# What no table of µP can be made of, by a part of the recipe's name, with what the sentence says.
+REFUSED = {
+    "_gdn": "--experimental-attention-variant gdn: such a model is parametrised as it is built",
+    "_dsa": "--experimental-attention-variant dsa: such a model is parametrised as it is built",
+    "hybrid/hybrid_mr": "--spec: such a model is parametrised as it is built",
+    "tp1_pp1_mup": "--use-mup: megatron-core's native MuP cannot be combined with this project's; remove --use-mup",
+    # In no table: options and a field that no release has.
+    "op_fuser": "TransformerConfig.moe_use_grouped_tensor True: not under µP here (mup-megatron does not know",
+    "no_load_optim": "--ckpt-fully-parallel-load-per-rank-objects: not under µP here (mup-megatron does not know",
+    "nemotron/": "--spec: such a model is parametrised as it is built",
+    # Megatron itself refuses these, here or everywhere.
+    "fim_dataset": "Mock dataset is not supported with FIM dataset",
+    "fsdp2_resume_torch_dist_te": "--use-torch-fsdp2 requires --untie-embeddings-and-output-weights",
+    "native_fp8_tp_pp_sp_tp_overlap": "--deterministic-mode requires: tp_comm_overlap=False",
+    "fsdp2_ep_overlap": "overlap_grad_reduce is only supported with TE",
+}
+# Options that another program than megatron.training's parser adds.
+OTHERS = ("modelopt", "flextron", "QAD")
+
+
+def test_every_recipe_is_explained_or_refused(tree: Path, tmp_path: Path) -> None:
+    """All functional tests of the tree that train such models: a table with the rule's rates, or one sentence."""
+    listed = functional_recipes.recipes(os.environ["MEGATRON_LM"], COMMIT)
+    (tmp_path / "recipes.json").write_text(json.dumps(listed))
+    places = (str(tree), str(tmp_path / "recipes.json"), str(tmp_path))
+    found = told("tests.functional_recipes", tmp_path, *places, seconds=1800)
+    assert {name: said["traceback"] for name, said in found.items() if "traceback" in said} == {}
+    wrong = {}
+    for name, said in found.items():
+        sentence = next((sentence for part, sentence in REFUSED.items() if part in name), None)
+        if any(part in name for part in OTHERS):
+            right = "error: unrecognized arguments" in said.get("parser", "")
+        elif sentence is not None:
+            right = sentence in said.get("refused", "") and "\n" not in said["refused"]
+        else:
+            # Under Muon rows and columns double, and sqrt(larger side) with them.
+            right = said.get("rates") == [2**-0.5 if "muon" in name else 0.5]
+        if not right:
+            wrong[name] = said
+    assert wrong == {}
+    assert len(found) == COUNT

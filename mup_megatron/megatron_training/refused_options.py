@@ -73,8 +73,9 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "fp8-param-gather fp4-param-gather",
-        "initial values are drawn into weights, and such a weight is quantized where it is made; leave it out, and "
-        "weights are gathered in bf16",
+        "such a weight is quantized where it is made, and the optimizer's fp32 weights begin at the values that "
+        "Transformer Engine drew there (`get_high_precision_init_val`), not at the rules'; leave it out, and weights "
+        "are gathered in bf16",
         (),
     ),
     (
@@ -86,7 +87,9 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("te-precision-config-file", "recipes by module are not read here; give --fp8-format or --fp4-format", ()),
     (
         "init-model-with-meta-device",
-        "initial values are drawn where the model is built; leave it out, and ranks hold the whole model for a moment",
+        "Megatron-FSDP makes each weight behind the model's construction, and its module draws upstream's initial "
+        "values into it (`reset_parameters`), over the rules'; leave it out, and ranks hold the whole model for a "
+        "moment",
         (),
     ),
     (

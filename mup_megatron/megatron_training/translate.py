@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,7 +74,8 @@ def config_of(
         "parallel": _parallel(args, given["config"]),
         "data": {
             "data_path": list(args.data_path or ["mock"]),
-            "split": args.split or "98,2,0",
+            # Upstream takes the numbers, whatever stands between them: its own examples have quotes around them.
+            "split": ",".join(re.findall(r"[.0-9]+", args.split or "")) or args.split or "98,2,0",
             "tokenizer": {
                 "library": _TOKENIZERS.get(args.tokenizer_type, "null"),
                 "path": args.tokenizer_model,

@@ -154,7 +154,7 @@ REFUSED = """
 --fp8-output-proj | makes the readout a module of Transformer Engine's
 --te-precision-config-file a.yaml | give --fp8-format
 --init-method-xavier-uniform | give --init-method-std
---init-model-with-meta-device | initial values are drawn
+--init-model-with-meta-device | its module draws upstream's initial values into it
 --moe-use-upcycling | train the mixture from its own
 --freeze-all-layers | nothing would be trained
 --optimizer soap | no rule for it is built and tested

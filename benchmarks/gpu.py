@@ -38,6 +38,11 @@ from mup_megatron.tuning.process import environment
 
 # Dense bf16 peak of the tensor cores, FLOP/s, by device name; MFU is left out for others.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+KERNELS: dict[str, dict[str, str]] = {
+    "megatron": {"core_attention": "megatron"},
+    "sdpa": {"core_attention": "sdpa"},
+    "transformer_engine": {"transformer_impl": "transformer_engine"},
+}
 SIZES = {  # name: layers, hidden, heads, sequence, micro batch
     "125M": (12, 768, 12, 2048, 8),
     "350M": (24, 1024, 16, 2048, 8),
@@ -149,15 +154,15 @@ def check_kernels(device: torch.device) -> dict[str, Any]:
 
     Against megatron-core's own attention: fp32 within 2e-5 for torch's; bf16 within 1 %.
     """
-    kernels: dict[str, dict[str, str]] = {"sdpa": {"core_attention": "sdpa"}}
+    kernels = ["sdpa"]
     if device.type == "cuda" and upstream.importable("transformer_engine"):
-        kernels["transformer_engine"] = {"transformer_impl": "transformer_engine"}
+        kernels.append("transformer_engine")
     worst: dict[str, float] = {}
     for precision in ("fp32", "bf16"):
         parallel = {"zero_stage": 1}
-        expected = _train(device, parallel, precision, 20, {"core_attention": "megatron"})
-        for name, model in kernels.items():
-            losses = _train(device, parallel, precision, 20, model)
+        expected = _train(device, parallel, precision, 20, KERNELS["megatron"])
+        for name in kernels:
+            losses = _train(device, parallel, precision, 20, KERNELS[name])
             worst[f"{name} {precision}"] = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
     passed = all(deviation < (2e-5 if name == "sdpa fp32" else 0.01) for name, deviation in worst.items())
     return {"passed": passed, "largest_deviation": worst}
@@ -267,7 +272,7 @@ def _train(
     from mup_megatron.engines import build_engine
     from mup_megatron.model import build_model, parametrize
 
-    config = _config(parallel=parallel, training={"precision": precision}, model=model or {})
+    config = _config(parallel=parallel, training={"precision": precision}, model=dict(model or {}))
     layout = resolve_layout(config, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
     parametrization = parametrize(config, 512)

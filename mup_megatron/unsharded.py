@@ -16,6 +16,11 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.overrides import TorchFunctionMode
 
+# What makes a tensor of no values that somebody says.
+_STORAGE = (
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.linspace, torch.rand, torch.randn),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+)
 _BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
@@ -61,15 +66,19 @@ def unsharded(*, groups: bool = False) -> Iterator[None]:
 
 
 class _DrawsNothing(TorchFunctionMode):
-    """Leaves initial values out, which a tensor without storage does not have.
+    """Leaves initial values out, which such a tensor does not have, and storage where a layer names a device.
 
-    There torch.nn.init computes them by operations written in Python, and loads torch._dynamo first.
+    On the meta device torch.nn.init computes values by operations written in Python, and loads torch._dynamo first.
+    Transformer Engine's layers name the device of their weights: a whole model would be in memory.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"]
-        return function(*args, **(kwargs or {}))
+        named = dict(kwargs or {})
+        if function in _STORAGE and "device" in named:
+            named["device"] = "meta"
+        return function(*args, **named)
 
 
 @contextlib.contextmanager

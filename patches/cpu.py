@@ -115,7 +115,14 @@ def _broadcast_params(_original: Callable[[Any], None]) -> Callable[[Any], None]
     return LayerWiseDistributedOptimizer.broadcast_params
 
 
-def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None) -> Patch:
+def _l2_norm(_kernel_or_function: Any) -> Any:
+    """megatron-core's function of torch, where it took Transformer Engine's or Apex's kernel at its import too."""
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    return for_cpu(local_multi_tensor_l2_norm)
+
+
+def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None, wrap: Any = for_cpu) -> Patch:
     """The patch of a function that names CUDA in its body."""
     return Patch(
         name=f"cpu-{name}",
@@ -127,7 +134,7 @@ def _named_for_cpu(name: str, symbol: str, why: str, needed: str | None = None) 
         lower_rung="the device is a literal in the function's body: no argument, field or spec reaches it",
         until="megatron-core allocates on the device of its tensors",
         when="cpu",
-        wrap=for_cpu,
+        wrap=wrap,
         needed=needed,
     )
 
@@ -278,7 +285,12 @@ CPU_PATCHES: tuple[Patch, ...] = (
         wrap=_broadcast_params,
         needed=">=0.19",
     ),
-    _named_for_cpu("l2-norm", "optimizer.clip_grads:l2_norm_impl", "it returns the norm in a tensor on device='cuda'"),
+    _named_for_cpu(
+        "l2-norm",
+        "optimizer.clip_grads:l2_norm_impl",
+        "it returns the norm in a tensor on device='cuda'",
+        wrap=_l2_norm,
+    ),
     _named_for_cpu(
         "clip-grad",
         "optimizer.optimizer:clip_grad_by_total_norm_fp32",

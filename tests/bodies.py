@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from mup_megatron import engines, runtime
-from mup_megatron.config import Config, Model, load_config
+from mup_megatron.config import Config, load_config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.gpt import GPTBatch
 from mup_megatron.data.prepare import prepare
@@ -131,28 +131,9 @@ def doubled(rank: Rank, *, config: Config) -> tuple[float, float, list[str]]:
     return losses[0], losses[1], Doubled.asked
 
 
-def built(rank: Rank, *, config: Config, kernels: str = "local", grouped: bool = False) -> dict[str, Any]:
-    """Builds the model, of Transformer Engine's modules or not: values, what upstream reads of them, whose modules.
-
-    Experts are `grouped` into one module, or not.
-    """
-    config, layout, parametrization, model = start(rank, config)
-    if kernels != "local":
-        keys = {f"model.{key}": kernels for key in Model.PLAIN_KERNELS}
-        config = config.derive({**keys, "model.moe_grouped_gemm": grouped})
-        parametrization = parametrize(config, prepare(config).vocab_size)
-        with replaced(torch.cuda, "is_available", lambda: True):  # which they ask for, and building needs no more
-            model = build_model(parametrization, layout, rank.rank, torch.device("cpu"))
-    marks = ("tensor_model_parallel", "partition_dim", "sequence_parallel", "allreduce")
-    defaults = {"allreduce": True, "partition_dim": -1}
-    return {
-        "values": values(model),
-        "marks": {
-            name: [getattr(parameter, mark, defaults.get(mark, False)) for mark in marks]
-            for name, parameter in named_parameters(model)
-        },
-        "modules": {base.__module__ for part in model[0].modules() for base in type(part).__mro__},
-    }
+def initial(rank: Rank, *, config: Config) -> dict[str, Any]:
+    """Initial values of this rank's parameters, by global name."""
+    return values(start(rank, config)[-1])
 
 
 def threads(rank: Rank) -> int:

@@ -241,8 +241,8 @@ def test_the_first_update_of_each_kind(ranks: Ranks, engine: dict[str, Any]) -> 
 
 def test_initial_values_in_every_layout(ranks: Ranks) -> None:
     """The plain run's, times the factor of each row, to rounding; TP 2 holds slices of the same, to the last bit."""
-    plain = ranks.run(1, bodies.built, config=prepared(hparams__per_tensor={}))[0]["values"]
-    whole = ranks.run(1, bodies.built, config=prepared(parallel__tensor_model_parallel_size=1))[0]["values"]
+    plain = ranks.run(1, bodies.initial, config=prepared(hparams__per_tensor={}))[0]
+    whole = ranks.run(1, bodies.initial, config=prepared(parallel__tensor_model_parallel_size=1))[0]
     qkv = f"{LAYER}self_attention.linear_qkv.weight"
     groups = plain[qkv].reshape(4, 32, 96).copy()  # four groups of 16 query, 8 key and 8 value rows
     groups[:, :16] *= 0.25
@@ -250,8 +250,8 @@ def test_initial_values_in_every_layout(ranks: Ranks) -> None:
     word = "embedding.word_embeddings.weight"
     np.testing.assert_allclose(whole[word], plain[word] / 2, rtol=1e-6)
     np.testing.assert_array_equal(whole[f"{LAYER}mlp.linear_fc1.weight"], plain[f"{LAYER}mlp.linear_fc1.weight"])
-    split = ranks.run(2, bodies.built, config=prepared(parallel__tensor_model_parallel_size=2))
-    np.testing.assert_array_equal(np.concatenate([rank["values"][qkv] for rank in split]), whole[qkv])
+    split = ranks.run(2, bodies.initial, config=prepared(parallel__tensor_model_parallel_size=2))
+    np.testing.assert_array_equal(np.concatenate([rank[qkv] for rank in split]), whole[qkv])
 
 
 @pytest.mark.slow

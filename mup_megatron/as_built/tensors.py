@@ -102,10 +102,14 @@ def _rows_of(kind: Any) -> Callable[[_Tensor], dict[str, Any]]:
     return fields
 
 
-def _grouped_gate_up(tensor: _Tensor) -> dict[str, Any]:
-    """As an expert of its own has it: under expert tensor parallelism each rank's rows are its gate, then its up."""
+def _gate_up(tensor: _Tensor) -> dict[str, Any]:
+    """Each rank's rows are its gate, then its up; Transformer Engine's layers of experts do not say so."""
     halves = 2 if tensor.config.gated_linear_unit else 1
-    return {**_rows_of(FC1)(tensor), "partition_dim": 0, "partition_stride": halves}
+    return {**_rows_of(FC1)(tensor), "partition_stride": halves}
+
+
+def _grouped_gate_up(tensor: _Tensor) -> dict[str, Any]:
+    return {**_gate_up(tensor), "partition_dim": 0}
 
 
 def _grouped_output_projection(tensor: _Tensor) -> dict[str, Any]:
@@ -174,7 +178,7 @@ KINDS: Mapping[str, Callable[[_Tensor], dict[str, Any]]] = {
     "matrix": _matrix,
     "output_projection": _output_projection,
     "qkv": _qkv,
-    "gate_up": _rows_of(FC1),
+    "gate_up": _gate_up,
     "grouped_gate_up": _grouped_gate_up,
     "grouped_output_projection": _grouped_output_projection,
     "query_up": _rows_of(QueryUp),
@@ -367,6 +371,8 @@ def _spec(name: str, parameter: torch.nn.Parameter, tensor: _Tensor, entry: Entr
     said |= {key: value for key, value in own.items() if value is not None}
     if entry.split is not None:
         said["partition_dim"] = entry.split
+    if said["partition_dim"] is None:
+        said["partition_stride"] = 1
     if entry.blocks:
         if shape[0] % len(entry.blocks):
             raise UserError(

@@ -51,6 +51,7 @@ def given_of(config: Config, vocabulary: int, layout: Layout | None = None, rank
         micro_batches=1,
         stages=((range(model.num_layers),),),
     )
+    kernels = {"use_transformer_engine": model.transformer_impl == "transformer_engine"}
     core = core_config(config, model, NEUTRAL, layout, torch.device("cpu"))
     if model.num_moe_experts is not None:
         core.moe_layer_freq = [int(experts) for experts in model.expert_layers]
@@ -60,15 +61,15 @@ def given_of(config: Config, vocabulary: int, layout: Layout | None = None, rank
     with contextlib.nullcontext() if split else one_stage():
         block = get_gpt_decoder_block_spec(
             core,
-            use_transformer_engine=False,
+            **kernels,
             normalization=core.normalization,
             qk_l2_norm=core.qk_l2_norm,
             **virtual,
         )
         mtp = None
         if core.mtp_num_layers and is_last:
-            mtp = get_gpt_mtp_block_spec(core, block, use_transformer_engine=False, **virtual)
-    if model.multi_latent_attention:
+            mtp = get_gpt_mtp_block_spec(core, block, **kernels, **virtual)
+    if model.multi_latent_attention and model.transformer_impl == "local":
         # megatron-core's own does not take the head sizes that its latent attention gives it.
         for layer in [*block.layer_specs, *(mtp_layers(mtp) if mtp else ())]:
             layer.submodules.self_attention.submodules.core_attention = MegatronAttention

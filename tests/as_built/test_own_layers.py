@@ -22,6 +22,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.patches import ALL_PATCHES, revert_patches
+from mup_megatron.unsharded import unsharded
 from tests.as_built import bodies, own_layers
 from tests.as_built.given import given_of
 from tests.configs import MIXED, MOE, make
@@ -137,6 +138,29 @@ def test_grouped_experts_have_the_rows_of_single_ones() -> None:
             theirs.shape.infshape,
         )
         assert (ours.shape.blocks, ours.shape.spec.expert) == (theirs.shape.blocks, True)
+
+
+@grouped
+def test_split_rows_of_gate_and_up_are_a_ranks_gate_then_its_up() -> None:
+    """As the recorded experts have them, whether the layer says so or not."""
+    config = make(MOE, "llama", model__moe_layer_freq=1)
+    entries = own_layers.LOOPED.replace("kind: gate_up", "kind: gate_up, split: 0")
+    built = table(config, own_layers.looped_experts, read_tensors("tensors.yaml", entries)).tensors
+    recorded = parametrize(config, 384).tensors
+    names = [name for name in recorded if name.endswith("linear_fc1.weight") and ".local_experts." in name]
+    assert names
+    for name in names:
+        assert built[name].shape.spec.partition_stride == recorded[name].shape.spec.partition_stride == 2
+
+
+def test_a_layer_that_names_its_device_gets_no_memory() -> None:
+    """As Transformer Engine's do; the whole model would be in memory, or on the wrong device."""
+    with unsharded():
+        layer = torch.nn.Linear(4, 4, device="cpu")
+        assert layer.weight.is_meta
+        assert torch.empty_like(layer.weight, device="cpu").is_meta
+        assert torch.arange(4, device="cpu").is_meta
+    assert not torch.empty(4, device="cpu").is_meta
 
 
 @grouped

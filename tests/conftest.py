@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.skipping import evaluate_skip_marks
 from hypothesis import settings
 
 from mup_megatron.upstream import UPSTREAM_WARNINGS
@@ -21,6 +23,8 @@ from tests.distributed import Ranks
 from tests.parity import Page
 from tests.slices import Slice, with_row
 
+SKIPPED = Path("docs/skipped-tests.json")
+QUICK = pytest.StashKey[list[str]]()
 BEGAN = pytest.StashKey[float]()
 PARITY = pytest.StashKey[Page]()
 SLICE = pytest.StashKey[Slice | None]()
@@ -30,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run tests marked slow; write docs/test-summary-*.md")
     parser.addoption("--slow", action="store_true", help="run tests marked slow alone, otherwise as --all")
     parser.addoption("--slice", metavar="K/N", help="of the tests that run, about one Nth (tests/slices.py)")
+    parser.addoption("--summary", metavar="NAME", help="write docs/test-summary-NAME.md")
     parser.addoption("--parity", metavar="FILE", help="compare layouts alone, slow cells too; write FILE")
     parser.addoption("--since", metavar="DATE", help="of --parity: leave out cells with a row of DATE or later")
 
@@ -68,7 +73,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
     if config.getoption("--slow"):
-        quick = [item for item in items if not {"slow", "more"} & item.keywords.keys()]
+        # Quick tests that are skipped here stay, to be counted.
+        quick = [
+            item for item in items if not {"slow", "more"} & item.keywords.keys() and not evaluate_skip_marks(item)
+        ]
+        config.stash[QUICK] = [item.nodeid for item in quick]
         config.hook.pytest_deselected(items=quick)
         items[:] = [item for item in items if item not in quick]
     if part := config.stash[SLICE]:
@@ -81,6 +90,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["quick"] = session.config.stash.get(QUICK, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[QUICK] = getattr(node, "workeroutput", {}).get("quick", [])
 
 
 def pytest_collection_finish() -> None:
@@ -99,15 +118,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"measured deviations: {path}")
     whole = config.getoption("--all") and not config.getoption("--parity") and not config.option.collectonly
     whole = whole and config.args_source.name != "ARGS"
-    if whole:
-        path = Path(f"docs/test-summary-{sys.version_info.major}.{sys.version_info.minor}.md")
-        command = f"./dev test {'--slow' if config.getoption('--slow') else '--all'}"
+    if whole or config.getoption("--summary"):
+        environment = config.getoption("--summary") or f"{sys.version_info.major}.{sys.version_info.minor}"
+        path = Path(f"docs/test-summary-{environment}.md")
+        command = f"./dev test {'--slow' if config.getoption('--slow') else '--all'}" if whole else "./dev te"
         seconds = time.monotonic() - config.stash[BEGAN]
         stats, part = terminalreporter.stats, config.stash[SLICE]
+        known = json.loads(SKIPPED.read_text())
+        known = reports.remember(known, stats, environment, config.stash.get(QUICK, []))
         if part is None:
-            path.write_text(reports.summary(stats, command, seconds))
+            text = reports.summary(stats, command, seconds, known, environment)
         elif not stats.get("failed") and not stats.get("error") and stats.get("passed"):
-            path.write_text(with_row(path.read_text(), part, len(stats["passed"]), seconds))
+            text = with_row(path.read_text(), part, len(stats["passed"]), seconds)
+        else:
+            text = path.read_text()
+        SKIPPED.write_text(json.dumps(known, indent=1) + "\n")
+        path.write_text(text)
         terminalreporter.write_line(f"summary: {path}")
 
 
@@ -121,6 +147,16 @@ def parity(request: pytest.FixtureRequest) -> Page:
 def ranks() -> Iterator[Ranks]:
     """The pool of gloo ranks."""
     pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def te_ranks() -> Iterator[Ranks]:
+    """A pool whose ranks have Transformer Engine, where it is installed."""
+    from tests.transformer_engine import prepare_with_it
+
+    pool = Ranks(prepare_with_it)
     yield pool
     pool.close()
 

@@ -18,10 +18,10 @@ _HEAD = "| slice | last passed | commit | tests | minutes |\n| --- | --- | --- |
 
 
 class Slice(NamedTuple):
-    """One of `count` slices, numbered from 1."""
+    """One of `parts` slices, numbered from 1."""
 
     number: int
-    count: int
+    parts: int
 
     @classmethod
     def read(cls, text: str) -> Slice:
@@ -32,22 +32,22 @@ class Slice(NamedTuple):
         return cls(int(found[1]), int(found[2]))
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
+        return f"{self.number}/{self.parts}"
 
     def holds(self, name: str) -> bool:
         """Whether a test of this name is in it: the same on every machine, and every test is in one slice."""
-        return zlib.crc32(name.encode()) % self.count == self.number - 1
+        return zlib.crc32(name.encode()) % self.parts == self.number - 1
 
 
 def with_row(page: str, part: Slice, passed: int, seconds: float) -> str:
     """The page with this slice's row in the place of its earlier one; rows of another N are dropped."""
     text, _, table = page.partition(_HEADING)
-    rows = dict(re.findall(rf"^\| (\d+)/{part.count} (\|.*)$", table, re.MULTILINE))
+    rows = dict(re.findall(rf"^\| (\d+)/{part.parts} (\|.*)$", table, re.MULTILINE))
     rows[str(part.number)] = f"| {datetime.date.today()} | {commit()} | {passed} | {seconds / 60:.0f} |"
-    lines = [f"| {number}/{part.count} {rows[number]}\n" for number in sorted(rows, key=int)]
+    lines = [f"| {number}/{part.parts} {rows[number]}\n" for number in sorted(rows, key=int)]
     introduction = (
-        f"`./dev test --slow --slice K/{part.count}` runs one slice of the slow tests. A slice that failed keeps the "
-        f"row of its last pass. Slices without a row have not passed alone: {_missing(rows, part.count)}.\n\n"
+        f"`./dev test --slow --slice K/{part.parts}` runs one slice of the slow tests. A slice that failed keeps the "
+        f"row of its last pass. Slices without a row have not passed alone: {_missing(rows, part.parts)}.\n\n"
     )
     return text.rstrip("\n") + "\n" + _HEADING + introduction + _HEAD + "".join(lines)
 

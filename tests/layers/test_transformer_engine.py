@@ -42,14 +42,15 @@ def check_the_same(plain: list[Any], ours: list[Any]) -> None:
         assert built["rows"] == theirs["rows"]
 
 
+# Not sinks, made on CUDA; nor experts with biases under tensor parallelism: only the Megatron engine has them,
+# and that takes Transformer Engine's Adam.
+CELLS = [(name, size) for name in MODELS for size in (1, 2) if name != "sinks" and (name, size) != ("moe-biases", 2)]
+
+
 @installed
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "sinks"])  # made on CUDA
+@pytest.mark.parametrize(("model", "tensor"), CELLS)
 def test_the_same_tensors(te_ranks: Ranks, model: str, tensor: int) -> None:
-    whole = {}
-    if model == "moe-biases" and tensor > 1:  # experts with biases are whole
-        whole = {"parallel__expert_tensor_parallel_size": 1, "parallel__engine": "megatron"}
-    config = config_of(model, **layout_of(tensor), **whole)
+    config = config_of(model, **layout_of(tensor))
     plain = te_ranks.run(tensor, transformer_engine.recorded, config=config)
     ours = te_ranks.run(tensor, transformer_engine.recorded, config=config, kernels=TE)
     check_the_same(plain, ours)

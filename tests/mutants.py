@@ -796,7 +796,7 @@ GUARDS = (
         "guard: a checkpoint's checksum",
         "a flipped bit is loaded",
         _CHECKPOINT,
-        "if _sha256(path / name) != sums[name]:",
+        "if _sha256(folder / name) != digest:",
         "if False:",
         "test_checkpoint.py",
     ),

@@ -101,7 +101,7 @@ class NativeProcess:
         self._read, self._buffer, self._heard, self._owed = 0, b"", False, None
         self._silence, self._looked = 0.0, time.monotonic()
         self._talks.append(self._talk)
-        task = task.model_copy(update={"arguments": arguments})
+        task = Task.model_validate({**task.model_dump(), "arguments": arguments})
         write_whole(self._talk / TASK, task.model_dump_json(indent=1))
         write_whole(directory / "command.txt", masked(shlex.join(command.words(arguments))) + "\n")
         if goes_on:

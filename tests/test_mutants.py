@@ -80,3 +80,14 @@ def test_a_place_that_moved_is_an_error(tmp_path: Path) -> None:
         ):
             pass
     assert (tmp_path / "x.py").read_text() == "a = 1\na = 1\n"
+
+
+def test_documents_count_the_mutants(repository: Path) -> None:
+    """What two pages say of their number is the sum of what docs/mutants.md says."""
+    page = (repository / "docs" / "mutants.md").read_text()
+    caught = [(int(one), int(all_)) for one, all_ in re.findall(r"(\d+) of (\d+) caught\.", page)]
+    assert all(one == all_ for one, all_ in caught)
+    total = sum(one for one, _ in caught)
+    assert total == len(re.findall(r"^\| `[^`]+: ", page, re.MULTILINE))
+    for name, said in (("verification.md", "- {} small faults were put"), ("README.md", ": {} small faults put into")):
+        assert said.format(total) in (repository / "docs" / name).read_text(), name

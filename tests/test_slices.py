@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.slices import Slice, commit, with_row
+from tests.slices import WHOLE, Slice, commit, with_row
 
 PAGE = "# The last run of the slow tests\n\nMade by hand.\n"
 
@@ -19,6 +20,14 @@ def test_every_test_is_in_one() -> None:
     assert sorted(name for part in found for name in part) == sorted(names)
     # 100 each, give or take four times the root of 100 * 8/9.
     assert all(abs(len(part) - 100) < 38 for part in found)
+
+
+@pytest.mark.parametrize("file", WHOLE)
+def test_tests_that_need_one_another_stay_together(file: str) -> None:
+    assert (Path(__file__).parents[1] / file).is_file()
+    names = [f"{file}::test_x[{number}]" for number in range(20)]
+    held = [sum(part.holds(name) for name in names) for part in (Slice(number, 9) for number in range(1, 10))]
+    assert sorted(held) == [0] * 8 + [20]
 
 
 @pytest.mark.parametrize("text", ["0/9", "10/9", "9", "1/0", "-1/9", "a/b", "1/9/2"])

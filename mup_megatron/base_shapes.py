@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mup_megatron.errors import UserError
-from mup_megatron.files import as_yaml, parse_yaml
+from mup_megatron.files import as_yaml, parse_yaml, read_text
 from mup_megatron.shapes import Fused, InfDim, TensorShape, TensorSpec, layer_number
 
 _BSH_HEADER = """\
@@ -69,12 +69,13 @@ def load_base_shapes(path: str | Path) -> BaseShapes:
         UserError: the file cannot be read or is not a .bsh file.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = parse_yaml(text, "YAML")
+        text = read_text(path)
     except OSError as error:
         raise UserError(f"{path}: cannot read base shapes: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a base shape file (expected YAML: parameter name to list of sizes)") from None
+    try:
+        data = parse_yaml(text, "YAML")
     except UserError as error:
         raise UserError(f"{path}: not a base shape file ({error})") from None
     if not isinstance(data, dict) or not all(

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from mup_megatron.config import Config
 from mup_megatron.data.whole import read_object
 from mup_megatron.errors import UserError
+from mup_megatron.files import open_regular, read_text
 from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_settings, listed_files, settings_of
 
 SUMS = "SHA256SUMS"
@@ -121,7 +122,7 @@ def _begun(directory: Path, checkpoint: Path | None = None) -> _Begun | None:
     """
     path, explanation = directory / METRICS, directory / "explain.json"
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace", most=None)
     except OSError:
         return None
     if not text.strip():
@@ -258,7 +259,7 @@ def hash_files(directory: Path, share: tuple[int, int] = (0, 1)) -> dict[str, st
 def read_sums(folder: Path) -> dict[str, str] | None:
     """The checksums in a folder's SHA256SUMS by name; None where that cannot be read, or a line of it is none."""
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = read_text(folder / SUMS).removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError):
         return None
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines) if name}
@@ -277,7 +278,7 @@ def mismatch(folder: Path, sums: Mapping[str, str]) -> str | None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -1,13 +1,17 @@
-"""Files: YAML that somebody wrote, read within bounds; files of our own, written whole and never through a link.
+"""Files: those that somebody names, read within bounds; files of our own, written whole and never through a link.
 
-Public names: `parse_yaml`, `as_yaml`, `open_new`, `write_whole`, `write_output`, `as_json`.
+Public names: `open_regular`, `check_regular`, `read_bytes`, `read_text`, `MOST_BYTES`, `parse_yaml`, `as_yaml`,
+`open_new`, `write_whole`, `write_output`, `as_json`.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import math
 import os
 import re
+import stat
 from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +20,92 @@ import yaml
 
 from mup_megatron.errors import UserError, shown
 
+MOST_BYTES = 1 << 28
+"""Of a file that is read whole, unless its reader says another number. Unit: bytes."""
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: str | Path) -> io.BufferedReader:
+    """Opens a regular file for reading, or the one that a link names; what is none neither blocks nor is read.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder.
+        UserError: it is a pipe, a socket or a device.
+    """
+    _check_kind(path, os.stat(path).st_mode)  # opening alone makes some devices act, and frees who writes a pipe
+    # What is there now may be another file: a pipe must not block here, and what was opened is looked at again.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_kind(path, os.fstat(handle).st_mode)
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _check_kind(path: str | Path, mode: int) -> None:
+    kind = stat.S_IFMT(mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise UserError(f"{path}: is {_KINDS.get(kind, 'no file')}; expected a regular file")
+
+
+def check_regular(path: str | Path, most: int | None = MOST_BYTES) -> None:
+    """For what another library opens by its name: see `read_bytes`, with the errors that it raises."""
+    with open_regular(path) as file:
+        _check_size(path, os.fstat(file.fileno()).st_size, most)
+
+
+def _check_size(path: str | Path, size: int, most: int | None) -> None:
+    if most is not None and size > most:
+        raise UserError(f"{path}: has {size:,} bytes; expected at most {most:,}")
+
+
+def read_bytes(path: str | Path, most: int | None = MOST_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have; None where any number is right.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: it is no regular file, or larger.
+    """
+    with open_regular(path) as file:
+        if most is None:
+            return file.read()
+        _check_size(path, os.fstat(file.fileno()).st_size, most)
+        content = file.read(most + 1)  # what has no size of its own (/proc), or grows meanwhile, may hold more
+    _check_size(path, len(content), most)
+    return content
+
+
+def read_text(path: str | Path, errors: str = "strict", most: int | None = MOST_BYTES) -> str:
+    """The text of a regular file in UTF-8, with the line ends of Python.
+
+    Args:
+        path: of the file.
+        errors: what becomes of bytes that are no UTF-8, as `bytes.decode` takes it.
+        most: as `read_bytes`.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is no UTF-8.
+        UserError: it is no regular file, or larger.
+    """
+    return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8", errors=errors).read()
+
+
 _MOST_NODES = 1_000_000
 """Values of a YAML document with every anchor put in; one of a hundred bytes can stand for more than memory holds."""
-
 
 _DEEPEST = 100
 """Lists and mappings within each other; libyaml's composer would go on until its stack ends."""
@@ -160,7 +247,7 @@ def write_output(path: Path, text: str, option: str) -> None:
     """
     try:
         if path.is_symlink() or path.exists():
-            if path.is_file() and path.read_bytes() == text.encode("utf-8"):
+            if path.is_file() and read_bytes(path) == text.encode("utf-8"):
                 return
             raise UserError(f"{option}: {path} is there already; expected the name of a file that is not there yet")
         write_whole(path, text)

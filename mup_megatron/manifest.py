@@ -21,6 +21,7 @@ from mup_megatron.config import Config, Model
 from mup_megatron.data.prepare import tokenizer_file
 from mup_megatron.data.tokenizer import tokenizer_digest
 from mup_megatron.errors import UserError, shown
+from mup_megatron.files import read_text
 from mup_megatron.horizon import horizon
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
@@ -181,7 +182,7 @@ def _said(error: ValidationError) -> str:
 def _plain(path: Path) -> Any:
     """The JSON of a manifest. Raises UserError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error})") from None
 

@@ -13,7 +13,7 @@ from typing import Any
 from mup_megatron.checkpoint import METRICS, SAMPLES
 from mup_megatron.config import Config
 from mup_megatron.disk import full_disk
-from mup_megatron.files import write_whole
+from mup_megatron.files import read_text, write_whole
 from mup_megatron.ranks import Rank
 
 
@@ -103,7 +103,7 @@ def _wandb_run(config: Config, directory: Path) -> Any:
         project=config.run.wandb_project,
         name=config.run.name,
         dir=str(directory),
-        id=number.read_text(encoding="utf-8"),
+        id=read_text(number),
         resume="allow",
         config=config.model_dump(),
         settings=wandb.Settings(console="off", silent=True),
@@ -121,7 +121,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines of a metrics file; a line that a crash cut short is left out."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_text(path, most=None).splitlines():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

@@ -25,7 +25,7 @@ from mup_megatron.engines.saved_weights import SavedWeights, Tensor, saved_shape
 from mup_megatron.errors import UserError, shown
 from mup_megatron.export import Source, open_source
 from mup_megatron.export.folder import new_folder, refuse_existing
-from mup_megatron.files import as_yaml
+from mup_megatron.files import as_yaml, read_text
 from mup_megatron.horizon import kept_betas
 from mup_megatron.layout import resolve_layout
 from mup_megatron.manifest import MANIFEST, make_manifest, settings_of
@@ -113,7 +113,7 @@ def rebase(
 def _base_section(path: Path) -> dict[str, Any]:
     """What `base:` becomes. Raises UserError where the file is none of base sizes or shapes."""
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        found = parse_yaml(read_text(path), str(path))
     except OSError as error:
         raise UserError(f"--base {path}: cannot read it: {error.strerror}") from None
     except UnicodeDecodeError:

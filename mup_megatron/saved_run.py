@@ -17,6 +17,7 @@ from mup_megatron.config.study import Tokenizer
 from mup_megatron.data.prepare import prepared_tokenizer, tokenizer_file
 from mup_megatron.data.tokenizer import tokenizer_digest
 from mup_megatron.errors import UserError, shown
+from mup_megatron.files import read_text
 from mup_megatron.manifest import MANIFEST, CheckpointManifest
 from mup_megatron.runtime import computed_on_cuda
 from mup_megatron.transformer_config import fuses_activation
@@ -160,7 +161,7 @@ def _find_megatrons(path: Path) -> Path | None:
     """
     tracker = path / TRACKER
     if tracker.is_file():
-        said = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        said = read_text(tracker, errors="replace").strip()
         if not (said.isdecimal() and said.isascii()):
             raise UserError(f"{tracker}: expected the number of an iteration, found {shown(said)}")
         path = path / f"iter_{int(said):07d}"

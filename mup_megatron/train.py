@@ -28,7 +28,7 @@ from mup_megatron.disk import full_disk, reason, short
 from mup_megatron.engines import Engine, build_engine
 from mup_megatron.errors import DiskFull, UserError, shown
 from mup_megatron.explain import explain
-from mup_megatron.files import as_yaml, write_whole
+from mup_megatron.files import as_yaml, read_text, write_whole
 from mup_megatron.init_from import check_same_start, check_start, find_start, load_start
 from mup_megatron.manifest import CheckpointManifest, check_resume, make_manifest
 from mup_megatron.metrics import Metrics
@@ -194,7 +194,7 @@ def train(
 
 def _beginning(directory: Path) -> dict[str, Any] | None:
     """What the weights of a run's folder began from, as explain.json says; None for initial values."""
-    explanation: dict[str, Any] = json.loads((directory / "explain.json").read_text(encoding="utf-8"))
+    explanation: dict[str, Any] = json.loads(read_text(directory / "explain.json"))
     return explanation.get("initialised_from")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.bias_mutants import BIAS
 from tests.horizon_mutants import HORIZON
+from tests.input_mutants import INPUT
 from tests.mutant import Mutant
 from tests.mutant import mutant as _mutant
 from tests.native_mutants import NATIVE
@@ -1498,6 +1499,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *PER_TENSOR,
     *TUNING,
     *HORIZON,
+    *INPUT,
     *PROOF,
     *NATIVE,
 )

@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SECONDS = 240
 _LISTS = (
     *("tests.mutant", "tests.bias_mutants", "tests.unit_mutants", "tests.tuning_mutants", "tests.mutants"),
-    *("tests.horizon_mutants", "tests.proof_mutants", "tests.native_mutants"),
+    *("tests.horizon_mutants", "tests.input_mutants", "tests.proof_mutants", "tests.native_mutants"),
 )
 # What a test raises that has compared nothing: it crashed on the way.
 CRASHES = (

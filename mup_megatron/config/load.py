@@ -12,10 +12,13 @@ from pydantic import BaseModel, ValidationError
 from mup_megatron.config.checks import check
 from mup_megatron.config.schema import PRESETS, Config
 from mup_megatron.errors import ConfigError, UserError, shown
-from mup_megatron.files import parse_yaml
+from mup_megatron.files import parse_yaml, read_text
 
 _PART = r'(?:\w[\w-]*|"[^"]+")'
 """Of a dotted key; what has dots of its own stands in quotes: hparams.per_tensor."*.mlp.*".lr."""
+
+_MOST_BYTES = 1 << 22
+"""Of a config: PyYAML reads some hundred thousand bytes a second where it was built without libyaml."""
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
@@ -46,7 +49,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     """
     source = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path, most=_MOST_BYTES)
     except OSError as error:
         raise UserError(f"{source}: cannot read the config: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -16,6 +16,7 @@ from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.pairs import pair_files, read_pairs
 from mup_megatron.data.parts import is_left_empty
 from mup_megatron.errors import UserError, no_such_file, shown
+from mup_megatron.files import open_regular, read_text
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "ensurepip"}
 _JSON_LINES = (".jsonl", ".json")
@@ -85,7 +86,7 @@ def documents(config: Config) -> Iterator[str]:
             continue
         errors = "replace" if config.data.corpus else "strict"
         try:
-            text = path.read_text(encoding="utf-8", errors=errors)
+            text = read_text(path, errors, most=None)
         except UnicodeDecodeError:
             raise config.error("data.files", f"{path} is not UTF-8 text") from None
         except OSError as error:
@@ -121,7 +122,7 @@ def cut(text: str) -> list[str]:
 
 
 def _json_lines(path: Path, key: str) -> Iterator[str]:
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mup_megatron.errors import UserError, no_such_file
+from mup_megatron.files import read_bytes
 
 _HEADER = b"MMIDIDX\x00\x00"
 _SCANNED = 10_000_000
@@ -33,7 +34,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int) -> tuple[int, int]:
     for path in (index, data):
         if not path.is_file():
             raise UserError(f"data.data_path: {no_such_file(path)}")
-    content = index.read_bytes()
+    content = read_bytes(index, None)
     start = len(_HEADER) + 8 + 1 + 8 + 8
     if not content.startswith(_HEADER):
         raise UserError(f"{index}: not a Megatron dataset index (foreign header)")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mup_megatron.config.study import Pairs
 from mup_megatron.errors import UserError, no_such_file, shown
+from mup_megatron.files import open_regular
 
 
 class Pair(NamedTuple):
@@ -76,7 +77,7 @@ def _text_pairs(source: Path, target: Path) -> Iterator[Pair]:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open("rb") as lines:
+        with open_regular(path) as lines:
             for number, line in enumerate(lines, start=1):
                 yield _decoded(line, path, number).rstrip("\r\n")
     except OSError as error:

@@ -34,6 +34,7 @@ from mup_megatron.data.tokenizer import load_tokenizer, tokenizer_digest, train_
 from mup_megatron.data.whole import partial_name, problem, put_in_place, remove_partials
 from mup_megatron.disk import full_disk
 from mup_megatron.errors import UserError, no_such_file, shown
+from mup_megatron.files import open_regular, read_text
 from mup_megatron.locks import hold
 
 _TOKENS = 1  # of the digest: changes when the same input gives other tokens
@@ -175,7 +176,7 @@ def prepared_tokenizer(config: Config, digest: str | None) -> Any:
     directory = data_directory(config)
     trained, record = directory / TRAINED, directory / RECORD
     try:
-        found = json.loads(record.read_text(encoding="utf-8")).get("digest")
+        found = json.loads(read_text(record)).get("digest")
     except (OSError, ValueError, AttributeError):
         found = None
     if found is None or not trained.is_file():
@@ -237,7 +238,7 @@ def _digest(config: Config) -> str:
             raise config.error("data", no_such_file(file)) from None
         stamps.append((file.name, stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
     if config.data.corpus in FETCHED:  # whichever Python read the packages
-        with files[0].open("rb") as content:
+        with open_regular(files[0]) as content:
             stamps = [(files[0].name, hashlib.file_digest(content, "sha256").hexdigest(), 0)]
     version = sys.version if config.data.corpus == "stdlib" else ""
     tokens = _TOKENS_OF_CUT_FILES if cuts_files(config) else _TOKENS

@@ -13,6 +13,7 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError, no_such_file
+from mup_megatron.files import check_regular, read_bytes
 
 _TRAINING_CHARACTERS = 4_000_000
 _BYTES = 256
@@ -103,9 +104,13 @@ def load_tokenizer(config: Config, trained: Path | None = None) -> Any:
     if section.library != "byte-level" and (path is None or not Path(path).exists()):
         raise config.error("data.tokenizer.path", no_such_file(path) if path else "expected the tokenizer's file")
     try:
+        for file in _files(Path(path)) if path and section.library != "byte-level" else ():
+            check_regular(file)
         tokenizer = MegatronTokenizer.from_pretrained(
             tokenizer_path=path, metadata_path={"library": section.library}, **arguments
         )
+    except UserError:
+        raise
     except Exception as error:  # the libraries raise whatever they like
         raise config.error("data.tokenizer.path", f"{section.library} cannot read {path}: {error}") from None
     if section.library == "byte-level":
@@ -136,14 +141,18 @@ def tokenizer_digest(path: Path | None) -> str | None:
     """
     if path is None:
         return None
-    files = [path / name for name in HUGGING_FACE_FILES] if path.is_dir() else [path]
     digest, found = hashlib.sha256(), False
-    for file in files:
-        if file.is_file():
-            content = file.read_bytes()
-            digest.update(f"{file.name if path.is_dir() else ''} {len(content)}\n".encode() + content)
-            found = True
+    for file in _files(path):
+        content = read_bytes(file)
+        digest.update(f"{file.name if path.is_dir() else ''} {len(content)}\n".encode() + content)
+        found = True
     return digest.hexdigest() if found else None
+
+
+def _files(path: Path) -> list[Path]:
+    """What is there of a tokenizer: the file, or the folder's."""
+    files = [path / name for name in HUGGING_FACE_FILES] if path.is_dir() else [path]
+    return [file for file in files if file.exists() and not file.is_dir()]
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, name: str) -> list[int]:

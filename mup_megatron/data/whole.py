@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.files import open_regular, read_text
+
 _DAY_SECONDS = 86400.0
 
 # What this process has verified, by path: it may run many trials on the same files.
@@ -68,7 +70,7 @@ def put_in_place(directory: Path, partials: Mapping[str, Path]) -> dict[str, Fil
     """Gives finished files their names, once they are on the disk; what they hold."""
     files = {}
     for name, path in partials.items():
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             os.fsync(file.fileno())
             files[name] = File(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
     for name, path in partials.items():
@@ -102,7 +104,7 @@ def problem(directory: Path, files: Mapping[str, File], verified: Path | None = 
         path = str((directory / name).resolve())
         if remembered.get(path) == stamp:
             continue
-        with (directory / name).open("rb") as content:
+        with open_regular(directory / name) as content:
             if hashlib.file_digest(content, "sha256").hexdigest() != files[name].sha256:
                 return f"{name} does not match its checksum"
         new[path] = stamp
@@ -126,7 +128,7 @@ def write(path: Path, text: str) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -23,6 +23,7 @@ from mup_megatron.deepspeed.optimizer import groups_of_config, trained
 from mup_megatron.deepspeed.refused import Replaced, refuse
 from mup_megatron.deepspeed.schedule import guard, per_group
 from mup_megatron.errors import UserError
+from mup_megatron.files import read_text
 from mup_megatron.mup.in_place import is_parametrized, split_in_place
 
 
@@ -130,7 +131,7 @@ def _settings(args: Any, config: Any) -> tuple[Any, dict[str, Any]]:
     if config is None:
         raise UserError("config: missing; expected a dictionary or a JSON file, or --deepspeed_config FILE")
     try:
-        settings = json.loads(Path(config).read_text(encoding="utf-8"))
+        settings = json.loads(read_text(config))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{config}: cannot read the DeepSpeed config: {error}") from None
     if not isinstance(settings, dict):

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from mup_megatron.engines import WEIGHT
 from mup_megatron.errors import UserError
+from mup_megatron.files import check_regular, read_bytes
 from mup_megatron.global_names import named_buffers, named_parameters
 from mup_megatron.init import local_slice
 from mup_megatron.layers.tensor_spec import spec_of
@@ -257,13 +258,17 @@ def _index(directory: Path, megatron: str | None = None) -> Metadata:
     """
     path = directory / _INDEX
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, None)
         _check_sizes(content)
         index = _IndexUnpickler(io.BytesIO(content)).load()
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
         raise UserError(f"{path}: not an index that can be loaded safely ({error})") from None
     except Exception as error:  # what a damaged pickle raises is of any kind, torch's RuntimeError among them
         raise UserError(f"{path}: cannot read the index of the checkpoint ({type(error).__name__}: {error})") from None
+    for held in directory.glob("*.distcp"):  # torch would wait for who writes a pipe
+        check_regular(held, None)
     entries = getattr(index, "state_dict_metadata", None)
     if not isinstance(index, Metadata) or not isinstance(entries, dict):
         raise UserError(f"{path}: expected the index of a distributed checkpoint")

@@ -21,6 +21,7 @@ from mup_megatron.errors import UserError
 from mup_megatron.evaluation import scores
 from mup_megatron.evaluation.requests import Request, requests_of
 from mup_megatron.evaluation.tasks import KINDS, Example, read_examples
+from mup_megatron.files import read_bytes
 from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.ranks import Rank
 from mup_megatron.saved_model import load_saved
@@ -105,7 +106,7 @@ def evaluate(
         {
             "task": task.kind,
             "file": str(task.path),
-            "sha256": hashlib.sha256(task.path.read_bytes()).hexdigest(),
+            "sha256": hashlib.sha256(read_bytes(task.path, None)).hexdigest(),
             "examples": len(found),
             "metrics": _metrics(task.kind, found, _answers(scorer, requests)),
         }
@@ -176,7 +177,7 @@ def evaluate_translations(
         figures, signature, translations = translation.evaluate_pairs(
             model, found, tokens, rank=rank.rank, batch_size=batch_size, **given
         )
-        hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in pair_files(pairs)]
+        hashes = [hashlib.sha256(read_bytes(path, None)).hexdigest() for path in pair_files(pairs)]
         about = {"task": "translation", "file": file, "sha256": ":".join(hashes), "examples": len(found)}
         results.append({**about, "metrics": figures, "signature": signature, "translations": translations})
     return {**_about(run, layout), "search": asdict(settings), "results": results}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.errors import UserError, no_such_file, shown
+from mup_megatron.files import open_regular
 
 _BLANK = re.compile("_{3,}")
 
@@ -66,7 +67,7 @@ def _option(kind: str) -> str:
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file with their line numbers."""
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

@@ -26,6 +26,7 @@ from mup_megatron.export.fold import Factors, FoldedWeights, fold
 from mup_megatron.export.folder import Part, as_bytes, new_folder, refuse_existing
 from mup_megatron.export.hugging_face import activation_name, architecture_of
 from mup_megatron.export.tokenizer import tokenizer_files
+from mup_megatron.files import read_text
 from mup_megatron.manifest import CheckpointManifest
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
@@ -224,7 +225,7 @@ def _write(
 def _fingerprint(checkpoint: Path) -> list[Any]:
     """What changes where a file of the checkpoint does: its checksums, or sizes and times where it has none."""
     if (checkpoint / SUMS).is_file():
-        return [(checkpoint / SUMS).read_text(encoding="utf-8")]
+        return [read_text(checkpoint / SUMS)]
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 

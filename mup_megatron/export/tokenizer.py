@@ -12,6 +12,7 @@ from typing import Any
 
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.data.tokenizer import HUGGING_FACE_FILES
+from mup_megatron.files import read_bytes
 from mup_megatron.saved_run import SavedRun
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -27,7 +28,7 @@ def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
     library, path = config.data.tokenizer.library, config.data.tokenizer.path
     if library == "sentencepiece":
         model = Path(path) if path else data_directory(config) / "tokenizer.model"
-        content = model.read_bytes()
+        content = read_bytes(model)
         files = {"tokenizer.model": content}
         made = _as_tokenizers_json(content, int(run.tokenizer.eod), config.max_position_embeddings)
         if made is None:
@@ -38,9 +39,9 @@ def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
         return files | made, None
     if library == "huggingface" and path and Path(path).is_dir():
         found = [Path(path) / name for name in HUGGING_FACE_FILES]
-        return {file.name: file.read_bytes() for file in found if file.is_file()}, None
+        return {file.name: read_bytes(file) for file in found if file.is_file()}, None
     if library == "tiktoken" and path:
-        return {"tokenizer.tiktoken": Path(path).read_bytes()}, (
+        return {"tokenizer.tiktoken": read_bytes(path)}, (
             "warning: the tokenizer's file is copied as tokenizer.tiktoken, which transformers does not read"
         )
     return {}, f"warning: transformers has no tokenizer of library {library}; the folder holds none"

@@ -14,6 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.files import open_regular, read_text
+
 LIST = "unfinished.jsonl"
 """Name of the list, which a whole export does not have."""
 
@@ -66,7 +68,7 @@ class Unfinished:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace")
     except OSError:
         return []
     found = []
@@ -83,7 +85,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _is(path: Path, size: int, digest: Any) -> bool:
     if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == digest
 
 

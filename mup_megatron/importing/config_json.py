@@ -13,6 +13,7 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError, shown
+from mup_megatron.files import read_text
 from mup_megatron.importing.with_transformers import keys_of, read_config, version
 
 # What config.json says that no logit depends on, or that a tensor's shape says; RoPE is compared by itself.
@@ -117,7 +118,7 @@ def _typed(rope: Mapping[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError where the file is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error})") from None
     if not isinstance(found, dict):

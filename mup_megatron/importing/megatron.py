@@ -15,6 +15,7 @@ from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.saved_weights import SavedWeights, Tensor
 from mup_megatron.errors import UserError, shown
 from mup_megatron.export.fold import fold
+from mup_megatron.files import read_text
 from mup_megatron.importing.weights import Weights, check_sums, finite
 from mup_megatron.manifest import MANIFEST
 from mup_megatron.optim import MOMENTS
@@ -94,7 +95,7 @@ def _iteration(folder: Path) -> tuple[Path, int]:
     """The checkpoint that a folder is, or the latest that it holds, and its iteration."""
     tracker = folder / TRACKER
     if tracker.is_file():
-        said = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        said = read_text(tracker, errors="replace").strip()
         if said != "release" and not (said.isdecimal() and said.isascii()):
             raise UserError(f"{tracker}: expected the number of an iteration, found {shown(said)}")
         folder = folder / (said if said == "release" else f"iter_{int(said):07d}")

@@ -19,6 +19,7 @@ from mup_megatron.config.load import parse_yaml
 from mup_megatron.config.per_tensor import folded, split_name
 from mup_megatron.config.schema import Growth, Hparams, ParametrizationSection
 from mup_megatron.errors import UserError
+from mup_megatron.files import read_text
 from mup_megatron.megatron_training.option_check import Known, unsaid_options
 from mup_megatron.megatron_training.watched import task
 
@@ -253,7 +254,7 @@ def _read_tensors(args: Namespace) -> tuple[Entry, ...]:
 def text_of(path: str) -> str:
     """What a file of text holds. Raises UserError."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mup_megatron.errors import UserError
+from mup_megatron.files import read_bytes
 from mup_megatron.megatron_training.option_table import OPTIONS
 from mup_megatron.tuning.native_command import WATCHED
 
@@ -146,7 +147,7 @@ def _check_script(script: Path) -> None:
         path = waiting.pop()
         seen.add(path)
         try:
-            tree = ast.parse(path.read_bytes(), str(path))
+            tree = ast.parse(read_bytes(path), str(path))
         except OSError as error:
             raise UserError(f"{path}: cannot read the script: {error.strerror or error}") from None
         except (SyntaxError, ValueError) as error:

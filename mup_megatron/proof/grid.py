@@ -21,6 +21,7 @@ from typing import Any, Literal
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.errors import UserError
+from mup_megatron.files import read_text
 from mup_megatron.horizon import said
 from mup_megatron.ranks import Rank, stop_signal
 from mup_megatron.run_directory import Busy, own_run_directory, write_whole
@@ -263,7 +264,7 @@ def _read(directory: Path, job: Job) -> Outcome | None:
     """A run's outcome; None while there is none. Raises UserError."""
     path = directory / f"{job.name}.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         return None
     except ValueError:

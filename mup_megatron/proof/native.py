@@ -15,6 +15,7 @@ from pathlib import Path
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.errors import UserError
+from mup_megatron.files import read_text
 from mup_megatron.model import parametrize
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof.coordinates import Coordinates
@@ -99,7 +100,7 @@ def _run(
         own_launch(command, check_arguments(command, config, folder), task, folder, process)
     except UserError as error:
         raise UserError(f"{folder}: {error} (log.txt there says more)") from None
-    held = json.loads(path.read_text(encoding="utf-8"))
+    held = json.loads(read_text(path))
     return Coordinates(**{**held, "silent": tuple(held["silent"])})
 
 

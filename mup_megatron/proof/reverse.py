@@ -18,7 +18,7 @@ from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory, prepare
 from mup_megatron.errors import UserError
-from mup_megatron.files import as_yaml
+from mup_megatron.files import as_yaml, read_text
 from mup_megatron.proof.grid import Job, alone, comparable, run_grid
 from mup_megatron.ranks import Rank
 from mup_megatron.run_directory import write_whole
@@ -133,7 +133,7 @@ def rise(losses: Sequence[float]) -> float:
 
 
 def _losses(directory: Path) -> list[float]:
-    lines = (json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = (json.loads(line) for line in read_text(directory / "metrics.jsonl", most=None).splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 

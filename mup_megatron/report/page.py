@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.explain import shown_init, without_numbers
-from mup_megatron.files import as_yaml
+from mup_megatron.files import as_yaml, read_bytes
 from mup_megatron.report.document import curves, document, layout_of, table, write_document
 from mup_megatron.report.opening import opening
 from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
@@ -90,7 +90,7 @@ def page(run: Run, plotly: str) -> str:
 def _proof(proof: Proof) -> str:
     drawn = ""
     if proof.picture is not None:
-        encoded = base64.b64encode(proof.picture.read_bytes()).decode()
+        encoded = base64.b64encode(read_bytes(proof.picture)).decode()
         drawn = f'<img alt="{html.escape(proof.title)}" src="data:image/png;base64,{encoded}">'
     said = html.escape("\n".join(proof.lines))
     return f"<h2>{html.escape(proof.title)}</h2>{drawn}<pre>{said}</pre>"

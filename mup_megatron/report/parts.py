@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
+from mup_megatron import files
 from mup_megatron.errors import UserError
 
 _ADVICE = "put a copy of the file back, or move it away to see the rest of the run"
@@ -259,7 +260,7 @@ def checked(part: type[BaseModel], data: Any, path: Path, where: str = "") -> An
 def read_text(path: Path) -> str | None:
     """A text file; None where there is none. Raises UserError where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path, most=None)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.errors import ConfigError, UserError, no_such_file, shown
+from mup_megatron.files import read_text
 from mup_megatron.layout import Layout
 
 _REFUSED = {
@@ -133,7 +134,7 @@ def _read(config: Config) -> tuple[str | None, dict[str, Any]]:
     if path is None:
         raise config.error("parallel.deepspeed_config", no_such_file(name, *folders))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot read the DeepSpeed config: {error}") from None
     except json.JSONDecodeError as error:

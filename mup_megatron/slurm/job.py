@@ -22,7 +22,7 @@ from types import FrameType
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
-from mup_megatron.files import write_whole
+from mup_megatron.files import read_text, write_whole
 from mup_megatron.launch import LOGS
 from mup_megatron.slurm import node
 from mup_megatron.slurm.submit import STAGE, call, container, logs_directory, processes
@@ -157,7 +157,7 @@ def _run(command: list[str], job: str, logs: Path) -> tuple[int, set[int]]:
 
 def _failure(logs: Path) -> dict[str, int]:
     try:
-        return json.loads((logs / node.FAILURE).read_text(encoding="utf-8"))
+        return json.loads(read_text(logs / node.FAILURE))
     except (OSError, ValueError):
         return {}
 
@@ -183,7 +183,7 @@ def _progress(config: Config, stage: str) -> str:
 def _count_failure(path: Path, progress: str) -> int:
     """Failures in a row without progress, this one included."""
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = json.loads(read_text(path))
     except (OSError, ValueError):
         before = {"progress": None, "failures": 0}
     failures = before["failures"] + 1 if before["progress"] == progress else 1

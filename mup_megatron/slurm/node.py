@@ -13,6 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
+from mup_megatron.files import read_text
 from mup_megatron.launch import LOGS, Nodes, log_path, start_ranks
 
 FAILURE = "first-failure.json"
@@ -46,7 +47,7 @@ def _failed(logs: Path, rank: int, status: int) -> None:
 def first_error(path: Path) -> str:
     """A log from its first error on; its last lines if there is none."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(path, errors="replace", most=None).splitlines()
     except OSError:
         return ""
     for number, line in enumerate(lines):

@@ -14,6 +14,7 @@ from typing import Any
 
 from mup_megatron.config import OF_EXPERTS, Config, Model, growing_sizes
 from mup_megatron.errors import UserError, shown
+from mup_megatron.files import read_bytes
 
 
 def digested(config: Config) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def _lion_steps(config: Config) -> dict[str, str]:
 
 def _sha256(path: str) -> str:
     try:
-        return "sha256:" + hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        return "sha256:" + hashlib.sha256(read_bytes(path)).hexdigest()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read base shapes: {getattr(error, 'strerror', None) or error}") from None
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from mup_megatron.config import Config, growing_sizes
 from mup_megatron.errors import UserError, no_such_file
+from mup_megatron.files import read_text
 from mup_megatron.horizon import without_rules
 from mup_megatron.loss_law import AXES, read_loss_law
 from mup_megatron.tuning.family import differences, digest, digested
@@ -152,7 +153,7 @@ def ladder_of(config: Config, held: Mapping[str, Any] | None) -> Fitted | None:
 
 def _read(config: Config, path: Path) -> Fitted:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         problem = f"{no_such_file(path)}; expected the ladder.json that mup-megatron ladder writes"
         raise config.error("tuning.ladder", problem) from None

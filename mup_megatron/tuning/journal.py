@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from mup_megatron.config import Config
 from mup_megatron.errors import UserError
+from mup_megatron.files import check_regular, read_bytes
 
 # --- its lines, as Optuna 4 and 5 write them ---
 
@@ -157,11 +159,16 @@ def _steps_problem(values: Mapping[str, float]) -> str | None:
 
 # --- the file ---
 
+_MOST_BYTES = 1 << 30
+"""Of a journal: some millions of lines."""
+
 
 class Journal(JournalFileBackend):
     """A journal file whose lines are checked, and that stays the same file as long as a process uses it."""
 
     def __init__(self, path: Path) -> None:
+        with suppress(FileNotFoundError):  # Optuna's own opening would wait for ever for who writes a pipe
+            check_regular(path, _MOST_BYTES)
         super().__init__(str(path))
         self._path, self._file = path, _identity(path)
 
@@ -222,6 +229,6 @@ def mend(journal: Path) -> None:
     Nobody may be writing.
     """
     Path(f"{journal}.lock").unlink(missing_ok=True)
-    if journal.is_file() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
+    if journal.is_file() and (content := read_bytes(journal, _MOST_BYTES)) and not content.endswith(b"\n"):
         with journal.open("rb+") as file:
             file.truncate(content.rfind(b"\n") + 1)

@@ -23,7 +23,7 @@ from mup_megatron.config import Config
 from mup_megatron.config.per_tensor import split_name
 from mup_megatron.errors import ConfigError, UserError
 from mup_megatron.explain import explain, without_numbers
-from mup_megatron.files import open_new
+from mup_megatron.files import open_new, read_text
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import Parametrization
 from mup_megatron.tuning.descent import moves_told
@@ -261,7 +261,7 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
         UserError: damaged, edited by hand, of a newer format, or of another family; says which keys differ.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -48,4 +48,12 @@ INPUT = (
         '.replace(":***@", "@")) == "":',
         "test_secrets.py",
     ),
+    _mutant(
+        "guard: masks decode first",
+        "a secret behind percent signs is shown",
+        _SECRETS,
+        "if decoded != text and",
+        "if False and",
+        "test_secrets.py::test_what_percent_signs_hide_is_masked",
+    ),
 )

@@ -142,6 +142,14 @@ def test_masked_and_shown(url: str) -> None:
         assert masked(said) == said
 
 
+@pytest.mark.parametrize("text", [f"password%3D{MARKER}", f"https://host/?a=b%26token%253D{MARKER}"])
+def test_what_percent_signs_hide_is_masked(text: str) -> None:
+    """Of no database, whose URLs are masked by their form: it is a secret only when it is decoded, twice in one."""
+    assert MARKER not in masked(text)
+    assert masked(text).endswith("***")
+    assert masked(f"the share is 50%25 of {text[:3]}") == f"the share is 50%25 of {text[:3]}"
+
+
 def test_a_key_of_weights_and_biases_is_no_project(tmp_path: Path) -> None:
     key = "0123456789abcdef" * 2 + "01234567"
     with pytest.raises(ConfigError, match=r"run\.wandb_project: is a key") as error:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .patch import Patch
+from .patch import Patch, PatchError
 
 
 def _no_stream(_original: Any) -> type:
@@ -51,6 +52,21 @@ def _no_inference_linear(original: Callable[[Any], bool]) -> Callable[[Any], boo
         return installed and original(module)
 
     return is_inference_column_parallel_linear
+
+
+def _takes_head_sizes(original: Callable[..., None]) -> Callable[..., None]:
+    if "k_channels" in inspect.signature(original).parameters:
+        raise PatchError("DotProductAttention takes k_channels itself now; its patch can go")
+
+    @functools.wraps(original)
+    def __init__(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return __init__
 
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
@@ -108,5 +124,18 @@ MOE_PATCHES: tuple[Patch, ...] = (
         when="always",
         wrap=_no_inference_linear,
         needed=">=0.20.dev0",
+    ),
+    Patch(
+        name="mla-local-attention",
+        distribution="megatron-core",
+        versions=">=0.16.1,<0.21",
+        symbol="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        parameters=None,
+        why="MLA gives its attention the head sizes k_channels and v_channels, which Transformer Engine's takes and "
+        "megatron-core's own does not: no local spec builds MLA, and a model is parametrised as its spec builds it",
+        lower_rung="a subclass (layers/attention.py) is in no spec of the script's; the class is fixed in upstream's",
+        until="DotProductAttention takes k_channels and v_channels",
+        when="always",
+        wrap=_takes_head_sizes,
     ),
 )

@@ -174,15 +174,6 @@ def no_eh_proj_shim() -> contextlib.AbstractContextManager[None]:
     return _without_shim("ColumnParallelLinear")
 
 
-def no_core_attention_shim() -> contextlib.AbstractContextManager[None]:
-    """megatron-core's own core attention, which knows no head sizes of MLA."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from mup_megatron.layers import spec
-
-    return replaced(spec, "MegatronAttention", DotProductAttention)
-
-
 def no_gather_hook() -> contextlib.AbstractContextManager[None]:
     """The rotary part of MLA's key as upstream gathers it: its gradient comes from this rank's heads alone."""
     from mup_megatron.layers.attention import MLASelfAttention

@@ -200,15 +200,13 @@ def _of_last(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torc
 
 
 class MegatronAttention(DotProductAttention):
-    """megatron-core's DotProductAttention, which takes no attention bias, and none of the head sizes of MLA."""
+    """megatron-core's DotProductAttention, which takes no attention bias."""
 
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         set_sink_spec(self, self.config)
         self._bias: torch.Tensor | None = None
         self.scale_mask_softmax.register_forward_pre_hook(self._add_bias)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     def forward(
         self,

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mup_megatron.config import Config
-from mup_megatron.layers.attention import MegatronAttention
 from mup_megatron.layout import Layout
 from mup_megatron.parametrization import ForwardMultipliers
 from mup_megatron.transformer_config import core_config
@@ -69,10 +67,6 @@ def given_of(config: Config, vocabulary: int, layout: Layout | None = None, rank
         mtp = None
         if core.mtp_num_layers and is_last:
             mtp = get_gpt_mtp_block_spec(core, block, **kernels, **virtual)
-    if model.multi_latent_attention and model.transformer_impl == "local":
-        # megatron-core's own does not take the head sizes that its latent attention gives it.
-        for layer in [*block.layer_specs, *(mtp_layers(mtp) if mtp else ())]:
-            layer.submodules.self_attention.submodules.core_attention = MegatronAttention
     return {
         "config": core,
         "transformer_layer_spec": block,
@@ -87,9 +81,3 @@ def given_of(config: Config, vocabulary: int, layout: Layout | None = None, rank
         "rotary_percent": model.rotary_percent,
         "rotary_base": model.rotary_base,
     }
-
-
-def mtp_layers(spec: Any) -> list[ModuleSpec]:
-    """The transformer layers in a spec of multi-token prediction."""
-    parts = [layer.submodules for layer in spec.layer_specs]
-    return [getattr(part, "mtp_model_layer", None) or part.transformer_layer for part in parts]

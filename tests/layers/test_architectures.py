@@ -284,7 +284,7 @@ UNBROKEN: dict[str, dict[str, Any]] = {}
             False,
             r"linear_kv_up_proj\.weight: its layer does not say its global shape",
         ),
-        ("no_core_attention_shim", "mla", 1, False, "channels"),
+        ("patch:mla-local-attention", "mla", 1, False, "channels"),
         ("upstream_softmax_scale", "mla", 1, False, r"(losses|grad_norms)\[0\] on rank 0"),
         pytest.param("no_gather_hook", "mla", 2, True, r"grad_norms\[[01]\] on rank 0", marks=pytest.mark.slow),
         ("no_eh_proj_shim", "mtp", 1, False, r"eh_proj\.weight: its layer does not say its global shape"),

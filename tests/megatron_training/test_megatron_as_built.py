@@ -40,6 +40,8 @@ ARCHITECTURES = {
     "experts": "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 64",
     "qk-norm-mtp": "--qk-layernorm --mtp-num-layers 1 --position-embedding-type rope",
     "sinks": "--softmax-type learnable",
+    "latent": "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 12 --position-embedding-type rope",
 }
 LAYOUTS = {
     "tensor": (2, {"tensor_model_parallel_size": 2}),
@@ -99,7 +101,7 @@ def test_layouts(layout: str, ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt3", "experts"])
+@pytest.mark.parametrize("name", ["gpt3", "experts", "latent"])
 def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path) -> None:
     words = ARCHITECTURES[name].split()
     (ours,) = run(ranks, tmp_path, *words, *BUILT, base=BASE)

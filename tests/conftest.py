@@ -124,8 +124,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         command = f"./dev test {'--slow' if config.getoption('--slow') else '--all'}" if whole else "./dev te"
         seconds = time.monotonic() - config.stash[BEGAN]
         stats, part = terminalreporter.stats, config.stash[SLICE]
-        known = json.loads(SKIPPED.read_text())
-        known = reports.remember(known, stats, environment, config.stash.get(QUICK, []))
+        quick: list[str] = config.stash.get(QUICK, [])
+        known = reports.remember(json.loads(SKIPPED.read_text()), stats, environment, quick)
         if part is None:
             text = reports.summary(stats, command, seconds, known, environment)
         elif not stats.get("failed") and not stats.get("error") and stats.get("passed"):

@@ -495,7 +495,8 @@ def test_every_patch_is_taken_out_somewhere() -> None:
             "deepspeed-no-shm-build",
             "cpu-compile-at-first-call",
         ),  # tests/patches/test_patches.py
-        *("cpu-alltoall-stream", "cpu-alltoall-splits", "mla-no-te-linear"),  # tests/layers/test_architectures.py
+        *("cpu-alltoall-stream", "cpu-alltoall-splits"),  # tests/layers/test_architectures.py
+        *("mla-no-te-linear", "mla-local-attention"),  # there too
         "mtp-no-te-linear",  # tests/megatron_training/test_megatron_development.py
         *(
             "checkpoint-no-server-process",

@@ -1,4 +1,4 @@
-"""Mutants of what is read from files and shown of them. Public name: `INPUT`."""
+"""Mutants of what is read from files, imported from them, and shown of them. Public name: `INPUT`."""
 
 from __future__ import annotations
 
@@ -55,5 +55,86 @@ INPUT = (
         "if decoded != text and",
         "if False and",
         "test_secrets.py::test_what_percent_signs_hide_is_masked",
+    ),
+    _mutant(
+        "import: RoPE's base in two places",
+        "a config.json that contradicts itself is read as whichever place is looked at first",
+        "mup_megatron/importing/config_json.py",
+        "if None not in values and values[0] != values[1]:",
+        "if False:",
+        "export/test_import_refused.py::test_without_transformers",
+    ),
+    _mutant(
+        "import: transformers' defaults",
+        "what config.json does not say is not read as transformers reads it",
+        "mup_megatron/importing/config_json.py",
+        "if (keys := keys_of(expected)) is not None:",
+        "if (keys := keys_of(expected)) is not None and not keys:",
+        "export/test_import_refused.py::test_what_transformers_reads_counts",
+    ),
+    _mutant(
+        "import: head_dim",
+        "another head size passes",
+        "mup_megatron/importing/config_json.py",
+        '"num_nextn_predict_layers", "pretraining_tp"',
+        '"num_nextn_predict_layers", "head_dim", "pretraining_tp"',
+        "export/test_import_refused.py::test_what_is_refused[head_dim]",
+    ),
+    _mutant(
+        "import: quantized weights",
+        "scaled integers are taken for weights",
+        "mup_megatron/importing/config_json.py",
+        "if found.get(key) is not None:",
+        "if found.get(key) == {}:",
+        "export/test_import_refused.py::test_what_is_refused[quantized]",
+    ),
+    _mutant(
+        "import: another dtype",
+        "the bytes of floats are read as integers",
+        "mup_megatron/importing/hugging_face.py",
+        "if stored.get_dtype() not in _DTYPES:",
+        "if False:",
+        "export/test_import_refused.py::test_what_is_refused[integers]",
+    ),
+    _mutant(
+        "import: NaN",
+        "weights that are no numbers are taken",
+        "mup_megatron/importing/weights.py",
+        "if lost := tensor.numel() - int(tensor.isfinite().sum()):",
+        "if lost := tensor.numel() - tensor.numel():",
+        "export/test_import_refused.py::test_what_is_refused[NaN]",
+    ),
+    _mutant(
+        "import: checksums",
+        "files that are not those that were exported are taken",
+        "mup_megatron/importing/weights.py",
+        "if problem := mismatch(folder, sums):",
+        "if problem := mismatch(folder, {}):",
+        "export/test_import_refused.py::test_checksums_beside_it",
+    ),
+    _mutant(
+        "import: weights without a checksum",
+        "a file that the checksums leave out is taken",
+        "mup_megatron/importing/weights.py",
+        "sorted(set(read) - set(sums))",
+        "sorted(set(read) - {*read})",
+        "export/test_import_refused.py::test_checksums_beside_it",
+    ),
+    _mutant(
+        "import: logits",
+        "a model that computes something else is taken",
+        "mup_megatron/importing/check.py",
+        "if not found <= BOUND:",
+        "if not found <= 1e9 * BOUND:",
+        "export/test_import_refused.py::test_logits_are_compared",
+    ),
+    _mutant(
+        "import: a half-written checkpoint",
+        "what a refused import has written stays",
+        "mup_megatron/importing/__init__.py",
+        "stack.callback(_remove, begun)",
+        "stack.callback(str, begun)",
+        "export/test_import_refused.py::test_logits_are_compared",
+        "export/test_import_refused.py::test_what_is_refused[NaN]",
     ),
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts what it puts in the background so, and every command that a test starts would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Our own warnings are errors; upstream's are not ours to mend.
     for module in ("megatron", "deepspeed", "torch", "optuna", "sentencepiece", "mup", "importlib", "tensorboard"):
         config.addinivalue_line("filterwarnings", rf"ignore:::{module}(\..*)?")

@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mup_megatron import upstream
+from mup_megatron.checkpoint import SUMS
 from mup_megatron.config import Config
 from mup_megatron.data.corpus import data_directory
 from mup_megatron.errors import UserError
@@ -93,6 +94,7 @@ def test_families(ranks: Ranks, name: str, tmp_path: Path) -> None:
     export_hugging_face(source, tmp_path / "other" / "hf")
     weights = tmp_path / "other" / "hf" / "model.safetensors"
     save_file({key: tensor for key, tensor in load_file(weights).items() if key != missing}, weights)
+    (weights.parent / SUMS).unlink()  # which would say that first
     with pytest.raises(UserError, match=f"{missing} is missing"):
         import_checkpoint(tmp_path / "other" / "hf", config_for(one, tmp_path / "refused"))
 

@@ -51,9 +51,12 @@ def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
     directory, training = Path(config.run.dir), config.training
     checkpoints = Checkpoints(directory / "checkpoints", training.checkpoints_kept)
     for path in checkpoints.newest_first():
+        sums = read_sums(path) or {}
         try:
             manifest = CheckpointManifest.read(path)
         except UserError:  # it is damaged; what loads it says so
+            continue
+        if mismatch(path, {MANIFEST: sums.get(MANIFEST, "")}):  # a flipped bit may have made another setting of one
             continue
         settings, step, where = manifest.config, manifest.step, path
         break

@@ -85,6 +85,13 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def flip_a_setting(path: Path) -> None:
+    """One bit: the manifest can still be read, and says another setting than the run's."""
+    text = path.read_text()
+    assert '"target_key": "target"' in text
+    path.write_text(text.replace('"target_key": "target"', '"target_key": "uarget"'))
+
+
 FILES = ("__0_0.distcp", ".metadata", MANIFEST, SUMS, "random_0.safetensors", "common.pt", "metadata.json")
 
 
@@ -92,6 +99,7 @@ FILES = ("__0_0.distcp", ".metadata", MANIFEST, SUMS, "random_0.safetensors", "c
     ("name", "damage"),
     [
         ("__0_0.distcp", flip),
+        (MANIFEST, flip_a_setting),
         *(pytest.param(name, flip, marks=pytest.mark.slow) for name in FILES[1:]),
         pytest.param("__0_0.distcp", cut, marks=pytest.mark.slow),
         ("__0_0.distcp", Path.unlink),

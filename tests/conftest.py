@@ -84,6 +84,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[QUICK] = [item.nodeid for item in quick]
         config.hook.pytest_deselected(items=quick)
         items[:] = [item for item in items if item not in quick]
+    if config.getoption("--slow"):
+        # A third of the slow layouts; `./dev parity` goes through all of them.
+        others = [item for item in items if "parity" in getattr(item, "fixturenames", ()) and not _is_sampled(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     if part := config.stash[SLICE]:
         others = [item for item in items if not part.holds(item.nodeid)]
         config.hook.pytest_deselected(items=others)
@@ -94,6 +99,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+def _is_sampled(item: pytest.Item) -> bool:
+    return "slow" not in item.keywords or Slice(1, 3).holds(item.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -122,7 +122,7 @@ def damaged_lines(content: bytes, draw: random.Random) -> bytes:
 def test_journals(request: pytest.FixtureRequest, journal: tuple[Config, Path, bytes]) -> None:
     config, path, good = journal
     found: list[str] = []
-    for draw in draws(request, 60, 1500):
+    for draw in draws(request, 60, 500):
         damage = draw.choice((bytes_of, damaged_lines, damaged_lines))
         path.write_bytes(damage(good, draw))
         with one_sentence(str(path), str(path.parent), "tuning:", found=found), contextlib.suppress(_Waits):
@@ -214,7 +214,7 @@ def test_a_folder_that_is_whole(folder: Path) -> None:
 def test_run_folders(request: pytest.FixtureRequest, folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     found: list[str] = []
-    for draw in draws(request, 40, 1500):
+    for draw in draws(request, 40, 500):
         path = draw.choice(files)
         good = path.read_bytes()
         try:
@@ -274,7 +274,7 @@ def test_datasets(request: pytest.FixtureRequest, dataset: tuple[Path, Config], 
     prefix, config = dataset
     found: list[str] = []
     read_all(prefix, config)
-    for draw in draws(request, 80, 2500):
+    for draw in draws(request, 80, 500):
         damaged = draw.choice((".idx", ".idx", ".bin"))
         for suffix in (".idx", ".bin"):
             content = prefix.with_suffix(suffix).read_bytes()
@@ -305,7 +305,7 @@ def test_lines_of_text(tmp_path: Path, line: bytes) -> None:
 
 def test_texts(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """JSONL and plain text, as bytes and as numbers."""
-    for number, draw in enumerate(draws(request, 40, 800)):
+    for number, draw in enumerate(draws(request, 40, 200)):
         path = tmp_path / draw.choice(("a.jsonl", "b.txt"))
         path.write_bytes(bytes_of(JSONL, draw))
         library = draw.choice(("byte-level", "byte-level", "null"))
@@ -320,7 +320,7 @@ def test_tokenizers(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     trained = prepare(good).tokenizer
     assert trained is not None
     model = Path(trained).read_bytes()
-    for number, draw in enumerate(draws(request, 15, 500)):
+    for number, draw in enumerate(draws(request, 15, 150)):
         path = tmp_path / "damaged.model"
         path.write_bytes(bytes_of(model, draw))
         tokenizer = {"library": "sentencepiece", "path": str(path)}
@@ -372,7 +372,7 @@ def test_indexes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     good, path = index(), tmp_path / ".metadata"
     path.write_bytes(good)
     assert set(saved_shapes(tmp_path).values()) == {(16, 4)}
-    for draw in draws(request, 200, 4000):
+    for draw in draws(request, 200, 800):
         path.write_bytes(bytes_of(good, draw))
         with one_sentence(str(path)):
             saved_shapes(tmp_path)
@@ -403,7 +403,7 @@ def test_deepspeed_settings(
     config = make(MIXED, parallel__deepspeed_config=str(path))
     layout = resolve_layout(config, 1)
     found: list[str] = []
-    for draw in draws(request, 60, 1500):
+    for draw in draws(request, 60, 500):
         kept = {name: value for name, value in MORE.items() if name not in ("optimizer", "scheduler")}
         path.write_text(json.dumps(data_of(kept, draw)))
         with one_sentence(str(path), found=found):
@@ -427,7 +427,7 @@ def test_configs(
     path = tmp_path / "run.yaml"
     commands: list[Callable[[], list[str]]] = [lambda: ["explain"], lambda: ["plan"], lambda: ["transfer"]]
     statuses = set()
-    for draw in draws(request, 20, 600):
+    for draw in draws(request, 20, 150):
         path.write_text(json.dumps(odd_config(draw)))
         status = cli.run([*draw.choice(commands)(), str(path)])
         _, err = capfd.readouterr()

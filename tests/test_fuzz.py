@@ -1,6 +1,6 @@
 """Mutated configs and records by the thousand: whatever a file says, what comes out is one sentence, no traceback.
 
-`./dev test --all` takes five times as many examples (the profile `all` of conftest.py).
+`./dev test --slow` takes three times as many examples (the profile `all` of conftest.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tests.tuning import test_record
 pytestmark = pytest.mark.more
 
 record = test_record.record  # the fixture
-# Factor on the counts below: 5 with --all (conftest.py sets max_examples to 500), a third in the quick suite.
-TIMES = 5 if settings.default.max_examples > 100 else 1 / 3
+# Factor on the counts below: a third in the quick suite (with --all conftest.py sets max_examples to 500).
+TIMES = 1 if settings.default.max_examples > 100 else 1 / 3
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -110,29 +110,6 @@ def test_more_than_there_is(cluster: Cluster, tmp_path: Path, setting: str, sent
     assert not cluster.run("squeue", "-h").stdout.strip()
 
 
-@pytest.mark.slow
-def test_the_demo(cluster: Cluster, repository: Path, tmp_path: Path) -> None:
-    """configs/demo.yaml as `./dev demo --fast` runs it, with data parallelism over the nodes."""
-    settings = {
-        "run.dir": tmp_path / "run",
-        "slurm": json.dumps(SLURM),
-        "parallel.tensor_model_parallel_size": 1,
-        "training.train_steps": 20,
-        "training.lr_warmup_steps": 2,
-        "training.eval_interval": 10,
-        "training.checkpoint_interval": 10,
-        "tuning.trials": 4,
-        "tuning.train_steps": 20,
-        "tuning.repeat_best": 1,
-        "tuning.repeat_seeds": 1,
-        "parallel.deepspeed_config": repository / "configs" / "deepspeed" / "zero1.json",
-    }
-    words = [f"{key}={value}" for key, value in settings.items()]
-    jobs = submit(cluster, repository, tmp_path, "pipeline.sbatch", repository / "configs" / "demo.yaml", *words)
-    await_jobs(cluster, tmp_path, jobs, 500)
-    assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == list(range(1, 21))
-
-
 STUDY = {"tuning__train_steps": 48, "tuning__trials": 4}
 
 

@@ -111,9 +111,9 @@ def undisturbed(config: Config, points: list[dict[str, Any]]) -> list[tuple[int,
     ("storage", "trials", "count", "kills"),
     [
         pytest.param("journal", 40, 3, 3, id="journal, 40"),
-        pytest.param("journal", 1000, 8, 40, id="journal"),
-        pytest.param("sqlite", 1000, 8, 40, id="sqlite"),
-        pytest.param("postgresql", 1000, 8, 40, id="postgresql"),
+        pytest.param("journal", 250, 6, 15, id="journal"),
+        pytest.param("sqlite", 250, 6, 15, id="sqlite"),
+        pytest.param("postgresql", 250, 6, 15, id="postgresql"),
     ],
     indirect=["storage"],
 )

@@ -4,8 +4,8 @@ from setuptools import find_packages, setup
 
 INSIDE = {
     "mup_megatron.patches": "patches",
-    "mup_megatron.shipped.configs": "configs",
-    "mup_megatron.shipped.launch": "launch",
+    "mup_megatron.util.shipped.configs": "configs",
+    "mup_megatron.util.shipped.launch": "launch",
 }
 
 setup(
@@ -13,7 +13,7 @@ setup(
     package_dir=INSIDE,
     package_data={
         "mup_megatron.patches": ["*/series", "*/*.patch"],
-        "mup_megatron.shipped.configs": ["**/*.yaml", "**/*.json"],
-        "mup_megatron.shipped.launch": ["**/*.sh", "**/*.sbatch"],
+        "mup_megatron.util.shipped.configs": ["**/*.yaml", "**/*.json"],
+        "mup_megatron.util.shipped.launch": ["**/*.sh", "**/*.sbatch"],
     },
 )

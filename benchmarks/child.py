@@ -69,8 +69,8 @@ def draw(runs: int) -> dict[str, Any]:
     import torch
 
     from benchmarks.harness import alternate, ratios, spread
-    from mup_megatron import init
-    from mup_megatron.shapes import Init, TensorSpec
+    from mup_megatron.model import init
+    from mup_megatron.rules.shapes import Init, TensorSpec
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = TensorSpec(shape=(4096, 4096), fan_in=1, fan_out=0, init=Init.WEIGHT, partition_dim=0)

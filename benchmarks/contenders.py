@@ -18,17 +18,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from benchmarks.native import native_groups, native_model
 from benchmarks.plain import plain_groups, plain_model
-from mup_megatron import runtime, upstream
 from mup_megatron.config import Config, parse_config
 from mup_megatron.data.gpt import GPTBatch
-from mup_megatron.deepspeed.mpu import Mpu
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
-from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.model import build_model, parametrize
-from mup_megatron.optim import build_optimizer, set_learning_rates
-from mup_megatron.ranks import Rank
-from mup_megatron.setup import resolve, resolve_auto
-from mup_megatron.setup.deepspeed import deepspeed_config
+from mup_megatron.engines.deepspeed_mpu import Mpu
+from mup_megatron.engines.optim import build_optimizer, set_learning_rates
+from mup_megatron.engines.setup import resolve, resolve_auto
+from mup_megatron.engines.setup.deepspeed import deepspeed_config
+from mup_megatron.model.build import build_model, parametrize
+from mup_megatron.parallel import runtime, upstream
+from mup_megatron.parallel.layout import Layout, resolve_layout
+from mup_megatron.parallel.ranks import Rank
 
 # Layers, hidden size, heads, sequence, micro-batch; the base has a quarter of the width.
 _SIZES = {"cpu": (4, 256, 8, 128, 8), "cuda": (12, 768, 12, 2048, 8)}

@@ -25,15 +25,16 @@ from typing import Any
 import torch
 
 from benchmarks.harness import alternate, machine, ratios, spread
-from mup_megatron import init, runtime, upstream
+from mup_megatron.checkpoints.run_directory import CONTROLS
 from mup_megatron.config import parse_config
 from mup_megatron.data.gpt import GPTBatch
-from mup_megatron.layout import resolve_layout
-from mup_megatron.ranks import Rank
+from mup_megatron.engines.setup import resolve, resolve_auto
+from mup_megatron.model import init
+from mup_megatron.parallel import runtime, upstream
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.report.run_data import read_run
-from mup_megatron.run_directory import CONTROLS
-from mup_megatron.setup import resolve, resolve_auto
-from mup_megatron.shapes import Fused, Init, TensorSpec
+from mup_megatron.rules.shapes import Fused, Init, TensorSpec
 from mup_megatron.tuning.process import environment
 
 # Dense bf16 peak of the tensor cores, FLOP/s, by device name; MFU is left out for others.
@@ -270,7 +271,7 @@ def _train(
     device: torch.device, parallel: dict[str, Any], precision: str, steps: int, model: dict[str, Any] | None = None
 ) -> list[float]:
     from mup_megatron.engines import build_engine
-    from mup_megatron.model import build_model, parametrize
+    from mup_megatron.model.build import build_model, parametrize
 
     config = _config(parallel=parallel, training={"precision": precision}, model=dict(model or {}))
     layout = resolve_layout(config, 1)
@@ -291,11 +292,11 @@ def _pair(
     import deepspeed
 
     from benchmarks.plain import plain_groups, plain_model
-    from mup_megatron.deepspeed.mpu import Mpu
     from mup_megatron.engines.deepspeed import DeepSpeedEngine
-    from mup_megatron.model import build_model, parametrize
-    from mup_megatron.optim import build_optimizer
-    from mup_megatron.setup.deepspeed import deepspeed_config
+    from mup_megatron.engines.deepspeed_mpu import Mpu
+    from mup_megatron.engines.optim import build_optimizer
+    from mup_megatron.engines.setup.deepspeed import deepspeed_config
+    from mup_megatron.model.build import build_model, parametrize
 
     vocabulary = 50304 if device.type == "cuda" else 512
     config = _config(

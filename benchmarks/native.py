@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from benchmarks.plain import plain_groups, plain_model
 from mup_megatron.config import Config
-from mup_megatron.layout import Layout
+from mup_megatron.parallel.layout import Layout
 
 
 def native_model(config: Config, vocab_size: int, layout: Layout, device: torch.device) -> GPTModel:

@@ -18,8 +18,8 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mup_megatron.config import Config
-from mup_megatron.layout import Layout
-from mup_megatron.transformer_config import ACTIVATIONS
+from mup_megatron.model.transformer_config import ACTIVATIONS
+from mup_megatron.parallel.layout import Layout
 
 
 def plain_model(config: Config, vocab_size: int, layout: Layout, device: torch.device, **more: Any) -> GPTModel:

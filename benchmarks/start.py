@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.harness import CONTENDERS, absent, in_turn, over, spread
 from mup_megatron.config import load_config
-from mup_megatron.layout import smallest_world
+from mup_megatron.parallel.layout import smallest_world
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _EXPLAINED = ("configs/gpt3/175b.yaml", "configs/deepseek/v3-671b.yaml", "configs/llama/1t.yaml")

@@ -11,7 +11,7 @@ from benchmarks import contenders
 from benchmarks.contenders import Bench, Contender
 from benchmarks.harness import CONTENDERS, absent, alternate, over, ratios, spread
 from benchmarks.native import logits_multiplier
-from mup_megatron import runtime
+from mup_megatron.parallel import runtime
 
 # A body of some tenths of a second: long enough for the clock, short enough that neighbours disturb a pair alike.
 _STEPS_A_RUN = {4096: 2}

@@ -1,7 +1,7 @@
 """Everything that touches upstream's insides: one `Patch` per wrapped symbol. README.md in this folder lists them.
 
 Public names: `Patch`, `apply_patches`, `revert_patches`, `active_patches`, `ALL_PATCHES`. Patches are applied in one
-place, upstream.py, at process start. This package imports nothing of mup_megatron but `errors`.
+place, parallel/upstream.py, at process start. This package imports nothing of mup_megatron but `errors`.
 """
 
 from .bert import BERT_PATCHES

@@ -133,7 +133,7 @@ MOE_PATCHES: tuple[Patch, ...] = (
         parameters=None,
         why="MLA gives its attention the head sizes k_channels and v_channels, which Transformer Engine's takes and "
         "megatron-core's own does not: no local spec builds MLA, and a model is parametrised as its spec builds it",
-        lower_rung="a subclass (layers/attention.py) is in no spec of the script's; the class is fixed in upstream's",
+        lower_rung="a subclass (model/layers/attention.py) is in no spec of the script's; upstream's fixes the class",
         until="DotProductAttention takes k_channels and v_channels",
         when="always",
         wrap=_takes_head_sizes,

@@ -18,7 +18,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 _FOLDER = Path(__file__).resolve().parent
 _VERSION_FILE = Path("megatron", "core", "package_info.py")

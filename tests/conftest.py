@@ -16,13 +16,13 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks
 from hypothesis import settings
 
-from mup_megatron.upstream import UPSTREAM_WARNINGS
-from tests import reports
-from tests.commands import BIN, environment, run
-from tests.configs import pipeline_file
-from tests.distributed import Ranks
-from tests.parity import Page
-from tests.slices import Slice, with_row
+from mup_megatron.parallel.upstream import UPSTREAM_WARNINGS
+from tests.helpers import reports
+from tests.helpers.commands import BIN, environment, run
+from tests.helpers.configs import pipeline_file
+from tests.helpers.distributed import Ranks
+from tests.helpers.parity import Page
+from tests.helpers.slices import Slice, with_row
 
 SKIPPED = Path("docs/skipped-tests.json")
 QUICK = pytest.StashKey[list[str]]()
@@ -34,7 +34,7 @@ SLICE = pytest.StashKey[Slice | None]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run tests marked slow; write docs/test-summary-*.md")
     parser.addoption("--slow", action="store_true", help="run tests marked slow alone, otherwise as --all")
-    parser.addoption("--slice", metavar="K/N", help="of the tests that run, about one Nth (tests/slices.py)")
+    parser.addoption("--slice", metavar="K/N", help="of the tests that run, about one Nth (tests/helpers/slices.py)")
     parser.addoption("--summary", metavar="NAME", help="write docs/test-summary-NAME.md")
     parser.addoption("--parity", metavar="FILE", help="compare layouts alone, slow cells too; write FILE")
     parser.addoption("--since", metavar="DATE", help="of --parity: leave out cells with a row of DATE or later")
@@ -121,7 +121,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.workers import ByFile
+    from tests.helpers.workers import ByFile
 
     return ByFile(config, log)
 
@@ -167,7 +167,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def te_ranks() -> Iterator[Ranks]:
     """A pool whose ranks have Transformer Engine, where it is installed."""
-    from tests.transformer_engine import prepare_with_it
+    from tests.helpers.transformer_engine import prepare_with_it
 
     pool = Ranks(prepare_with_it)
     yield pool

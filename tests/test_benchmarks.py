@@ -15,9 +15,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks import harness, table, tuning_cost
-from mup_megatron.ranks import Rank
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from mup_megatron.parallel.ranks import Rank
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 VOCABULARY = 300
 native = pytest.mark.skipif("native" in harness.absent(), reason=harness.absent().get("native", ""))

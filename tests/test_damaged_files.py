@@ -20,27 +20,28 @@ import torch
 import yaml
 from torch.distributed.checkpoint import metadata as dcp
 
-from mup_megatron import cli, upstream
+from mup_megatron import cli
 from mup_megatron.config import Config
 from mup_megatron.config.schema import Model
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.saved_weights import saved_shapes
-from mup_megatron.errors import UserError
-from mup_megatron.explain import explain
-from mup_megatron.layout import resolve_layout
-from mup_megatron.model import parametrize
+from mup_megatron.engines.setup.deepspeed import check_settings, deepspeed_config
+from mup_megatron.model.build import parametrize
+from mup_megatron.model.explain import explain
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.report.page import page
 from mup_megatron.report.run_data import read_run
-from mup_megatron.setup.deepspeed import check_settings, deepspeed_config
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.outcome import choose
 from mup_megatron.tuning.record import make_record
 from mup_megatron.tuning.space import proxy_config, with_values
 from mup_megatron.tuning.study import Study
-from tests.configs import MIXED, make
-from tests.damage import ODD, bytes_of, data_of, draws
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make
+from tests.helpers.damage import ODD, bytes_of, data_of, draws
 from tests.test_fuzz import CONFIGS, DEEPSPEED
 
 pytestmark = pytest.mark.more

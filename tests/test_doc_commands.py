@@ -19,9 +19,9 @@ import typer
 from mup_megatron import cli
 from mup_megatron.config import Config, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.load import override
-from mup_megatron.errors import UserError
-from tests.doc_commands import ALL_PAGES, FOREIGN, blocks, commands, configs, keys
-from tests.links import ROOT
+from mup_megatron.util.errors import UserError
+from tests.helpers.doc_commands import ALL_PAGES, FOREIGN, blocks, commands, configs, keys
+from tests.helpers.links import ROOT
 
 PAGE = pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -226,7 +226,7 @@ def example(sections: dict[str, Any]) -> Config:
 @PAGE
 def test_configs_are_taken(page: Path) -> None:
     for sections in configs(page):
-        if "file" not in sections.get("base", {}):  # a base that lies in a file: tests/config/test_base_file.py
+        if "file" not in sections.get("base", {}):  # a base that lies in a file: tests/rules/test_base_file.py
             example(sections)
 
 

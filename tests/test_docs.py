@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.links import PAGES, ROOT, line_of, links
+from tests.helpers.links import PAGES, ROOT, line_of, links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -17,7 +17,7 @@ def test_links_to_code_hit_their_line(page: Path) -> None:
         for symbol, path, number in links(page)
         if line_of(symbol, path) != number
     ]
-    assert not wrong, "run python -m tests.links"
+    assert not wrong, "run python -m tests.helpers.links"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -28,7 +28,7 @@ def test_links_to_files_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Paths from the repository's root, as `tests/test_rules.py` and `mup_megatron/rules.py`."""
+    """Paths from the repository's root, as `tests/rules/test_rules.py` and `mup_megatron/rules/formulas.py`."""
     named = set(re.findall(r"(?<![\w/.])(?:tests|mup_megatron|patches|launch|configs)/[\w./-]+\.\w+", page.read_text()))
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 

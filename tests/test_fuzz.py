@@ -18,21 +18,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mup_megatron import horizon, upstream
-from mup_megatron.base_shapes import save_base_shapes
+from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, check_resume, listed_files, make_manifest
 from mup_megatron.config import Config, load_config, parse_config
-from mup_megatron.errors import UserError
-from mup_megatron.layout import resolve_layout, smallest_world
-from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, listed_files, make_manifest
-from mup_megatron.model import parametrize
+from mup_megatron.convert.saved_run import config_here
+from mup_megatron.engines.setup import refuse
+from mup_megatron.engines.setup.deepspeed import deepspeed_config
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.layout import resolve_layout, smallest_world
 from mup_megatron.report.summary import print_transfer
-from mup_megatron.saved_run import config_here
-from mup_megatron.setup import refuse
-from mup_megatron.setup.deepspeed import deepspeed_config
+from mup_megatron.rules import horizon
+from mup_megatron.rules.base_shapes import save_base_shapes
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks
 from mup_megatron.tuning.space import with_values
-from tests.configs import MIXED, MLA, MOE, VOCABULARY, make
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, MLA, MOE, VOCABULARY, make
 from tests.tuning import test_record
 
 pytestmark = pytest.mark.more

@@ -1,4 +1,4 @@
-"""docs/parity.md is written row by row, and keeps what was not measured anew (tests/parity.py)."""
+"""docs/parity.md is written row by row, and keeps what was not measured anew (tests/helpers/parity.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.comparison import Difference
-from tests.parity import Page, sections
+from tests.helpers.comparison import Difference
+from tests.helpers.parity import Page, sections
 
 EARLIER = "2026-11-21: Python 3.12.1, torch 2.13.0"
 PAGE = f"""# Layouts

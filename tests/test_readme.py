@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mup_megatron import __version__, upstream
+from mup_megatron import __version__
 from mup_megatron.config import load_config
-from mup_megatron.model import parametrize
-from mup_megatron.parametrization import TensorHyperparameters
-from tests.links import ROOT
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import upstream
+from mup_megatron.rules.table import TensorHyperparameters
+from tests.helpers.links import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # A tensor of each kind in configs/proof/moe.yaml, in which every size that grows is 16 times its base's.

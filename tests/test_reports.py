@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests import reports
+from tests.helpers import reports
 
 
 def test_mutants_in_the_summary() -> None:

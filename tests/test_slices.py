@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slices import WHOLE, Slice, commit, with_row
+from tests.helpers.slices import WHOLE, Slice, commit, with_row
 
 PAGE = "# The last run of the slow tests\n\nMade by hand.\n"
 

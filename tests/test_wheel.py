@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import environment
+from tests.helpers.commands import environment
 
-FOLDERS = {"patches": "mup_megatron/patches", "configs": "mup_megatron/shipped/configs"} | {
-    "launch": "mup_megatron/shipped/launch",
+FOLDERS = {"patches": "mup_megatron/patches", "configs": "mup_megatron/util/shipped/configs"} | {
+    "launch": "mup_megatron/util/shipped/launch",
     "mup_megatron": "mup_megatron",
 }
 

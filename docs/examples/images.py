@@ -32,13 +32,13 @@ import torch.nn.functional as F
 from resnet import ResNet
 from torch import nn
 
-from mup_megatron.errors import UserError
+from mup_megatron.checkpoints.run_directory import write_whole
 from mup_megatron.mup import MuAdam, MuReadout, MuSGD, set_base_shapes
 from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.question import Question
 from mup_megatron.proof.stability import as_json, judge, lines
 from mup_megatron.report.stability import draw_stability
-from mup_megatron.run_directory import write_whole
+from mup_megatron.util.errors import UserError
 
 Pictures = tuple[torch.Tensor, torch.Tensor]
 """Of shape (pictures, 1, height, width), mean about 0 and deviation about 1, and the class of each."""

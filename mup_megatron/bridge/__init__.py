@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

@@ -15,7 +15,7 @@ from megatron.bridge.training.utils.checkpoint_utils import (
 )
 
 from mup_megatron.bridge.hooks import ends_with_status_2, run_of
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 
 class GuardedCheckpoints(checkpointing.DefaultCheckpointManager):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
     from mup_megatron.megatron_training.megatron_run import MegatronRun
@@ -47,7 +47,7 @@ def ends_with_status_2(function: Function) -> Function:
             return function(*args, **kwargs)
         except UserError as error:
             from mup_megatron.bridge.translate import in_fields
-            from mup_megatron.ranks import read_rank, say_error
+            from mup_megatron.parallel.ranks import read_rank, say_error
 
             say_error(in_fields(str(error)), read_rank())
             sys.exit(2)

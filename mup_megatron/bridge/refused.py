@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 _OPTIMIZERS = ("adam", "sgd")
 _SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dist", "rng", "logger", "tokenizer", "checkpoint")

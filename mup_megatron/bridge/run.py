@@ -14,12 +14,9 @@ from typing import Any
 import megatron.core
 import torch
 
-from mup_megatron.as_built.ready_made import READY_MADE
-from mup_megatron.as_built.tensors_file import read_tensors
 from mup_megatron.bridge import hooks
 from mup_megatron.bridge.refused import refuse
 from mup_megatron.bridge.translate import arguments_of, put_values
-from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.models import chunks_of
 from mup_megatron.megatron_training.option_check import check_config, check_options, check_table, unsaid_options
@@ -35,9 +32,12 @@ from mup_megatron.megatron_training.options import (
     text_of,
 )
 from mup_megatron.megatron_training.telemetry import tell
+from mup_megatron.model.as_built.ready_made import READY_MADE
+from mup_megatron.model.as_built.tensors_file import read_tensors
 from mup_megatron.patches import PatchError, apply_patches
 from mup_megatron.patches.bridge import bridge_patches
 from mup_megatron.tuning.record import read_record
+from mup_megatron.util.errors import UserError
 
 MANAGER = "mup_megatron.bridge.checkpoints.GuardedCheckpoints"
 

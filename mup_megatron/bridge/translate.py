@@ -12,8 +12,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.options import MULTIPLIERS, add_options
+from mup_megatron.util.errors import UserError
 
 # Where two sections have a field of one name, the later one's holds.
 _SECTIONS = (

@@ -14,8 +14,8 @@ from typing import NoReturn
 import typer
 
 from mup_megatron.cli.common import app, typed
-from mup_megatron.errors import DiskFull, UserError
-from mup_megatron.shipped import shipped_folder
+from mup_megatron.util.errors import DiskFull, UserError
+from mup_megatron.util.shipped import shipped_folder
 
 # They register their commands, in the order of the help.
 from mup_megatron.cli import runs  # noqa: F401  # isort: skip
@@ -26,8 +26,8 @@ from mup_megatron.cli import start  # noqa: F401  # isort: skip
 
 def main() -> NoReturn:
     """Entry point: bad input is one sentence and exit status 2, never a traceback."""
-    from mup_megatron.launch import end_with_launcher, keep_log
-    from mup_megatron.ranks import end_at_sigterm
+    from mup_megatron.parallel.launch import end_with_launcher, keep_log
+    from mup_megatron.parallel.ranks import end_at_sigterm
 
     end_at_sigterm()
     end_with_launcher()
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> int:
     finally:
         typed.reset(before)
     if _has_groups() and not others:
-        from mup_megatron.runtime import stop_distributed
+        from mup_megatron.parallel.runtime import stop_distributed
 
         stop_distributed()  # a process that leaves while gloo's threads run may abort, with a status of its own
     return status
@@ -58,7 +58,7 @@ def _has_groups() -> bool:
 
 
 def _status(arguments: list[str]) -> int:
-    from mup_megatron.ranks import read_rank, say_error
+    from mup_megatron.parallel.ranks import read_rank, say_error
 
     # When rank 0 exits, the other ranks print our one-line error; this silences torch's traceback.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -82,7 +82,7 @@ def launched(command: str, arguments: list[str]) -> NoReturn:
         command: pipeline or tune.
         arguments: [CONFIG] [KEY.PATH=VALUE]..., and whatever `--local_rank` a launcher adds.
     """
-    from mup_megatron.ranks import end_at_sigterm
+    from mup_megatron.parallel.ranks import end_at_sigterm
 
     end_at_sigterm()
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]

@@ -76,7 +76,7 @@ def start_typed(ranks: int) -> int:
 
     A rank reads the words itself, so that no option can be forgotten on the way to it.
     """
-    from mup_megatron.launch import start_ranks
+    from mup_megatron.parallel.launch import start_ranks
 
     return start_ranks(typed.get(), ranks)
 
@@ -87,8 +87,8 @@ def stopped(what: str) -> int:
     Args:
         what: was saved, and where.
     """
-    from mup_megatron.launch import is_ours
-    from mup_megatron.ranks import read_rank, stopped_by
+    from mup_megatron.parallel.launch import is_ours
+    from mup_megatron.parallel.ranks import read_rank, stopped_by
 
     number, rank = stopped_by(), read_rank()
     typed_here = is_ours() or not rank.launched  # else a launcher of the user's was typed, with words of its own

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.cli.common import gpus, typed
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 DEFAULT = "runs/megatron-proxy.yaml"
 """The config that is written where none is named."""
@@ -72,7 +72,7 @@ def default_workers(settings: Any) -> int:
 
 def _write(path: Path, command: list[str], parts: Any) -> None:
     """Has the run itself say what it is; under a launcher of the user's its first rank asks for all."""
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.parallel.ranks import read_rank
     from mup_megatron.tuning.native import own_launch
     from mup_megatron.tuning.native_task import Task
 

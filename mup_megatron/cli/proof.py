@@ -27,7 +27,7 @@ from mup_megatron.cli.common import (
     stopped,
 )
 from mup_megatron.cli.native import default_workers, processes_of, read_command
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 
 @app.command(
@@ -79,10 +79,10 @@ def coordinate_check(
     as_json: AsJson = False,
 ) -> int:
     """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
-    from mup_megatron import upstream
-    from mup_megatron.layout import smallest_world
+    from mup_megatron.parallel import upstream
+    from mup_megatron.parallel.layout import smallest_world
+    from mup_megatron.parallel.ranks import Rank, read_rank
     from mup_megatron.proof.controls import processes
-    from mup_megatron.ranks import Rank, read_rank
 
     if native:
         config, overrides = read_command([config, *(overrides or [])])
@@ -195,7 +195,7 @@ def stability(
 
     Any number of these commands may work on one folder, on any node that sees it: `srun mup-megatron stability ...`.
     """
-    from mup_megatron import upstream
+    from mup_megatron.parallel import upstream
 
     if native:
         config, overrides = read_command([config, *(overrides or [])])
@@ -270,7 +270,7 @@ def ladder(
     as_json: AsJson = False,
 ) -> int:
     """Measure how the best rate (or decay) moves with batch and tokens, fit it, test it on the largest. Goes on."""
-    from mup_megatron import upstream
+    from mup_megatron.parallel import upstream
 
     settings = read_config(config, overrides, takes_ladder=False)
     upstream.prepare_process()
@@ -318,7 +318,7 @@ def ladder(
 
 def _grid(body: Callable[[Any, int, Callable[[str], None]], None], workers: int | None, as_json: bool) -> int:
     """Runs `body(rank, workers, say)` on many runs of one process each; exit status."""
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.parallel.ranks import read_rank
     from mup_megatron.tuning import Stopped
 
     rank = read_rank()
@@ -362,7 +362,7 @@ def reverse(
 
     The config is the large run; `base:` names the small model's sizes.
     """
-    from mup_megatron import upstream
+    from mup_megatron.parallel import upstream
 
     settings = read_config(config, overrides)
     numbers = _numbers(rates, "--rates")

@@ -27,14 +27,14 @@ from mup_megatron.cli.common import (
     stopped,
 )
 from mup_megatron.cli.native import default_workers, read_command
-from mup_megatron.errors import UserError
-from mup_megatron.files import as_yaml, write_output
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_yaml, write_output
 
 
 @app.command(epilog="Example: mup-megatron prepare configs/demo.yaml")
 def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train the tokenizer and write the indexed dataset; does nothing where they are there already."""
-    from mup_megatron import upstream
+    from mup_megatron.parallel import upstream
 
     settings = read_config(config, overrides, takes_ladder=False)
     upstream.prepare_process()
@@ -59,19 +59,19 @@ def explain(
     ] = None,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
-    from mup_megatron.layout import smallest_world
-    from mup_megatron.setup import resolve
+    from mup_megatron.engines.setup import resolve
+    from mup_megatron.parallel.layout import smallest_world
 
     settings = read_config(config, overrides)
     setup = resolve(settings, world_size or smallest_world(settings), trains=False)
     settings, layout = setup.config, setup.layout
     if rank >= layout.world_size:
         raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
-    from mup_megatron.base_file import beside_shapes
-    from mup_megatron.base_shapes import base_shapes_text
     from mup_megatron.data.prepare import known_vocab_size
-    from mup_megatron.explain import explain as explain_data
-    from mup_megatron.explain import print_table
+    from mup_megatron.model.explain import explain as explain_data
+    from mup_megatron.model.explain import print_table
+    from mup_megatron.rules.base_file import beside_shapes
+    from mup_megatron.rules.base_shapes import base_shapes_text
 
     parametrization = setup.parametrization(known_vocab_size(settings))
     if save_base_shapes:
@@ -106,10 +106,10 @@ def train(
     begin: dict[str, Any] = {"init_from": Path(init_from) if init_from else None, "new_embeddings": new_embeddings}
 
     def body(settings: Any, rank: Any) -> None:
-        from mup_megatron import train as training  # on ranks alone: it takes seconds to import
-        from mup_megatron.progress import Progress
-        from mup_megatron.setup import resolve
+        from mup_megatron.engines.setup import resolve
+        from mup_megatron.train import loop as training  # on ranks alone: it takes seconds to import
         from mup_megatron.tuning.decide import told_by_a_ladder
+        from mup_megatron.util.progress import Progress
 
         setup = resolve(settings, rank.world_size)
         with Progress(rank.is_first) as progress:
@@ -130,7 +130,7 @@ def pipeline(
     """Tune the proxy if there is no transfer record yet, then train the target with the transferred values."""
 
     def body(settings: Any, rank: Any) -> None:
-        from mup_megatron.pipeline import run_pipeline  # on ranks alone: it takes seconds to import
+        from mup_megatron.tuning.pipeline import run_pipeline  # on ranks alone: it takes seconds to import
 
         run_pipeline(settings, rank, control=control, allowed_changes=tuple(allow_change or ()))
 
@@ -161,7 +161,7 @@ def tune(
 
 
 def _join(config: str, overrides: list[str]) -> int:
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.parallel.ranks import read_rank
 
     settings = read_config(config, overrides)
 
@@ -187,16 +187,16 @@ def transfer(
     as_json: AsJson = False,
 ) -> None:
     """Show the values of the transfer record, and what each becomes on this config's target."""
-    from mup_megatron.layout import smallest_world
-    from mup_megatron.setup import resolve
+    from mup_megatron.engines.setup import resolve
+    from mup_megatron.parallel.layout import smallest_world
 
     settings = read_config(config, overrides)
     setup = resolve(settings, world_size or smallest_world(settings), trains=False)
     settings, layout = setup.config, setup.layout
     from mup_megatron.data.prepare import known_vocab_size
-    from mup_megatron.horizon import moved
-    from mup_megatron.model import parametrize
+    from mup_megatron.model.build import parametrize
     from mup_megatron.report.summary import print_transfer
+    from mup_megatron.rules.horizon import moved
     from mup_megatron.tuning.decide import apply_record
     from mup_megatron.tuning.fitted import ladder_of, told
     from mup_megatron.tuning.predicted import in_words, predicted
@@ -237,8 +237,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
-    from mup_megatron.layout import smallest_world
-    from mup_megatron.setup import resolve
+    from mup_megatron.engines.setup import resolve
+    from mup_megatron.parallel.layout import smallest_world
 
     settings = read_config(config, overrides)
     ranks = world_size or smallest_world(settings)
@@ -271,8 +271,8 @@ def _on_ranks(
     body: Callable[[Any, Any], None],
 ) -> int:
     """Runs `body(config, rank)` here if a launcher started us, or one process is enough; else starts the ranks."""
-    from mup_megatron.layout import resolve_layout, smallest_world
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.parallel.layout import resolve_layout, smallest_world
+    from mup_megatron.parallel.ranks import read_rank
 
     settings = read_config(config, overrides)
     rank = read_rank()
@@ -289,12 +289,12 @@ def _on_ranks(
 
 def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Callable[[], bool] | None = None) -> int:
     """Runs `body`; how it ended as an exit status, and, on the first rank or where `shows`, what there is to see."""
-    from mup_megatron import upstream
+    from mup_megatron.parallel import upstream
 
     upstream.prepare_process()  # before the next import, which brings megatron-core
-    from mup_megatron import train as training
-    from mup_megatron.disk import full_disk
+    from mup_megatron.train import loop as training
     from mup_megatron.tuning import Stopped
+    from mup_megatron.util.disk import full_disk
 
     directory = Path(settings.run.dir)
     status = 0

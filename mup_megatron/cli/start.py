@@ -33,7 +33,7 @@ def new(
     ] = None,
 ) -> None:
     """Write a folder to start from: a commented config that runs, with base and proxy by the paper's advice."""
-    from mup_megatron.new_run import Target, proxy_of, seen_from, write_folder
+    from mup_megatron.cli.new_run import Target, proxy_of, seen_from, write_folder
 
     path = Path(directory)
     head_size = 128 if hidden_size >= 2048 else 64
@@ -75,7 +75,7 @@ def describe_config(
 ) -> None:
     """Show what a config key does: the values it takes, its default, its unit, its effect."""
     from mup_megatron.config import reference
-    from mup_megatron.errors import UserError
+    from mup_megatron.util.errors import UserError
 
     if as_schema:
         if key is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, app, console, read_config, start_typed
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 
 @app.command(epilog="Example: mup-megatron report runs/demo")
@@ -62,8 +62,8 @@ def generate(
 ) -> None:
     """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
     _one_process("generate")
-    from mup_megatron import generate as generation
-    from mup_megatron.ranks import Rank, device_of
+    from mup_megatron.evaluate import generate as generation
+    from mup_megatron.parallel.ranks import Rank, device_of
 
     draws = any(option is not None for option in (top_k, top_p, seed))
     given: dict[str, Any] = {"temperature": float(draws) if temperature is None else temperature}
@@ -163,10 +163,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> int:
     """Score a checkpoint: perplexity, last words, multiple choice, cloze, translation, each from local files."""
-    from mup_megatron import upstream
     from mup_megatron.config import parse_overrides
-    from mup_megatron.files import write_output
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.parallel import upstream
+    from mup_megatron.parallel.ranks import read_rank
+    from mup_megatron.util.files import write_output
 
     rank = read_rank()
     asked = {"perplexity": perplexity, "last_word": last_word, "choice": choice, "cloze": cloze}
@@ -179,9 +179,9 @@ def evaluate(
     if not rank.launched and (nproc_per_node or 1) > 1:
         return start_typed(nproc_per_node or 1)
     upstream.prepare_process()
-    from mup_megatron.evaluation import Task, evaluate_translations
-    from mup_megatron.evaluation import evaluate as score
-    from mup_megatron.evaluation.table import print_results
+    from mup_megatron.evaluate.evaluation import Task, evaluate_translations
+    from mup_megatron.evaluate.evaluation import evaluate as score
+    from mup_megatron.evaluate.table import print_results
 
     tasks = [Task(kind=kind, path=Path(file)) for kind, files in asked.items() for file in files or ()]
     given: dict[str, Any] = {"batch_size": batch_size, "tokenizer": tokenizer}
@@ -227,8 +227,8 @@ def export(
 ) -> None:
     """Write a checkpoint's model as other tools read it, every multiplier folded into the weights. In one process."""
     _one_process("export")
-    from mup_megatron import export as exports
-    from mup_megatron.export.folder import size_of
+    from mup_megatron.convert import export as exports
+    from mup_megatron.convert.export.folder import size_of
 
     said = exports.export(
         Path(checkpoint),
@@ -261,8 +261,8 @@ def rebase(
 ) -> None:
     """Go on from a checkpoint under another base: the same function, and the same next update. In one process."""
     _one_process("rebase")
-    from mup_megatron import rebase as rebasing
     from mup_megatron.config import parse_overrides
+    from mup_megatron.convert import rebase as rebasing
 
     said = rebasing.rebase(
         Path(checkpoint),
@@ -295,7 +295,7 @@ def import_(
     """Make a standard checkpoint the first checkpoint of a run, which `train` goes on from. In one process."""
     _one_process("import")
     settings = read_config(config, overrides)
-    from mup_megatron.importing import import_checkpoint
+    from mup_megatron.convert.importing import import_checkpoint
 
     said = import_checkpoint(
         Path(source), settings, say=lambda line: print(line, file=sys.stderr, flush=True), check=check
@@ -374,7 +374,7 @@ def slurm(
 @app.command(epilog="Example: mup-megatron doctor --json")
 def doctor(as_json: AsJson = False) -> None:
     """Show what is installed, which patches are active, what is missing and what that costs."""
-    from mup_megatron.doctor import examine, print_examination
+    from mup_megatron.cli.doctor import examine, print_examination
 
     examination = examine()
     if as_json:
@@ -387,8 +387,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 def _one_process(command: str) -> None:
     """Prepares a command that one process does; refuses a launcher before it."""
-    from mup_megatron import upstream
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.parallel import upstream
+    from mup_megatron.parallel.ranks import read_rank
 
     if read_rank().world_size > 1:
         raise UserError(f"{command} runs in one process; expected no launcher before it")

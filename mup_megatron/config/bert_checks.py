@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mup_megatron.config.model_checks import non_default
 from mup_megatron.config.schema import Config, Model
-from mup_megatron.errors import shown
+from mup_megatron.util.errors import shown
 
 _TESTED = {
     *("architecture", "ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings", "vocab_size"),

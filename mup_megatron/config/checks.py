@@ -21,8 +21,8 @@ from mup_megatron.config import (
     t5_checks,
 )
 from mup_megatron.config.schema import Config
-from mup_megatron.errors import shown
-from mup_megatron.secrets import masked_value, url_problem
+from mup_megatron.util.errors import shown
+from mup_megatron.util.secrets import masked_value, url_problem
 
 
 def check(config: Config) -> None:

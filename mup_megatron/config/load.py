@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from mup_megatron.config.checks import check
 from mup_megatron.config.schema import PRESETS, Config
-from mup_megatron.errors import ConfigError, UserError, shown
-from mup_megatron.files import parse_yaml, read_text
+from mup_megatron.util.errors import ConfigError, UserError, shown
+from mup_megatron.util.files import parse_yaml, read_text
 
 _PART = r'(?:\w[\w-]*|"[^"]+")'
 """Of a dotted key; what has dots of its own stands in quotes: hparams.per_tensor."*.mlp.*".lr."""

@@ -375,7 +375,7 @@ class Growth(Section):
         return {name: size for name, size in self.sizes.items() if name in OF_EXPERTS}
 
     def enlarged(self) -> Growth:
-        """Every named width doubled: what then changes in a tensor's shape is what grows (see shapes.py)."""
+        """Every named width doubled: what then changes in a tensor's shape is what grows (see rules/shapes.py)."""
         return Growth().model_copy(update={name: 2 * size for name, size in self.width.sizes.items()})
 
 

@@ -6,7 +6,7 @@ Public names: `CHECKS`, `non_default`.
 from __future__ import annotations
 
 from mup_megatron.config.schema import Config, Model
-from mup_megatron.errors import shown
+from mup_megatron.util.errors import shown
 
 _MOST_EXPERTS = 200_000
 

@@ -1,8 +1,8 @@
 """Hyperparameters of single kinds of tensors: `hparams.per_tensor:`.
 
 Public names: `KINDS`, `PerTensor`, `is_pattern`, `split_name`, `full_name`, `config_key`, `flat`, `folded`. Which
-tensors a kind holds is said in kinds.py. As hyperparameters that can be searched, and in a transfer record, they have
-names such as `per_tensor.embedding.lr`.
+tensors a kind holds is said in rules/kinds.py. As hyperparameters that can be searched, and in a transfer record, they
+have names such as `per_tensor.embedding.lr`.
 """
 
 from __future__ import annotations

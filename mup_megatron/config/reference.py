@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from mup_megatron.config.model import PRESETS, Growth, Model
 from mup_megatron.config.schema import Config
-from mup_megatron.errors import UserError, shown
+from mup_megatron.util.errors import UserError, shown
 
 SCHEMA_FILE = "mup-megatron.schema.json"
 

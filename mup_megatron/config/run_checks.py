@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mup_megatron.config.per_tensor import KINDS, is_pattern, split_name
 from mup_megatron.config.schema import Config, Hparams, Range, Training
-from mup_megatron.errors import ConfigError, shown
+from mup_megatron.util.errors import ConfigError, shown
 
 
 def _check_batch(config: Config) -> None:

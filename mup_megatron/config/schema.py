@@ -15,7 +15,7 @@ from mup_megatron.config.model import FAMILIES, PRESETS, Base, Growth, Model
 from mup_megatron.config.section import Section
 from mup_megatron.config.study import Data, Range, Run, Slurm, Tokenizer, Tuning
 from mup_megatron.config.training import Hparams, Optimizer, Parallel, ParametrizationSection, Training
-from mup_megatron.errors import ConfigError
+from mup_megatron.util.errors import ConfigError
 
 __all__ = [
     "PRESETS",

@@ -11,7 +11,7 @@ from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.parts import empty_part, needs_validation, part_bounds
 from mup_megatron.data.prepare import known_vocab_size
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 _READ_BYTES = 64 * 2**20
 """Of text that is read for it; a larger corpus is only looked for."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mup_megatron.config import Config
-from mup_megatron.layout import Layout
+from mup_megatron.parallel.layout import Layout
 
 Sample = Mapping[str, torch.Tensor]
 """One item of a dataset, by the dataset's own names."""

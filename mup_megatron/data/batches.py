@@ -22,9 +22,9 @@ from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import data_directory, still_there
 from mup_megatron.data.record import Prepared
 from mup_megatron.data.tokenizer import load_tokenizer
-from mup_megatron.disk import full_disk
-from mup_megatron.errors import UserError
-from mup_megatron.layout import Layout
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.errors import UserError
 
 
 def build_datasets(

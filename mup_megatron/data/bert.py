@@ -16,7 +16,7 @@ import torch
 from mup_megatron.config import Config
 from mup_megatron.data import gpt
 from mup_megatron.data.batch import Batch, Sample
-from mup_megatron.layout import Layout
+from mup_megatron.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mup_megatron.data.whole import read_object, write
-from mup_megatron.errors import UserError
-from mup_megatron.locks import hold
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.locks import hold
 
 _LOCK = ".cache.lock"
 _LIST = "whole.json"

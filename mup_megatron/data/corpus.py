@@ -15,8 +15,8 @@ from mup_megatron.config.study import Pairs
 from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.pairs import pair_files, read_pairs
 from mup_megatron.data.parts import is_left_empty
-from mup_megatron.errors import UserError, no_such_file, shown
-from mup_megatron.files import open_regular, read_text
+from mup_megatron.util.errors import UserError, no_such_file, shown
+from mup_megatron.util.files import open_regular, read_text
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "ensurepip"}
 _JSON_LINES = (".jsonl", ".json")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError, shown
+from mup_megatron.util.errors import ConfigError, shown
 
 NO_TEXT = "this version of it holds no text where others do"
 """What is wrong with a package whose files are other than they were."""

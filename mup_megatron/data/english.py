@@ -23,8 +23,8 @@ from pathlib import Path
 
 from mup_megatron.config import Config
 from mup_megatron.data.debian import NO_TEXT, Debian
-from mup_megatron.disk import full_disk
-from mup_megatron.files import write_whole
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.files import write_whole
 
 ENGLISH = "english.jsonl"
 """File, in the data folder, of the documents."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mup_megatron.errors import UserError, no_such_file
-from mup_megatron.files import read_bytes
+from mup_megatron.util.errors import UserError, no_such_file
+from mup_megatron.util.files import read_bytes
 
 _HEADER = b"MMIDIDX\x00\x00"
 _SCANNED = 10_000_000

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mup_megatron.config import Config
 from mup_megatron.data.debian import NO_TEXT, Debian
-from mup_megatron.disk import full_disk
-from mup_megatron.files import write_whole
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.files import write_whole
 
 HELP_PAIRS = "libreoffice-help.jsonl"
 """File, in the data folder, of the pairs."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mup_megatron.config.study import Pairs
-from mup_megatron.errors import UserError, no_such_file, shown
-from mup_megatron.files import open_regular
+from mup_megatron.util.errors import UserError, no_such_file, shown
+from mup_megatron.util.files import open_regular
 
 
 class Pair(NamedTuple):

@@ -32,10 +32,10 @@ from mup_megatron.data.record import (
 )
 from mup_megatron.data.tokenizer import load_tokenizer, tokenizer_digest, train_sentencepiece
 from mup_megatron.data.whole import partial_name, problem, put_in_place, remove_partials
-from mup_megatron.disk import full_disk
-from mup_megatron.errors import UserError, no_such_file, shown
-from mup_megatron.files import open_regular, read_text
-from mup_megatron.locks import hold
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.errors import UserError, no_such_file, shown
+from mup_megatron.util.files import open_regular, read_text
+from mup_megatron.util.locks import hold
 
 _TOKENS = 1  # of the digest: changes when the same input gives other tokens
 _TOKENS_OF_CUT_FILES = 2

@@ -16,7 +16,7 @@ from mup_megatron.config import Config
 from mup_megatron.data.corpus import blend_of, data_directory
 from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.whole import File, is_partial, read_object, write
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 RECORD = "prepared.json"
 TRAINED = "tokenizer.model"

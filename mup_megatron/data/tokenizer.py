@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError, no_such_file
-from mup_megatron.files import check_regular, read_bytes
+from mup_megatron.util.errors import UserError, no_such_file
+from mup_megatron.util.files import check_regular, read_bytes
 
 _TRAINING_CHARACTERS = 4_000_000
 _BYTES = 256

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.files import open_regular, read_text
+from mup_megatron.util.files import open_regular, read_text
 
 _DAY_SECONDS = 86400.0
 

@@ -18,13 +18,13 @@ import deepspeed
 import torch
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
-from mup_megatron.deepspeed.mpu import adapted, sum_sequence_parallel_gradients
 from mup_megatron.deepspeed.optimizer import groups_of_config, trained
 from mup_megatron.deepspeed.refused import Replaced, refuse
 from mup_megatron.deepspeed.schedule import guard, per_group
-from mup_megatron.errors import UserError
-from mup_megatron.files import read_text
+from mup_megatron.engines.deepspeed_mpu import adapted, sum_sequence_parallel_gradients
 from mup_megatron.mup.in_place import is_parametrized, split_in_place
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_text
 
 
 def initialize(
@@ -47,7 +47,7 @@ def initialize(
     Args:
         args: as of deepspeed.initialize; `args.deepspeed_config` may name the config.
         model: its parameters carry infinite shapes (`mup_megatron.mup.set_base_shapes`), or the optimizer's groups
-            are µP's already (MuAdam, MuAdamW, MuSGD; `mup_megatron.optim.parameter_groups`).
+            are µP's already (MuAdam, MuAdamW, MuSGD; `mup_megatron.engines.optim.parameter_groups`).
         optimizer: one of torch's, DeepSpeed's or Apex's that has not stepped yet: its groups are split in place, each
             by its tensors' multipliers. Groups that are µP's already are left alone. Or a function of the parameters.
         model_parameters: parameters or groups, for the config's optimizer or that function.

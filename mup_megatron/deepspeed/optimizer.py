@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from mup_megatron import rules
 from mup_megatron.deepspeed.schedule import refuse_auto
-from mup_megatron.errors import UserError
 from mup_megatron.mup.in_place import check_infshapes
 from mup_megatron.mup.optim import MuAdam, MuAdamW, MuSGD, split_groups
+from mup_megatron.rules import formulas
+from mup_megatron.util.errors import UserError
 
 _MU = {"muadam": MuAdam, "muadamw": MuAdamW, "musgd": MuSGD}
-_CONFIG_RULES: dict[str, rules.UpdateRule] = {"adam": "adam", "adamw": "adam", "lion": "adam", "sgd": "sgd"}
+_CONFIG_RULES: dict[str, formulas.UpdateRule] = {"adam": "adam", "adamw": "adam", "lion": "adam", "sgd": "sgd"}
 _ADAMS = ("adam", "adamw")
 _EPS = 1e-8  # of Adam, torch's and DeepSpeed's
 

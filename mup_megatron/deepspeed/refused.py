@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from mup_megatron.deepspeed.mpu import tensor_parallel_size
-from mup_megatron.errors import UserError
+from mup_megatron.engines.deepspeed_mpu import tensor_parallel_size
+from mup_megatron.engines.setup.deepspeed import bf16_problem
 from mup_megatron.mup.foreign import check_gates
 from mup_megatron.mup.layer import MuReadout
-from mup_megatron.setup.deepspeed import bf16_problem
+from mup_megatron.util.errors import UserError
 
 
 def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any, mesh: Any = None) -> None:

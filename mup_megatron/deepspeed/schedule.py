@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mup_megatron.errors import UserError
 from mup_megatron.mup.optim import MULTIPLIER, SOURCE
+from mup_megatron.util.errors import UserError
 
 # Parameters that are rates, with DeepSpeed's defaults (None: it takes the groups' own, or the key is required).
 _RATES: dict[str, dict[str, float | None]] = {

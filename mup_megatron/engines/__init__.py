@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mup_megatron.parametrization import Parametrization
-from mup_megatron.setup import Setup
+from mup_megatron.engines.setup import Setup
+from mup_megatron.rules.table import Parametrization
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 DeepSpeed knows experts by its own layer class, by names of groups that its layers register, and by marks on parameters
 and optimizer groups; here megatron-core's are told to it so. Public names: `announce_experts`, `mark_expert_groups`.
-ZeRO 3 has no expert parallelism (layout.py refuses it).
+ZeRO 3 has no expert parallelism (parallel/layout.py refuses it).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from megatron.core import parallel_state
 
-from mup_megatron.layout import Layout
+from mup_megatron.parallel.layout import Layout
 
 
 class _Announcement(MoE):

@@ -13,9 +13,9 @@ import torch
 import torch.distributed
 
 from mup_megatron.engines.gradient_norm import GradientPart, whole_gradients
-from mup_megatron.errors import UserError
-from mup_megatron.layout import Layout
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import UserError
 
 
 def gradient_parts(

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from mup_megatron.init import local_rows, local_shape
-from mup_megatron.layout import Layout
-from mup_megatron.parametrization import Parametrization, TensorHyperparameters, is_copied
-from mup_megatron.shapes import TensorSpec
+from mup_megatron.model.init import local_rows, local_shape
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.shapes import TensorSpec
+from mup_megatron.rules.table import Parametrization, TensorHyperparameters, is_copied
 
 
 class GradientPart(NamedTuple):

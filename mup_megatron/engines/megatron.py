@@ -24,10 +24,10 @@ from mup_megatron.engines import WEIGHT, StepResult, fully_sharded
 from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
-from mup_megatron.global_names import named_parameters
-from mup_megatron.optim import MOMENTS, allocate, megatron_overrides, moment_shape, set_learning_rates
-from mup_megatron.parametrization import Parametrization
-from mup_megatron.setup import Setup
+from mup_megatron.engines.optim import MOMENTS, allocate, megatron_overrides, moment_shape, set_learning_rates
+from mup_megatron.engines.setup import Setup
+from mup_megatron.model.global_names import named_parameters
+from mup_megatron.rules.table import Parametrization
 
 
 class MegatronEngine:

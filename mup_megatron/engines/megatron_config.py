@@ -13,8 +13,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from mup_megatron.config import Config
-from mup_megatron.horizon import betas
-from mup_megatron.layout import Layout
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.horizon import betas
 
 _ADAMW_RMS = 0.2
 """Root mean square of a coordinate of AdamW's update over its rate (Liu et al., 2502.16982), which Muon is given."""

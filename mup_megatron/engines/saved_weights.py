@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mup_megatron.engines import WEIGHT
-from mup_megatron.errors import UserError
-from mup_megatron.files import check_regular, read_bytes
-from mup_megatron.global_names import named_buffers, named_parameters
-from mup_megatron.init import local_slice
-from mup_megatron.layers.tensor_spec import spec_of
-from mup_megatron.layout import Layout
+from mup_megatron.model.global_names import named_buffers, named_parameters
+from mup_megatron.model.init import local_slice
+from mup_megatron.model.layers.tensor_spec import spec_of
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import check_regular, read_bytes
 
 BUFFER = "buffer"
 """What keys of a model's buffers begin with."""

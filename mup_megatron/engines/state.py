@@ -24,16 +24,16 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mup_megatron import init
 from mup_megatron.config import Optimizer
 from mup_megatron.engines import WEIGHT, Engine
+from mup_megatron.engines.optim import MOMENTS, SQUARES, moment_shape
 from mup_megatron.engines.saved_weights import BUFFER, COMMON, damaged, saved_shapes
-from mup_megatron.errors import UserError
-from mup_megatron.global_names import named_buffers, named_parameters
-from mup_megatron.layout import Layout
-from mup_megatron.optim import MOMENTS, SQUARES, moment_shape
-from mup_megatron.parametrization import Parametrization, is_copied
-from mup_megatron.shapes import Init, TensorSpec
+from mup_megatron.model import init
+from mup_megatron.model.global_names import named_buffers, named_parameters
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.shapes import Init, TensorSpec
+from mup_megatron.rules.table import Parametrization, is_copied
+from mup_megatron.util.errors import UserError
 
 
 def save_state(engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path) -> None:

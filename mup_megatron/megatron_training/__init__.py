@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -47,7 +47,7 @@ def _once(decorator: Callable[[Function], Function]) -> Callable[[Function], Fun
             try:
                 return decorated(*args, **kwargs)
             except UserError as error:
-                from mup_megatron.ranks import read_rank, say_error
+                from mup_megatron.parallel.ranks import read_rank, say_error
 
                 say_error(str(error), read_rank())
                 sys.exit(2)

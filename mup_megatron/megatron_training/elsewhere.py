@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
-from mup_megatron.explain import print_table, without_numbers
-from mup_megatron.layout import Layout, resolve_layout
 from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.telemetry import accepted_names, standard_tensors
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
-from mup_megatron.model import parametrize
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.model.build import parametrize
+from mup_megatron.model.explain import print_table, without_numbers
+from mup_megatron.model.transformer_config import core_config
+from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES
-from mup_megatron.transformer_config import core_config
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
-    from mup_megatron.as_built.chunks import BuiltModel
+    from mup_megatron.model.as_built.chunks import BuiltModel
 
 
 def cannot_run(args: Namespace) -> bool:

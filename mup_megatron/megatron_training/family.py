@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
 from mup_megatron.tuning.record import read_record
+from mup_megatron.util.errors import UserError
 
 MULTIPLE = "make_vocab_size_divisible_by"
 """The key of `model:` by which the vocabulary is padded."""

@@ -18,10 +18,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mup_megatron.files import write_whole
 from mup_megatron.megatron_training.watched import count_runs, end_with, is_pipe
-from mup_megatron.ranks import read_rank
+from mup_megatron.parallel.ranks import read_rank
 from mup_megatron.tuning.native_task import IDLE, LOG, NEXT
+from mup_megatron.util.files import write_whole
 
 _POLL_SECONDS = 0.05
 # What megatron.training and this package import once a run is under way, which takes seconds.

@@ -19,16 +19,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from mup_megatron.architectures.gpt import attach
-from mup_megatron.as_built.chunks import BuiltModel, digest_of
-from mup_megatron.as_built.hybrid import PATTERN
+from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
-from mup_megatron.global_names import named_parameters
-from mup_megatron.layers.given import norms_left_out
-from mup_megatron.layers.spec import block_spec, mtp_spec
-from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
+from mup_megatron.engines.optim import megatron_overrides
+from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.megatron_training import watched
 from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
@@ -38,13 +32,19 @@ from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.telemetry import accepted_names, applied, standard_tensors, tell
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
-from mup_megatron.model import check_specs, initialise, parametrize
-from mup_megatron.optim import megatron_overrides
-from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
-from mup_megatron.runtime import point_to_point
-from mup_megatron.setup import resolve_auto
-from mup_megatron.transformer_config import INIT_METHODS, core_config
+from mup_megatron.model.architectures.gpt import attach
+from mup_megatron.model.as_built.chunks import BuiltModel, digest_of
+from mup_megatron.model.as_built.hybrid import PATTERN
+from mup_megatron.model.build import check_specs, initialise, parametrize
+from mup_megatron.model.global_names import named_parameters
+from mup_megatron.model.layers.given import norms_left_out
+from mup_megatron.model.layers.spec import block_spec, mtp_spec
+from mup_megatron.model.transformer_config import INIT_METHODS, core_config
+from mup_megatron.parallel.layout import Layout, resolve_layout
+from mup_megatron.parallel.runtime import point_to_point
+from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.record import write_record
+from mup_megatron.util.errors import UserError
 
 _AS_ASKED = "--mup-model as-built"
 

@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from mup_megatron.as_built.hybrid import hybrid_model
-from mup_megatron.errors import UserError
+from mup_megatron.model.as_built.hybrid import hybrid_model
+from mup_megatron.util.errors import UserError
 
 KEY_PREFIX = "mup_megatron."
 """What the names of tensors in a checkpoint begin with."""

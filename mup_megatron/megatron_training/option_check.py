@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from mup_megatron.errors import UserError
+from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.megatron_training.accepted_options import UNSAID
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
-from mup_megatron.setup.megatron import emerging_missing
+from mup_megatron.util.errors import UserError
 
 _TE = "transformer_engine"
 _CAUSAL_ALONE = (

@@ -14,17 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.as_built.base_sizes import LAYERS, NO_OTHERS, OTHER_SIZES, BaseSizes, read_layers
 from mup_megatron.config.load import parse_yaml
 from mup_megatron.config.per_tensor import folded, split_name
 from mup_megatron.config.schema import Growth, Hparams, ParametrizationSection
-from mup_megatron.errors import UserError
-from mup_megatron.files import read_text
 from mup_megatron.megatron_training.option_check import Known, unsaid_options
 from mup_megatron.megatron_training.watched import task
+from mup_megatron.model.as_built.base_sizes import LAYERS, NO_OTHERS, OTHER_SIZES, BaseSizes, read_layers
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_text
 
 if TYPE_CHECKING:
-    from mup_megatron.as_built.tensors import Entry
+    from mup_megatron.model.as_built.tensors import Entry
 
 FLAGS = (
     *("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change"),
@@ -132,7 +132,7 @@ def prepare() -> None:
     """Applies the patches that this machine needs to run megatron.training. Idempotent."""
     import torch
 
-    from mup_megatron import upstream
+    from mup_megatron.parallel import upstream
     from mup_megatron.patches import apply_patches
     from mup_megatron.patches.megatron_training import TRAINING_PATCHES
 
@@ -244,8 +244,8 @@ def _read_tensors(args: Namespace) -> tuple[Entry, ...]:
         return ()
     if args.mup_model == "recorded":
         raise UserError("--mup-tensors: --mup-model recorded knows every tensor; expected one of the two")
-    from mup_megatron.as_built.ready_made import READY_MADE
-    from mup_megatron.as_built.tensors_file import read_tensors
+    from mup_megatron.model.as_built.ready_made import READY_MADE
+    from mup_megatron.model.as_built.tensors_file import read_tensors
 
     texts = {path: READY_MADE.get(path) or text_of(path) for path in args.mup_tensors}
     return tuple(entry for path, text in texts.items() for entry in read_tensors(path, text))

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mup_megatron.errors import UserError
-from mup_megatron.files import read_bytes
 from mup_megatron.megatron_training.option_table import OPTIONS
 from mup_megatron.tuning.native_command import WATCHED
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_bytes
 
 _USAGE = (
     "expected mup-megatron run [--config mup.yaml] SCRIPT ARGS..., for example pretrain_gpt.py --mup-base base.yaml"
@@ -187,7 +187,7 @@ def _check_training(script: Path) -> None:
 
 def _announce_rank() -> None:
     """Tells megatron.training, which knows torchrun's variables alone, where this process stands."""
-    from mup_megatron.ranks import read_rank
+    from mup_megatron.parallel.ranks import read_rank
 
     rank = read_rank()
     for name, value in (("RANK", rank.rank), ("WORLD_SIZE", rank.world_size), ("LOCAL_RANK", rank.local_rank)):

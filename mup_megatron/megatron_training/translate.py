@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from mup_megatron.as_built.base_sizes import query_groups
-from mup_megatron.as_built.hybrid import PATTERN, check_repeated, hybrid_stages
 from mup_megatron.config import Config, Model, parse_config
 from mup_megatron.config.schema import PRESETS
-from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.built_alone import balances_by_quantiles
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.stages import Stages
-from mup_megatron.transformer_config import ACTIVATIONS, YARN
+from mup_megatron.model.as_built.base_sizes import query_groups
+from mup_megatron.model.as_built.hybrid import PATTERN, check_repeated, hybrid_stages
+from mup_megatron.model.transformer_config import ACTIVATIONS, YARN
+from mup_megatron.parallel.stages import Stages
+from mup_megatron.util.errors import UserError
 
 SOURCE = "Megatron's options"
 # The tokenizers of Megatron's options by the names of this project's configs.

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config, Model, parse_config
-from mup_megatron.errors import UserError
-from mup_megatron.files import as_yaml, write_whole
 from mup_megatron.tuning.family import digested
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_yaml, write_whole
 
 NAME = "megatron-proxy"
 """Of the proxy's run, and of its folder under runs/."""

@@ -25,17 +25,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.errors import UserError
-from mup_megatron.files import write_whole
-from mup_megatron.ranks import Rank, read_rank
-from mup_megatron.run_directory import Busy, own_run_directory
+from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
+from mup_megatron.parallel.ranks import Rank, read_rank
 from mup_megatron.tuning.native_task import ANSWER, FAILED, PROCESS, SAID, Task, differing, said_by_options
 from mup_megatron.tuning.process import Answer, End, Evaluation, Said, Step
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import write_whole
 
 if TYPE_CHECKING:
     from mup_megatron.config import Config
-    from mup_megatron.layout import Layout
-    from mup_megatron.parametrization import Parametrization
+    from mup_megatron.parallel.layout import Layout
+    from mup_megatron.rules.table import Parametrization
 
 Function = Callable[..., Any]
 _TELL_SECONDS, _POLL_SECONDS = 2.0, 0.1

@@ -18,13 +18,13 @@ import torch
 from mup_megatron import megatron_training
 from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.megatron import main_weight
-from mup_megatron.errors import UserError
-from mup_megatron.files import write_whole
-from mup_megatron.layout import Layout
 from mup_megatron.megatron_training import watched
 from mup_megatron.megatron_training.models import chunks_of
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.parallel.layout import Layout
 from mup_megatron.proof.coordinates import Probe
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import write_whole
 
 
 class WatchedCoordinates:

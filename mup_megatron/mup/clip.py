@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mup_megatron import rules
 from mup_megatron.mup.parameters import infshape_of
+from mup_megatron.rules import formulas
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def clip_grad_norm_(parameters: Iterable[Any], max_norm: float) -> torch.Tensor:
     norms = []
     for parameter in given:
         ratios = infshape_of(parameter).ratios
-        weight = rules.gradient_norm(m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
+        weight = formulas.gradient_norm(m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
         norms.append(torch.nn.utils.get_total_norm([parameter.grad]) * math.sqrt(weight))
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # torch's own name for it
 
-from mup_megatron.errors import UserError
 from mup_megatron.mup.optim import MuAdam, MuAdamW, MuSGD
+from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]

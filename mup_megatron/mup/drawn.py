@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from mup_megatron import rules
 from mup_megatron.mup.foreign import is_transposed
 from mup_megatron.mup.infshape import InfShape
 from mup_megatron.mup.parameters import clean_names, infshape_of, scale_
+from mup_megatron.rules import formulas
 
 _SAMPLE = 1 << 16
 # Two standard deviations count as equal if their ratio is below the first number, two sizes as different if theirs is
@@ -38,7 +38,7 @@ def rescale(model: torch.nn.Module) -> None:
             ratios = infshape.ratios
             if infshape.ninf() == 2 or infshape.output_like:
                 output_like = infshape.output_like
-                scale_(parameter, rules.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like))
+                scale_(parameter, formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like))
                 module._has_rescaled_params = True  # type: ignore[assignment]
 
 

@@ -5,7 +5,7 @@ by their names.
 
 - Hugging Face's Conv1D (GPT-2 and its kin) keeps its weight fan-in first.
 - deepspeed.moe's gate computes with its layer's weight alone and never calls the layer, so that a forward multiplier
-  would be lost. Its weight is output-like: init and rate shrink as 1/m (rules.py), which is the same function.
+  would be lost. Its weight is output-like: init and rate shrink as 1/m (rules/formulas.py), which is the same function.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mup_megatron.errors import UserError
 from mup_megatron.mup.infshape import InfShape
 from mup_megatron.mup.layer import MuReadout
+from mup_megatron.util.errors import UserError
 
 
 def is_transposed(module: torch.nn.Module) -> bool:

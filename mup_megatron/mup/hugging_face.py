@@ -26,13 +26,13 @@ from typing import Any, Literal
 
 import torch
 
-from mup_megatron import rules
-from mup_megatron.errors import UserError
 from mup_megatron.mup.foreign import is_transposed
 from mup_megatron.mup.infshape import InfShape
 from mup_megatron.mup.parameters import global_shape, infshape_of, scale_
 from mup_megatron.mup.shape import apply_infshapes, check_not_rescaled, zip_infshapes
-from mup_megatron.shapes import FixedFanOut
+from mup_megatron.rules import formulas
+from mup_megatron.rules.shapes import FixedFanOut
+from mup_megatron.util.errors import UserError
 
 Fold = Literal["head", "final_norm", "query", "root", "inverse_root"]
 
@@ -196,7 +196,7 @@ def prepare_hf(
         for parameter in model.parameters():
             infshape = infshape_of(parameter)
             ratios = infshape.ratios
-            factor = rules.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like)
+            factor = formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like)
             if factor != 1:
                 scale_(parameter, factor)
         model._has_rescaled_params = True
@@ -276,16 +276,16 @@ def _softmax(name: str, modules: Mapping[str, Any], bases: Mapping[str, Any]) ->
 def _folded(tensor: _Tensor, infshape: InfShape, softmax: float, output_mult: float, tied: bool) -> Fraction:
     """The factor of one tensor. An untied head's A is not in it: the head is output-like."""
     if tensor.fold == "head":
-        return rules.ONE if tied else Fraction(output_mult)
+        return formulas.ONE if tied else Fraction(output_mult)
     if tensor.fold == "final_norm":
-        return Fraction(output_mult) * rules.readout_multiplier(infshape[0].ratio) if tied else rules.ONE
+        return Fraction(output_mult) * formulas.readout_multiplier(infshape[0].ratio) if tied else formulas.ONE
     if tensor.fold == "query":
         return Fraction(softmax)
     if tensor.fold == "root":
         return Fraction(math.sqrt(softmax))
     if tensor.fold == "inverse_root":
         return 1 / Fraction(math.sqrt(softmax))
-    return rules.ONE
+    return formulas.ONE
 
 
 def _check_values(model: Any, architecture: _Architecture) -> None:

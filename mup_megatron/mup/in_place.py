@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from mup_megatron import rules
-from mup_megatron.errors import UserError
 from mup_megatron.mup.optim import MULTIPLIER, split_groups
 from mup_megatron.mup.parameters import clean_names
+from mup_megatron.rules import formulas
+from mup_megatron.util.errors import UserError
 
 # By class name, since Apex's and DeepSpeed's need not be importable. What divides each coordinate of the gradient by
 # its own size is Adam's rule; the sign is the extreme of that.
-_RULES: dict[str, rules.UpdateRule] = {
+_RULES: dict[str, formulas.UpdateRule] = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"), "adam"),
     **dict.fromkeys(("FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "DeepSpeedCPUAdagrad"), "adam"),
     **dict.fromkeys(("Lion", "FusedLion", "DeepSpeedCPULion"), "adam"),

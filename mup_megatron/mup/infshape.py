@@ -1,7 +1,7 @@
 """Infinite shapes by microsoft/mup's names: what a parameter carries as `p.infshape`.
 
-Public names: `InfDim`, `InfShape`, `zip_infshape`. The numbers behind them are those of shapes.py: exact ratios of
-global sizes. rules.py says what follows from them.
+Public names: `InfDim`, `InfShape`, `zip_infshape`. The numbers behind them are those of rules/shapes.py: exact ratios
+of global sizes. rules/formulas.py says what follows from them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from mup_megatron import rules, shapes
 from mup_megatron.config.per_tensor import PerTensor
-from mup_megatron.errors import UserError
-from mup_megatron.rules import Ratios
-from mup_megatron.shapes import TensorShape
+from mup_megatron.rules import formulas, shapes
+from mup_megatron.rules.formulas import Ratios
+from mup_megatron.rules.shapes import TensorShape
+from mup_megatron.util.errors import UserError
 
 
 class InfDim(shapes.InfDim):
@@ -44,8 +44,8 @@ class InfShape(tuple[InfDim, ...]):
             this package says otherwise.
         output_like: whether the tensor is output-like: a matrix from a dimension that grows to one that does not,
             without a forward multiplier. Its init and rate shrink as 1/m instead.
-        hidden_like: the same, but with the init of a matrix inside, which shrinks as m^-1/2 (rules.py, g = 1).
-        folded: factor that the values hold in the forward pass's stead (rules.py, `Ratios`).
+        hidden_like: the same, but with the init of a matrix inside, which shrinks as m^-1/2 (rules/formulas.py, g = 1).
+        folded: factor that the values hold in the forward pass's stead (rules/formulas.py, `Ratios`).
         per_tensor: factors of its own on rate, decay and initial values (per_tensor.py); None where there are none.
         name: of the parameter, for messages; empty where it is not known.
         tensor: the TensorSpec of a megatron-core layer's parameter, joined with its base; None for other parameters.
@@ -67,7 +67,7 @@ class InfShape(tuple[InfDim, ...]):
         if not all(isinstance(dim, InfDim) for dim in self):
             raise ValueError("an InfShape consists of InfDims")
         self.name, self.tensor = name, tensor
-        self.fan_in_idx, self.output_like, self.hidden_like, self.folded = 1, False, False, rules.ONE
+        self.fan_in_idx, self.output_like, self.hidden_like, self.folded = 1, False, False, formulas.ONE
         self.main_idx = next((i for i in reversed(range(len(self))) if self[i].grows), None)
         self.main = None if self.main_idx is None else self[self.main_idx]
         return self

@@ -2,7 +2,7 @@
 
 Public names: `uniform_`, `normal_`, `trunc_normal_`, `ones_`, `eye_`, `xavier_uniform_`, `xavier_normal_`,
 `kaiming_uniform_`, `kaiming_normal_`. At the base shape they are torch's own. Elsewhere the standard deviation is the
-one that the tensor has at its base shape times the rules' multiplier (rules.py, `init_std`).
+one that the tensor has at its base shape times the rules' multiplier (rules/formulas.py, `init_std`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from mup_megatron import rules
-from mup_megatron.errors import UserError
 from mup_megatron.mup.infshape import InfShape
 from mup_megatron.mup.parameters import infshape_of
+from mup_megatron.rules import formulas
+from mup_megatron.util.errors import UserError
 
 
 def uniform_(tensor: torch.Tensor, a: float = 0, b: float = 1) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _scale(tensor: torch.Tensor, *, centred: bool) -> float:
         )
     ratios = infshape.ratios
     own = 1.0 if infshape.per_tensor is None else infshape.per_tensor.init
-    return rules.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like) * own
+    return formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like) * own
 
 
 def _base_fans(infshape: InfShape) -> tuple[int, int]:

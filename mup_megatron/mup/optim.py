@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mup_megatron import rules
 from mup_megatron.config.per_tensor import PerTensor
 from mup_megatron.mup.parameters import infshape_of
+from mup_megatron.rules import formulas
 
 _Scaling = tuple[int, Fraction | float, Fraction, float, float]
 
@@ -52,7 +52,7 @@ def MuSGD(params: Any, impl: Any = torch.optim.SGD, **kwargs: Any) -> Any:
 
 
 def split_groups(
-    params: Iterable[Any], rule: rules.UpdateRule, defaults: dict[str, Any], *, eps: float | None
+    params: Iterable[Any], rule: formulas.UpdateRule, defaults: dict[str, Any], *, eps: float | None
 ) -> list[dict[str, Any]]:
     """Optimizer groups in µP: each group given is split into one per set of equal multipliers.
 
@@ -76,19 +76,19 @@ def split_groups(
         base = {"lr": defaults.get("lr"), "weight_decay": defaults.get("weight_decay", 0.0), **given}
         # Dimensions that grow (of Adam's vectors none matters), multiplier of the rate, of epsilon, factors of its own.
         none = PerTensor()
-        split: dict[_Scaling, list[Any]] = {(0, rules.ONE, rules.ONE, 1.0, 1.0): []}
+        split: dict[_Scaling, list[Any]] = {(0, formulas.ONE, formulas.ONE, 1.0, 1.0): []}
         for parameter in list(given["params"]):
             infshape = infshape_of(parameter)
             ratios = infshape.ratios
-            lr = rules.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
-            epsilon = rules.ONE if eps is None else rules.epsilon(m_out=ratios.m_out, forward=ratios.forward)
+            lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
+            epsilon = formulas.ONE if eps is None else formulas.epsilon(m_out=ratios.m_out, forward=ratios.forward)
             kind = infshape.ninf() if rule == "sgd" or infshape.ninf() == 2 else 0
             own = infshape.per_tensor or none
             split.setdefault((kind, lr, epsilon, own.lr, own.weight_decay), []).append(parameter)
         for (_, lr, epsilon, own_lr, own_decay), parameters in sorted(split.items(), key=lambda item: -item[0][0]):
             group = {**base, "params": parameters, MULTIPLIER: float(lr) * own_lr, SOURCE: number}
             group["lr"] = scaled(base["lr"], lr) * own_lr
-            group["weight_decay"] = scaled(base["weight_decay"], rules.weight_decay("independent", lr)) * own_decay
+            group["weight_decay"] = scaled(base["weight_decay"], formulas.weight_decay("independent", lr)) * own_decay
             if eps is not None:
                 group["eps"] = scaled(base.get("eps", eps), epsilon)
             result.append(group)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from mup_megatron.errors import UserError
-from mup_megatron.layers.tensor_spec import spec_of
+from mup_megatron.model.layers.tensor_spec import spec_of
 from mup_megatron.mup.infshape import InfShape
+from mup_megatron.util.errors import UserError
 
 # What wrappers put into the names of parameters: torch.compile, activation checkpointing, FSDP 1.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

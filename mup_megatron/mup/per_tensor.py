@@ -21,9 +21,9 @@ import torch
 from pydantic import ValidationError
 
 from mup_megatron.config.per_tensor import KINDS, PerTensor, is_pattern
-from mup_megatron.errors import UserError
 from mup_megatron.mup.layer import MuReadout
 from mup_megatron.mup.parameters import clean_names, infshape_of, scale_
+from mup_megatron.util.errors import UserError
 
 _KINDS = ("embedding", "hidden", "readout", "gains", "biases")
 _KEY = "per_tensor"

@@ -17,16 +17,16 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from mup_megatron import base_shapes as files
-from mup_megatron import shapes
-from mup_megatron.errors import UserError
-from mup_megatron.layers.tensor_spec import spec_of
+from mup_megatron.model.layers.tensor_spec import spec_of
 from mup_megatron.mup import drawn
 from mup_megatron.mup.foreign import gates, is_transposed, read_layers
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
 from mup_megatron.mup.layer import MuReadout, rescale_gate, rescale_linear_bias
 from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of
-from mup_megatron.shapes import TensorShape, TensorSpec
+from mup_megatron.rules import base_shapes as files
+from mup_megatron.rules import shapes
+from mup_megatron.rules.shapes import TensorShape, TensorSpec
+from mup_megatron.util.errors import UserError
 
 Shapes = Mapping[str, Any]
 """Sizes, or InfShapes, by parameter name."""

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mup_megatron import rules
-from mup_megatron.apply_rules import base_std
-from mup_megatron.errors import UserError
-from mup_megatron.layout import Layout
-from mup_megatron.parametrization import Parametrization, TensorHyperparameters
-from mup_megatron.shapes import Init
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules import formulas
+from mup_megatron.rules.apply import base_std
+from mup_megatron.rules.shapes import Init
+from mup_megatron.rules.table import Parametrization, TensorHyperparameters
+from mup_megatron.util.errors import UserError
 
 Break = Callable[[Parametrization, Layout], Parametrization]
 
@@ -184,7 +184,7 @@ def _output_like_init(parametrization: Parametrization, layout: Layout) -> Param
 
 def _epsilon(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """One epsilon for all tensors at all widths."""
-    return parametrization.replaced(lambda tensor: tensor.retuned(eps=rules.ONE))
+    return parametrization.replaced(lambda tensor: tensor.retuned(eps=formulas.ONE))
 
 
 def _is_routed(tensor: TensorHyperparameters) -> bool:
@@ -217,7 +217,7 @@ def _weight_decay(parametrization: Parametrization, layout: Layout) -> Parametri
     coupled = parametrization.config.parametrization.weight_decay == "coupled"
 
     def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(decay=1 / tensor.group.lr if coupled and tensor.group.lr else rules.ONE)
+        return tensor.retuned(decay=1 / tensor.group.lr if coupled and tensor.group.lr else formulas.ONE)
 
     return parametrization.replaced(change)
 
@@ -229,14 +229,14 @@ def _depth_factor(parametrization: Parametrization, layout: Layout) -> Parametri
 
 def _sgd_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """SGD's rate is the same for all tensors at all widths."""
-    return parametrization.replaced(lambda tensor: tensor.retuned(lr=rules.ONE))
+    return parametrization.replaced(lambda tensor: tensor.retuned(lr=formulas.ONE))
 
 
 def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
     """Muon's rate is the same at all widths: a coordinate of an update keeps its size, as it is commonly used."""
 
     def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(lr=rules.ONE) if tensor.group.update_rule == "muon" else tensor
+        return tensor.retuned(lr=formulas.ONE) if tensor.group.update_rule == "muon" else tensor
 
     return parametrization.replaced(change)
 

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from mup_megatron import runtime, upstream
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import UserError
-from mup_megatron.files import as_json
-from mup_megatron.horizon import applied
-from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.model import parametrize
-from mup_megatron.optim import LearningRateSchedule
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.engines.optim import LearningRateSchedule
+from mup_megatron.engines.setup import refuse, resolve_auto
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import runtime, upstream
+from mup_megatron.parallel.layout import Layout, resolve_layout
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.controls import Break, Control, control, interpolate
 from mup_megatron.proof.coordinates import measure
 from mup_megatron.proof.family import Member, default_factors, grown, models, own_path, scaled
@@ -38,8 +36,10 @@ from mup_megatron.proof.slopes import Measurement, slopes_of
 from mup_megatron.proof.sums import COLUMNS
 from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.verdict import BOUNDS, judge, overall
-from mup_megatron.ranks import Rank
-from mup_megatron.setup import refuse, resolve_auto
+from mup_megatron.rules.horizon import applied
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,15 +28,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 from mup_megatron.data.batch import Batch
 from mup_megatron.engines import WEIGHT, Engine, build_engine
 from mup_megatron.engines.state import load_state, load_weights, save_state
-from mup_megatron.global_names import named_modules, named_parameters
-from mup_megatron.init import local_rows
-from mup_megatron.layout import Layout
-from mup_megatron.model import build_model
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.model.build import build_model
+from mup_megatron.model.global_names import named_modules, named_parameters
+from mup_megatron.model.init import local_rows
+from mup_megatron.parallel.layout import Layout
 from mup_megatron.proof.family import Member
 from mup_megatron.proof.hooks import attention_hook, router_hook
 from mup_megatron.proof.sums import Ranges, Sums
-from mup_megatron.shapes import STACKS, TensorSpec
+from mup_megatron.rules.shapes import STACKS, TensorSpec
+from mup_megatron.rules.table import Parametrization
 
 _LOOKED_UP = ("decoder_relative_pos_emb", "encoder_relative_pos_emb")
 """Relative position embeddings, whose output is not measured: it is the table's, which is, with -inf at keys that come

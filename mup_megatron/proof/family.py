@@ -14,9 +14,9 @@ from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple
 
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.setup import Setup, refuse
+from mup_megatron.engines.setup import Setup, refuse
+from mup_megatron.parallel.layout import Layout, resolve_layout
+from mup_megatron.util.errors import ConfigError, UserError
 
 Axis = Literal["width", "depth", "experts"]
 """What grows: every width that `base:` names, the number of layers under a depth rule, or of experts under theirs."""

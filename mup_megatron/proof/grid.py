@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mup_megatron.checkpoints.run_directory import Busy, own_run_directory, write_whole
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory
-from mup_megatron.errors import UserError
-from mup_megatron.files import read_text
-from mup_megatron.horizon import said
-from mup_megatron.ranks import Rank, stop_signal
-from mup_megatron.run_directory import Busy, own_run_directory, write_whole
-from mup_megatron.setup import resolve
+from mup_megatron.engines.setup import resolve
+from mup_megatron.parallel.ranks import Rank, stop_signal
+from mup_megatron.rules.horizon import said
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.native import NativeProcess, process_for
 from mup_megatron.tuning.process import ATTEMPTS, RunProcess
 from mup_megatron.tuning.space import one_process
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_text
 
 _POLL_SECONDS = 0.2
 # Where a run happens decides nothing of how it ends.

@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron import upstream
 from mup_megatron.config import Config
 from mup_megatron.data.parts import times_read
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import UserError
-from mup_megatron.files import as_json
-from mup_megatron.loss_law import AXES
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.grid import Job, Outcome, alone, run_grid
 from mup_megatron.proof.halving import Wanted, wanted
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
-from mup_megatron.ranks import Rank
 from mup_megatron.tuning.fitted import facts
+from mup_megatron.tuning.loss_law import AXES
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_json
 
 
 def ladder(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.files import write_whole
-from mup_megatron.loss_law import AXES
 from mup_megatron.proof.rungs import NAMES
+from mup_megatron.tuning.loss_law import AXES
+from mup_megatron.util.files import write_whole
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:

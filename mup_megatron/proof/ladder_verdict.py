@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mup_megatron.errors import UserError
-from mup_megatron.loss_law import AXES, LossLaw, fit_loss_law
 from mup_megatron.proof.laws import Law, fit
 from mup_megatron.proof.optimum import Curve, Minimum, least_loss, minimum
 from mup_megatron.proof.rungs import NAMES, Over, Rung
+from mup_megatron.tuning.loss_law import AXES, LossLaw, fit_loss_law
+from mup_megatron.util.errors import UserError
 
 BOUNDS = {"octaves": 0.25, "loss": 0.01}
 """The laws hold if the largest rung's best value is at most so far from the predicted one, and its loss off by at most

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mup_megatron.loss_law import AXES
+from mup_megatron.tuning.loss_law import AXES
 
 
 @dataclass(frozen=True, kw_only=True)

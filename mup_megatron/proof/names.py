@@ -7,7 +7,7 @@ model is `decoder.layers.last` (an encoder's likewise).
 
 from __future__ import annotations
 
-from mup_megatron.shapes import stack_of
+from mup_megatron.rules.shapes import stack_of
 
 
 def part(name: str, block: str | None) -> str:

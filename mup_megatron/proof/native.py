@@ -14,16 +14,16 @@ from pathlib import Path
 
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import known_vocab_size
-from mup_megatron.errors import UserError
-from mup_megatron.files import read_text
-from mup_megatron.model import parametrize
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.model.build import parametrize
 from mup_megatron.proof.coordinates import Coordinates
 from mup_megatron.proof.family import Member
 from mup_megatron.proof.slopes import Measurement
+from mup_megatron.rules.table import Parametrization
 from mup_megatron.tuning.native import NativeProcess, own_launch, own_process, write_sections
 from mup_megatron.tuning.native_command import PLACES, NativeCommand, native_options, replaced
 from mup_megatron.tuning.native_task import Task, said_by_options
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_text
 
 # A hook would see a recomputed module twice, and a parameter that is gathered in the next forward pass too early.
 _DROPPED = (

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 from mup_megatron.config import Config, Hparams
 from mup_megatron.config.per_tensor import split_name
-from mup_megatron.errors import UserError
 from mup_megatron.proof.family import default_factors
 from mup_megatron.tuning.space import value_of
+from mup_megatron.util.errors import UserError
 
 Across = Literal["width", "depth", "experts", "batch", "sequence", "tokens"]
 ACROSS: tuple[Across, ...] = get_args(Across)

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron import upstream
+from mup_megatron.checkpoints.run_directory import write_whole
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import data_directory, prepare
-from mup_megatron.errors import UserError
-from mup_megatron.files import as_yaml, read_text
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.grid import Job, alone, comparable, run_grid
-from mup_megatron.ranks import Rank
-from mup_megatron.run_directory import write_whole
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_yaml, read_text
 
 REVERSED, LARGE, SMALL = "small, reversed", "large, standard", "small, standard"
 _SMOOTH = 5

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.horizon import without_rules
-from mup_megatron.loss_law import AXES
 from mup_megatron.proof.family import Axis, members
 from mup_megatron.proof.grid import comparable
+from mup_megatron.rules.horizon import without_rules
+from mup_megatron.tuning.loss_law import AXES
 from mup_megatron.tuning.space import stretched
+from mup_megatron.util.errors import ConfigError, UserError
 
 Over = Literal["lr", "weight_decay"]
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mup_megatron.config import Config
-from mup_megatron.kinds import names
 from mup_megatron.proof.names import in_whole_model
-from mup_megatron.shapes import Init, TensorShape
+from mup_megatron.rules.kinds import names
+from mup_megatron.rules.shapes import Init, TensorShape
 
 ERRORS = 6.0
 """How many standard errors a measured size of initial values may be off: with 10,000 sizes looked at, one in 50,000

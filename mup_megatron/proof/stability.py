@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from mup_megatron import upstream
+from mup_megatron.checkpoints.run_directory import write_whole
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.files import as_json
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import Job, Outcome, alone, comparable, run_grid
 from mup_megatron.proof.optimum import (
@@ -35,10 +35,10 @@ from mup_megatron.proof.optimum import (
     wider_is_worse,
 )
 from mup_megatron.proof.question import Across, Question
-from mup_megatron.ranks import Rank
-from mup_megatron.run_directory import write_whole
 from mup_megatron.tuning.native_command import NativeCommand
 from mup_megatron.tuning.space import key_of, stretched
+from mup_megatron.util.errors import ConfigError, UserError
+from mup_megatron.util.files import as_json
 
 BOUNDS = {"octaves": 0.5, "cost": 0.005}
 """A judged parametrization passes where the smallest size's optimum is at most so far from the largest's (or within two

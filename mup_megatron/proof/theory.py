@@ -1,7 +1,7 @@
 """What the slopes of a family should be, written out by hand: nothing here calls the rules that are under test.
 
 That A = 1/n_in for the readout is therefore said here a second time, on purpose: a verdict that read the table
-(parametrization.py) would agree with whatever the table says.
+(rules/table.py) would agree with whatever the table says.
 
 Public names: `Theory`, `Expected`, `KEY_BIAS`. Expected is what Tensor Programs V says of
 a tensor whose dimensions are those of the models at hand, n_in by n_out (arXiv 2203.03466, Table 8 and appendix D.1):
@@ -31,14 +31,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from mup_megatron.config import Config
-from mup_megatron.parametrization import Parametrization
 from mup_megatron.proof import sizes as said
 from mup_megatron.proof.family import Axis
 from mup_megatron.proof.names import branch, in_whole_model, named, part
 from mup_megatron.proof.routed import routed
 from mup_megatron.proof.sizes import Size
 from mup_megatron.proof.verdict import BOUNDS, slope_of
-from mup_megatron.shapes import STACKS, Init, TensorShape, stack_of
+from mup_megatron.rules.shapes import STACKS, Init, TensorShape, stack_of
+from mup_megatron.rules.table import Parametrization
 
 _FALL = 0.5 + BOUNDS["change"]
 """How far below 0 the slope of a change may be where a branch shrinks with width: in that branch, and in modules whose

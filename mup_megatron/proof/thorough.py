@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.coord_check import coord_check
 from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.theory import KEY_BIAS
 from mup_megatron.proof.told import lines, write
 from mup_megatron.proof.verdict import Slope
-from mup_megatron.ranks import Rank
+from mup_megatron.util.errors import UserError
 
 SAME = 1e-3
 """How far two runs of the same numbers may be from each other, relatively: sums in another order, and Adam's signs of

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.errors import UserError
+from mup_megatron.checkpoints.run_directory import write_whole
 from mup_megatron.proof.verdict import advice
-from mup_megatron.run_directory import write_whole
+from mup_megatron.util.errors import UserError
 
 _MOST = 12
 """Names that are told of one kind; the others are in the file."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.errors import UserError
 from mup_megatron.report.document import curves, document, table, write_document
 from mup_megatron.report.run_data import Run, read_run
-from mup_megatron.secrets import masked_data
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.secrets import masked_data
 
 # Where a run lies and what it is called are said once, not as a difference.
 _PLACES = ("run.name", "run.dir")

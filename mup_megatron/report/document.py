@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.disk import full_disk
-from mup_megatron.errors import UserError
-from mup_megatron.files import write_whole
 from mup_megatron.report.pictures import COLORS, MARK
 from mup_megatron.report.run_data import Curve
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import write_whole
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1240px; margin: 2em auto; padding: 0 1em; }

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.loss_law import read_loss_law
 from mup_megatron.report.pictures import load_pyplot, save_figure
+from mup_megatron.tuning.loss_law import read_loss_law
 
 _SERIES = ("batch", "width", "layers")
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from mup_megatron import files
-from mup_megatron.errors import UserError
+from mup_megatron.util import files
+from mup_megatron.util.errors import UserError
 
 _ADVICE = "put a copy of the file back, or move it away to see the rest of the run"
 _Value = float | str
@@ -216,7 +216,7 @@ class Tuned(_Part):
 
 
 class Made(_Part):
-    """mup.json of a checkpoint, of whichever format: no more is shown of it. manifest.py reads the whole."""
+    """mup.json of a checkpoint, of whichever format: no more is shown. checkpoints/manifest.py reads the whole."""
 
     versions: dict[str, str]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.files import write_whole
 from mup_megatron.report.run_data import Run
 from mup_megatron.tuning.objective import objective_of
+from mup_megatron.util.files import write_whole
 
 COLORS = ("#4878a8", "#c44e52", "#dd8452")
 """Of the target, and of the same in the parametrizations that it is compared with."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.errors import UserError
 from mup_megatron.report.parts import read_json
+from mup_megatron.util.errors import UserError
 
 FOLDERS = ("coord-check", "stability", "reverse")
 """In a run's folder, unless a command's --output names another."""

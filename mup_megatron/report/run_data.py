@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.checkpoint import SAMPLES
+from mup_megatron.checkpoints.checkpoint import SAMPLES
+from mup_megatron.checkpoints.run_directory import CONTROLS, PLAN
 from mup_megatron.config.per_tensor import full_name
-from mup_megatron.errors import UserError
-from mup_megatron.files import parse_yaml
 from mup_megatron.report.parts import (
     Explanation,
     Made,
@@ -24,7 +23,8 @@ from mup_megatron.report.parts import (
     read_text,
 )
 from mup_megatron.report.proofs import result_files
-from mup_megatron.run_directory import CONTROLS, PLAN
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import parse_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

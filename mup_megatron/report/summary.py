@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.checkpoint import Checkpoints
+from mup_megatron.checkpoints.checkpoint import Checkpoints
 from mup_megatron.config.model import FAMILIES
-from mup_megatron.errors import UserError
-from mup_megatron.explain import shown_init
+from mup_megatron.model.explain import shown_init
 from mup_megatron.report.run_data import Curve, Run, read_run
 from mup_megatron.tuning.objective import objective_of
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.predicted import in_words
+from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
     from mup_megatron.tuning.record import TransferRecord

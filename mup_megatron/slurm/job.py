@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
-from mup_megatron.files import read_text, write_whole
-from mup_megatron.launch import LOGS
+from mup_megatron.parallel.launch import LOGS
 from mup_megatron.slurm import node
 from mup_megatron.slurm.submit import STAGE, call, container, logs_directory, processes
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_text, write_whole
 
 _BAD_INPUT = 2
 _POLL_SECONDS = 0.2

@@ -13,8 +13,8 @@ import socket
 import sys
 from pathlib import Path
 
-from mup_megatron.files import read_text
-from mup_megatron.launch import LOGS, Nodes, log_path, start_ranks
+from mup_megatron.parallel.launch import LOGS, Nodes, log_path, start_ranks
+from mup_megatron.util.files import read_text
 
 FAILURE = "first-failure.json"
 """In the folder of the logs: {"node", "rank", "status"} of the rank that failed first."""

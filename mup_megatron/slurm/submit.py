@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError, no_such_file, shown
-from mup_megatron.layout import resolve_layout
-from mup_megatron.shipped import shipped_folder
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.space import check_overrides
+from mup_megatron.util.errors import UserError, no_such_file, shown
+from mup_megatron.util.shipped import shipped_folder
 
 Stage = Literal["pipeline", "tune", "pretrain"]
 STAGE = "MUP_MEGATRON_SLURM_STAGE"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError
-from mup_megatron.layout import Layout
-from mup_megatron.parametrization import WORD_EMBEDDINGS, Parametrization
-from mup_megatron.shapes import Init
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.shapes import Init
+from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of, without_fitted
+from mup_megatron.util.errors import ConfigError
 
 # Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
 # ones, whose steps are mostly overhead, far less: no bound in either direction.
@@ -170,7 +170,7 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
 
     A model whose layers are a script's own costs what megatron-core's own of the same sizes would.
     """
-    from mup_megatron.model import parametrize
+    from mup_megatron.model.build import parametrize
 
     tuning, steps = config.tuning, tuning_steps(config)
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))

@@ -11,18 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.checkpoint import check_folder
+from mup_megatron.checkpoints.checkpoint import check_folder
+from mup_megatron.checkpoints.run_directory import PLAN
 from mup_megatron.config import Config
 from mup_megatron.config.per_tensor import flat
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import known_vocab_size, prepare
-from mup_megatron.errors import UserError, no_such_file
-from mup_megatron.files import as_yaml, write_whole
-from mup_megatron.horizon import horizon
-from mup_megatron.progress import Progress
-from mup_megatron.ranks import Rank
-from mup_megatron.run_directory import PLAN
-from mup_megatron.setup import resolve
+from mup_megatron.engines.setup import resolve
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.rules.horizon import horizon
 from mup_megatron.tuning import budget, record
 from mup_megatron.tuning.fitted import ladder_of, settled, told
 from mup_megatron.tuning.predicted import in_words, predicted
@@ -36,6 +33,9 @@ from mup_megatron.tuning.space import (
     values_of,
     with_values,
 )
+from mup_megatron.util.errors import UserError, no_such_file
+from mup_megatron.util.files import as_yaml, write_whole
+from mup_megatron.util.progress import Progress
 
 
 def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, ...] = ()) -> bool:

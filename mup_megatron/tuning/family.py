@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import OF_EXPERTS, Config, Model, growing_sizes
-from mup_megatron.errors import UserError, shown
-from mup_megatron.files import read_bytes
+from mup_megatron.util.errors import UserError, shown
+from mup_megatron.util.files import read_bytes
 
 
 def digested(config: Config) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from mup_megatron.config import Config, growing_sizes
-from mup_megatron.errors import UserError, no_such_file
-from mup_megatron.files import read_text
-from mup_megatron.horizon import without_rules
-from mup_megatron.loss_law import AXES, read_loss_law
+from mup_megatron.rules.horizon import without_rules
 from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.loss_law import AXES, read_loss_law
+from mup_megatron.util.errors import UserError, no_such_file
+from mup_megatron.util.files import read_text
 
 MOST_BEYOND = 8.0
 """How many times the largest rung, or below the smallest, an exponent is taken for without being asked."""

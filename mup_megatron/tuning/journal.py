@@ -19,8 +19,8 @@ from optuna.storages.journal import JournalFileBackend
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
-from mup_megatron.files import check_regular, read_bytes
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import check_regular, read_bytes
 
 # --- its lines, as Optuna 4 and 5 write them ---
 

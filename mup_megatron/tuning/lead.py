@@ -14,20 +14,20 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import known_vocab_size
-from mup_megatron.errors import UserError
-from mup_megatron.layout import smallest_world
-from mup_megatron.progress import Progress, time_left
-from mup_megatron.ranks import Rank, stop_signal
-from mup_megatron.run_directory import Busy, own_run_directory
-from mup_megatron.runtime import Meeting
-from mup_megatron.setup import Setup, resolve
+from mup_megatron.engines.setup import Setup, resolve
+from mup_megatron.parallel.layout import smallest_world
+from mup_megatron.parallel.ranks import Rank, stop_signal
+from mup_megatron.parallel.runtime import Meeting
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.progress import Progress, time_left
 
 _BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
@@ -301,7 +301,7 @@ def _short(value: Value) -> str:
 
 
 def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> None:
-    from mup_megatron.model import parametrize
+    from mup_megatron.model.build import parametrize
     from mup_megatron.tuning.outcome import choose
 
     config = setup.config

@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 
 from mup_megatron.config import Config
-from mup_megatron.explain import holds
-from mup_megatron.init import local_shape
-from mup_megatron.layout import Layout
-from mup_megatron.optim import SQUARES, moment_shape
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.engines.optim import SQUARES, moment_shape
+from mup_megatron.model.explain import holds
+from mup_megatron.model.init import local_shape
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.table import Parametrization
 
 
 def state_bytes(parametrization: Parametrization, layout: Layout) -> int:

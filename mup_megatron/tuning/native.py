@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import IO
 
 from mup_megatron.config import Config
-from mup_megatron.errors import DiskFull, UserError
-from mup_megatron.files import as_yaml, write_whole
-from mup_megatron.ranks import Rank
-from mup_megatron.secrets import masked
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.tuning.native_command import PLACES, NativeCommand, given_options, native_options, replaced
 from mup_megatron.tuning.native_task import ANSWER, FAILED, IDLE, LOG, NEXT, PROCESS, SAID, TASK, Task, said_by_options
 from mup_megatron.tuning.process import Answer, End, Evaluation, RunProcess, Said, Step, environment, receive
+from mup_megatron.util.errors import DiskFull, UserError
+from mup_megatron.util.files import as_yaml, write_whole
+from mup_megatron.util.secrets import masked
 
 _END_SECONDS, _SAVE_SECONDS, _START_SECONDS, _POLL_SECONDS = 60.0, 600.0, 600, 0.05
 _LAST_LINES, _LAST_BYTES = 3, 1 << 14

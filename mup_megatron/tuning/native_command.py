@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 WATCHED = "--watched"
 """Option of `mup-megatron run`, before the script: a file that says what is asked of the run."""

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
-from mup_megatron.files import as_json
 from mup_megatron.tuning.descent import Descent, descend
 from mup_megatron.tuning.space import Value
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_json
 
 State = Literal["waiting", "running", "complete", "stopped", "diverged", "failed"]
 FINISHED: tuple[State, ...] = ("complete", "stopped", "diverged", "failed")

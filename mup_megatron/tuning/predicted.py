@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.loss_law import AXES, read_loss_law
 from mup_megatron.tuning.family import differences
 from mup_megatron.tuning.fitted import Fitted, measured, sizes_of
+from mup_megatron.tuning.loss_law import AXES, read_loss_law
 
 
 def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:

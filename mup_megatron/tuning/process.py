@@ -29,8 +29,8 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from mup_megatron.config import Config
-from mup_megatron.errors import DiskFull
-from mup_megatron.ranks import Rank
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.util.errors import DiskFull
 
 ATTEMPTS = 2
 """Processes that may die under a run; it has then failed."""

@@ -21,11 +21,9 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.config.per_tensor import split_name
-from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.explain import explain, without_numbers
-from mup_megatron.files import open_new, read_text
-from mup_megatron.layout import Layout
-from mup_megatron.parametrization import Parametrization
+from mup_megatron.model.explain import explain, without_numbers
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.table import Parametrization
 from mup_megatron.tuning.descent import moves_told
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.fitted import Fitted, told
@@ -34,6 +32,8 @@ from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.predicted import predicted
 from mup_megatron.tuning.record_parts import check_record
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
+from mup_megatron.util.errors import ConfigError, UserError
+from mup_megatron.util.files import open_new, read_text
 
 FORMAT = 1
 _MOST_DIFFERENCES = 8

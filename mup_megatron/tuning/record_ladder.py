@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError, no_such_file
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.record import TransferRecord, write_record
+from mup_megatron.util.errors import UserError, no_such_file
 
 
 def record_of(path: Path, config: Config) -> TransferRecord:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from mup_megatron.errors import UserError
 from mup_megatron.tuning.fitted import Fitted
+from mup_megatron.util.errors import UserError
 
 _PARTS = {"created": str, "digest": str, "family": dict, "values": dict, "tuned": list, "study": dict, "budget": dict}
 

@@ -19,12 +19,12 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.journal import Journal, journal_path
 from mup_megatron.tuning.outcome import State, Trial
 from mup_megatron.tuning.sampler import sampler, suggest
 from mup_megatron.tuning.space import Value, distributions
+from mup_megatron.util.errors import UserError
 
 
 class Ended(Exception):

@@ -23,7 +23,6 @@ from typing import Any
 
 from mup_megatron.config import Config, Model
 from mup_megatron.config.per_tensor import flat
-from mup_megatron.errors import UserError
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.journal import journal_path, mend
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
@@ -32,6 +31,7 @@ from mup_megatron.tuning.outcome import FINISHED, State, Trial, best, descent_of
 from mup_megatron.tuning.sampler import points
 from mup_megatron.tuning.space import Value, proxy_config, rungs, values_of
 from mup_megatron.tuning.storage import Ended, StudyStorage
+from mup_megatron.util.errors import UserError
 
 _POLL_SECONDS = 0.2
 _MOST_LOST = 5

@@ -84,17 +84,18 @@ def main() -> None:
     wire = _Wire()
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from mup_megatron import upstream
+    from mup_megatron.parallel import upstream
 
     upstream.prepare_process()  # before megatron-core is imported, whose functions are then not compiled at once
-    from mup_megatron import runtime, train
+    from mup_megatron.checkpoints.run_directory import Busy
     from mup_megatron.config import parse_config
-    from mup_megatron.disk import full_disk
     from mup_megatron.engines import deepspeed as _deepspeed  # noqa: F401  (imported before the first trial's clock)
-    from mup_megatron.errors import DiskFull
-    from mup_megatron.ranks import Rank
-    from mup_megatron.run_directory import Busy
-    from mup_megatron.setup import resolve
+    from mup_megatron.engines.setup import resolve
+    from mup_megatron.parallel import runtime
+    from mup_megatron.parallel.ranks import Rank
+    from mup_megatron.train import loop
+    from mup_megatron.util.disk import full_disk
+    from mup_megatron.util.errors import DiskFull
 
     wire.send(Ready())
     while True:
@@ -103,16 +104,16 @@ def main() -> None:
         try:
             config = parse_config(told.config, told.source)
             with full_disk(Path(config.run.dir), "files of the trial"):
-                loss = train.train(resolve(config, 1), Rank(), watcher=watcher)
+                loss = loop.train(resolve(config, 1), Rank(), watcher=watcher)
             if watcher.stopped:
                 wire.send(End(state="stopped"))
             elif loss is not None and math.isfinite(loss):
                 wire.send(End(state="complete", loss=loss))
             else:
                 wire.send(End(state="diverged", reason="the evaluation loss is no finite number"))
-        except train.Diverged as error:
+        except loop.Diverged as error:
             wire.send(End(state="diverged", reason=str(error)))
-        except train.Terminated as error:
+        except loop.Terminated as error:
             wire.send(End(state="terminated", reason=str(error)))
             return
         except DiskFull as error:

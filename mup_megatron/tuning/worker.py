@@ -16,11 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
 from mup_megatron.config import Config
-from mup_megatron.disk import full_disk
-from mup_megatron.errors import UserError
-from mup_megatron.ranks import Rank, stop_signal
-from mup_megatron.run_directory import Busy, own_run_directory
+from mup_megatron.parallel.ranks import Rank, stop_signal
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
 from mup_megatron.tuning.native import NativeProcess, process_for
@@ -28,6 +26,8 @@ from mup_megatron.tuning.outcome import Trial
 from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, RunProcess, Step
 from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.errors import UserError
 
 _SAY_SECONDS = 60.0
 _BUSY_SECONDS = 5.0  # by then the lock of a killed owner is free; an owner that is only stopped may keep it for hours

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mup_megatron.megatron_training.options import prepare
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.patches.cpu import seed_generators
-from mup_megatron.ranks import Rank
 from tests.bridge.recipes import RECIPES, ROWS
 
 LENGTH, STEPS = 16, 4

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tests.as_built import own_layers
+from tests.model.as_built import own_layers
 
 ROWS = 128
 CORE: dict[str, Any] = {
@@ -40,7 +40,7 @@ def of_megatron(save: str | None = None, data: str | None = None, spec: str | No
     Args:
         save: folder of checkpoints, which are loaded too.
         data: prefix of prepared data, in a dataset such as Bridge's containers have.
-        spec: name of a layer spec of `tests.as_built.own_layers`.
+        spec: name of a layer spec of `tests.model.as_built.own_layers`.
         changed: fields of the TransformerConfig.
     """
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from mup_megatron.bridge import hooks
-from mup_megatron.errors import UserError
 from mup_megatron.patches import revert_patches
 from mup_megatron.patches.bridge import bridge_patches
+from mup_megatron.util.errors import UserError
 from tests.bridge import bodies
 from tests.bridge.recipes import BASE, CORE, SAME, of_megatron
-from tests.distributed import Ranks
+from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -154,7 +154,7 @@ def test_a_layer_spec_of_the_recipes_own(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_draws_what_the_native_path_draws(ranks: Ranks, tmp_path: Path) -> None:
     """The same sizes and seed as Megatron's options: the same initial values and rates."""
-    from tests import native
+    from tests.helpers import native
 
     (tmp_path / "cache").mkdir()
     words = native.words(

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 from tests.bridge import bodies
 from tests.bridge.recipes import BASE, SAME
-from tests.distributed import Ranks
+from tests.helpers.distributed import Ranks
 
 
 def why_not() -> str | None:

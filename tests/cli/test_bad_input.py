@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import cli, upstream
+from mup_megatron import cli
 from mup_megatron.cli.common import console
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import UserError, shown
-from mup_megatron.files import parse_yaml, write_output, write_whole
-from mup_megatron.layout import resolve_layout
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.patches import trees
 from mup_megatron.report.page import write_page
 from mup_megatron.report.summary import summarize
 from mup_megatron.slurm import submit
 from mup_megatron.tuning.record import make_record, write_record
 from mup_megatron.tuning.space import values_of
-from tests.configs import MIXED, MLA, make
+from mup_megatron.util.errors import UserError, shown
+from mup_megatron.util.files import parse_yaml, write_output, write_whole
+from tests.helpers.configs import MIXED, MLA, make
 from tests.test_damaged_files import data_config
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from mup_megatron import cli
 from mup_megatron.cli import common
-from tests.configs import HEAD_SIZE, MIXED, make
+from tests.helpers.configs import HEAD_SIZE, MIXED, make
 
 KEYS = {
     "name",
@@ -87,7 +87,7 @@ def test_explain_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_explained_shapes_are_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: Any) -> None:
     """Local shapes, worked out without process groups, against a real model on real ranks."""
     from mup_megatron.data.prepare import prepare
-    from tests import bodies
+    from tests.helpers import bodies
 
     config = make(HEAD_SIZE, "llama", parallel__tensor_model_parallel_size=2, training__micro_batch_size=2)
     prepare(config)
@@ -256,7 +256,7 @@ def test_every_option_reaches_the_ranks(
         started.append((words, ranks))
         return 7
 
-    monkeypatch.setattr("mup_megatron.launch.start_ranks", start)
+    monkeypatch.setattr("mup_megatron.parallel.launch.start_ranks", start)
     path = write(tmp_path, make(MIXED, "gpt3", run__dir=str(tmp_path / "run")))
     typed = [command, *every_option(command, leave_out), path, "hparams.lr=0.5", "training.clip_grad=2"]
     assert "--nproc-per-node" in typed

@@ -12,7 +12,7 @@ from mup_megatron import cli
 from mup_megatron.cli import start
 from mup_megatron.config import Config, load_config
 from mup_megatron.config.model import FAMILIES
-from tests.commands import BIN, losses, run
+from tests.helpers.commands import BIN, losses, run
 
 
 def new(folder: Path, *words: str) -> Config:

@@ -17,8 +17,8 @@ from mup_megatron.data.corpus import cut, cuts_files, documents
 from mup_megatron.data.parts import part_bounds
 from mup_megatron.data.prepare import prepare
 from mup_megatron.data.tokenizer import train_sentencepiece
-from mup_megatron.errors import UserError
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make
 
 PARAGRAPH = "A sentence of this text.\nAnother one of it.\n\n"  # 45 characters
 BYTES = {"library": "byte-level"}

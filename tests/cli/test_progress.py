@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mup_megatron.progress import Progress, time_left
+from mup_megatron.util.progress import Progress, time_left
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mup_megatron.config import Config, growing_sizes, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.load import override
-from mup_megatron.errors import ConfigError, UserError
+from mup_megatron.util.errors import ConfigError, UserError
 
 GOOD: dict[str, Any] = {
     "run": {"dir": "runs/x"},

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from mup_megatron import runtime, upstream
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import known_vocab_size
-from mup_megatron.errors import UserError
-from mup_megatron.explain import explain
-from mup_megatron.global_names import named_parameters
-from mup_megatron.layout import Layout, resolve_layout
-from mup_megatron.model import dry_run, parametrize
-from mup_megatron.setup import resolve_auto
-from mup_megatron.setup.deepspeed import deepspeed_config
+from mup_megatron.engines.setup import resolve_auto
+from mup_megatron.engines.setup.deepspeed import deepspeed_config
+from mup_megatron.model.build import dry_run, parametrize
+from mup_megatron.model.explain import explain
+from mup_megatron.model.global_names import named_parameters
+from mup_megatron.parallel import runtime, upstream
+from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.tuning.space import proxy_config, values_of
+from mup_megatron.util.errors import UserError
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
 
@@ -135,7 +135,7 @@ def each(path: Path) -> Any:
 def test_dry_run(path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from mup_megatron.deepspeed.mpu import Mpu
+    from mup_megatron.engines.deepspeed_mpu import Mpu
 
     upstream.prepare_process()
     config = resolve_auto(load_config(path))

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mup_megatron.config import load_config
-from mup_megatron.errors import UserError
-from mup_megatron.files import as_yaml, parse_yaml
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_yaml, parse_yaml
+from tests.helpers.configs import MIXED, make
 
 pytestmark = pytest.mark.more
 

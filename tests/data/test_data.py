@@ -18,11 +18,11 @@ from mup_megatron.data.corpus import documents, source_files
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.data.tokenizer import load_tokenizer
-from mup_megatron.errors import UserError
-from mup_megatron.layout import Layout, resolve_layout
-from tests import bodies
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from mup_megatron.parallel.layout import Layout, resolve_layout
+from mup_megatron.util.errors import UserError
+from tests.helpers import bodies
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 
 def config(tmp_path: Path, **overrides: Any) -> Config:

@@ -16,8 +16,8 @@ import pytest
 from mup_megatron.config import Config
 from mup_megatron.data.english import PACKAGES, _entries
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import UserError
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make
 
 needs_apt = pytest.mark.skipif(
     not (shutil.which("apt-get") and shutil.which("dpkg-deb")), reason="apt-get and dpkg-deb are Debian's"

@@ -7,9 +7,9 @@ import pytest
 from mup_megatron.config.model import FAMILIES
 from mup_megatron.data.families import family_of
 from mup_megatron.data.prepare import prepare
-from tests import bodies
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from tests.helpers import bodies
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])

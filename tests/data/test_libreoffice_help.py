@@ -13,9 +13,9 @@ import pytest
 from mup_megatron.config import Config
 from mup_megatron.data.libreoffice_help import paragraphs
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import UserError
-from tests.configs import make_t5
+from mup_megatron.util.errors import UserError
 from tests.data.test_english import archive, needs_apt
+from tests.helpers.configs import make_t5
 
 PAGE = """<div id="DisplayArea"><p>no id</p><h1 id="hd_id1" dir="auto"><a name="x"></a>{title}</h1>
 <ul><li><p id="par_id2" class="listitem">{choose} <span class="emph">{edit}</span>&nbsp;&amp;

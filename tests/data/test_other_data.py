@@ -14,19 +14,19 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.checkpoint import Checkpoints
+from mup_megatron.checkpoints.checkpoint import Checkpoints
+from mup_megatron.checkpoints.manifest import make_manifest
 from mup_megatron.config import Config, load_config
+from mup_megatron.convert.saved_run import open_run
 from mup_megatron.data import prepare as module
 from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.data.tokenizer import HUGGING_FACE_FILES
-from mup_megatron.errors import UserError
-from mup_megatron.layout import resolve_layout
-from mup_megatron.manifest import make_manifest
-from mup_megatron.model import parametrize
-from mup_megatron.saved_run import open_run
-from tests.configs import MIXED, make
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.util.errors import UserError
 from tests.data.test_english import english
+from tests.helpers.configs import MIXED, make
 
 OTHER = r"data\.dir: .* holds data that were prepared with other settings of data: or from source files that have"
 

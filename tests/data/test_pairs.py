@@ -23,9 +23,9 @@ from mup_megatron.data.pairs import read_pairs
 from mup_megatron.data.prepare import prepare
 from mup_megatron.data.t5 import T5Batch, pair_masks
 from mup_megatron.data.tokenizer import load_tokenizer
-from mup_megatron.errors import UserError
-from mup_megatron.layout import resolve_layout
-from tests.configs import make_t5
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import make_t5
 
 END = 199
 NULL = {"library": "null", "vocab_size": END + 1}

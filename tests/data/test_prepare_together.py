@@ -23,10 +23,10 @@ import yaml
 from mup_megatron.config import load_config
 from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import UserError
-from mup_megatron.locks import hold
-from tests.commands import environment, until
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.locks import hold
+from tests.helpers.commands import environment, until
+from tests.helpers.configs import MIXED, make
 
 DOCUMENTS, LENGTH, VOCABULARY = 4000, 250, 200
 

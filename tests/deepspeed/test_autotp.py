@@ -9,11 +9,11 @@ import torch
 
 from mup_megatron import mup
 from mup_megatron.deepspeed import initialize
-from mup_megatron.errors import UserError
 from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.mup.parameters import infshape_of
-from mup_megatron.ranks import Rank
-from tests.distributed import Ranks
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.util.errors import UserError
+from tests.helpers.distributed import Ranks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 WORDS, LENGTH, BATCH, STEPS = 32, 8, 4, 20

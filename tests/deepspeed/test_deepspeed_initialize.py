@@ -12,13 +12,13 @@ import torch
 
 from mup_megatron import mup
 from mup_megatron.deepspeed import initialize
-from mup_megatron.errors import UserError
+from mup_megatron.engines.optim import set_learning_rates
 from mup_megatron.mup.in_place import split_in_place
-from mup_megatron.optim import set_learning_rates
-from tests import torch_bodies as bodies
-from tests.configs import MIXED, make
-from tests.distributed import RankError, Ranks
-from tests.torch_bodies import ADAMW, DECAY, EPS, LR
+from mup_megatron.util.errors import UserError
+from tests.helpers import torch_bodies as bodies
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.torch_bodies import ADAMW, DECAY, EPS, LR
 
 STEPS = 6
 SLOW = pytest.mark.slow

@@ -11,10 +11,10 @@ from torch import nn
 
 from mup_megatron import mup
 from mup_megatron.deepspeed import initialize
-from mup_megatron.errors import UserError
 from mup_megatron.mup.in_place import split_in_place
-from mup_megatron.ranks import Rank
-from tests.distributed import Ranks
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.util.errors import UserError
+from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES, LENGTH, BATCH, HEADS, LR, STEPS = 16, 8, 4, 4, 1e-2, 6

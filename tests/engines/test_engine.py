@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import ConfigError
-from mup_megatron.layout import resolve_layout
-from mup_megatron.setup import refuse, resolve_auto
-from mup_megatron.setup.megatron import emerging_missing
-from tests import bodies
-from tests.commands import environment
-from tests.configs import MIXED, MLA, make
-from tests.distributed import Ranks
+from mup_megatron.engines.setup import refuse, resolve_auto
+from mup_megatron.engines.setup.megatron import emerging_missing
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.util.errors import ConfigError
+from tests.helpers import bodies
+from tests.helpers.commands import environment
+from tests.helpers.configs import MIXED, MLA, make
+from tests.helpers.distributed import Ranks
 
 TP2 = {"parallel__tensor_model_parallel_size": 2, "training__micro_batch_size": 2}
 

@@ -21,19 +21,19 @@ import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron import cli
-from mup_megatron.checkpoint import Checkpoints
+from mup_megatron.checkpoints.checkpoint import Checkpoints
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.prepare import prepare
-from mup_megatron.disk import full_disk, reason
-from mup_megatron.errors import DiskFull, UserError
-from mup_megatron.metrics import Metrics
-from mup_megatron.ranks import Rank
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.train.metrics import Metrics
 from mup_megatron.tuning.study import Study
-from tests import bodies
-from tests.commands import losses, metrics, mup, run
-from tests.configs import MIXED, SEARCH, make, pipeline_file
-from tests.distributed import Ranks
+from mup_megatron.util.disk import full_disk, reason
+from mup_megatron.util.errors import DiskFull, UserError
+from tests.helpers import bodies
+from tests.helpers.commands import losses, metrics, mup, run
+from tests.helpers.configs import MIXED, SEARCH, make, pipeline_file
+from tests.helpers.distributed import Ranks
 
 
 class Disk:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import yaml
 
-from mup_megatron.errors import ConfigError
-from mup_megatron.layout import resolve_layout
-from mup_megatron.ranks import Rank
-from tests import bodies
-from tests.commands import environment, losses, metrics, until
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.util.errors import ConfigError
+from tests.helpers import bodies
+from tests.helpers.commands import environment, losses, metrics, until
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 FSDP2 = {
     "parallel__engine": "megatron",

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from mup_megatron.data.prepare import prepare
-from tests import bodies
-from tests.comparison import compare_curves, compare_groups, compare_initial
-from tests.configs import HEAD_SIZE, MIXED, make
-from tests.distributed import Ranks
-from tests.parity import Page
+from tests.helpers import bodies
+from tests.helpers.comparison import compare_curves, compare_groups, compare_initial
+from tests.helpers.configs import HEAD_SIZE, MIXED, make
+from tests.helpers.distributed import Ranks
+from tests.helpers.parity import Page
 
 GROWTHS = {"mixed": MIXED, "head_size": HEAD_SIZE}
 STEPS = 20

@@ -19,13 +19,13 @@ import pytest
 from packaging.version import Version
 
 from mup_megatron.data.prepare import prepare
-from mup_megatron.ranks import Rank
-from tests import bodies
-from tests.breakages import replaced
-from tests.comparison import Difference, compare_curves, compare_groups
-from tests.distributed import Ranks
+from mup_megatron.parallel.ranks import Rank
 from tests.engines.test_layout_invariance import STEPS
 from tests.engines.test_parity import Split, config_of
+from tests.helpers import bodies
+from tests.helpers.breakages import replaced
+from tests.helpers.comparison import Difference, compare_curves, compare_groups
+from tests.helpers.distributed import Ranks
 
 pytestmark = [
     pytest.mark.slow,

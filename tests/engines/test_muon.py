@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from mup_megatron.data.prepare import prepare
-from mup_megatron.setup.megatron import emerging_missing
-from tests import bodies, muon_bodies
-from tests.comparison import Difference
-from tests.configs import MIXED, MLA, MOE, make
-from tests.distributed import Ranks
+from mup_megatron.engines.setup.megatron import emerging_missing
 from tests.engines.test_layout_invariance import STEPS
 from tests.engines.test_parity import Split, check
-from tests.parity import Page
+from tests.helpers import bodies, muon_bodies
+from tests.helpers.comparison import Difference
+from tests.helpers.configs import MIXED, MLA, MOE, make
+from tests.helpers.distributed import Ranks
+from tests.helpers.parity import Page
 
 pytestmark = pytest.mark.skipif(emerging_missing("muon") is not None, reason=str(emerging_missing("muon")))
 

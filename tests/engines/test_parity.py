@@ -15,12 +15,12 @@ import pytest
 
 from mup_megatron.data.prepare import prepare
 from mup_megatron.patches import ALL_PATCHES
-from tests import bodies
-from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
-from tests.configs import HEAD_SIZE, MIXED, MLA, MOE, T5, make, make_t5
-from tests.distributed import RankError, Ranks
 from tests.engines.test_layout_invariance import STEPS
-from tests.parity import Page
+from tests.helpers import bodies
+from tests.helpers.comparison import Difference, compare_curves, compare_groups, compare_initial
+from tests.helpers.configs import HEAD_SIZE, MIXED, MLA, MOE, T5, make, make_t5
+from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.parity import Page
 
 _DEEP = {"model__num_layers": 4, "hparams__lr": 3e-3}
 _BIAS = {
@@ -495,7 +495,7 @@ def test_every_patch_is_taken_out_somewhere() -> None:
             "deepspeed-no-shm-build",
             "cpu-compile-at-first-call",
         ),  # tests/patches/test_patches.py
-        *("cpu-alltoall-stream", "cpu-alltoall-splits"),  # tests/layers/test_architectures.py
+        *("cpu-alltoall-stream", "cpu-alltoall-splits"),  # tests/model/layers/test_architectures.py
         *("mla-no-te-linear", "mla-local-attention"),  # there too
         "mtp-no-te-linear",  # tests/megatron_training/test_megatron_development.py
         *(
@@ -504,7 +504,7 @@ def test_every_patch_is_taken_out_somewhere() -> None:
             "checkpoint-no-fork",
         ),  # tests/engines/test_resume.py
         *("cpu-checkpoint-preload", "cpu-float16-optimizer"),
-        "bert-head-norm",  # tests/bert/test_bert_training.py
+        "bert-head-norm",  # tests/model/bert/test_bert_training.py
         "cpu-pipeline-shapes",  # tests/megatron_training/test_megatron_variants.py
         *(f"cpu-layer-wise-{name}" for name in ("norm", "norm-group", "gather")),  # test_megatron_muon.py beside it
     }

@@ -11,10 +11,10 @@ import pytest
 
 from mup_megatron.data.prepare import prepare
 from mup_megatron.patches import ALL_PATCHES
-from tests import bodies
-from tests.comparison import TOLERANCE
-from tests.distributed import RankError, Ranks
 from tests.engines.test_parity import Split, config_of
+from tests.helpers import bodies
+from tests.helpers.comparison import TOLERANCE
+from tests.helpers.distributed import RankError, Ranks
 
 STEPS, STOP = 9, 5
 

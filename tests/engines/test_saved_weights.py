@@ -11,7 +11,7 @@ import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
 from mup_megatron.engines.saved_weights import SavedWeights, Tensor, write_tensors
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 
 def test_tensors_are_written_one_by_one(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.option_table import OPTIONS
 from mup_megatron.megatron_training.options import known, read_options
-from mup_megatron.ranks import Rank
-from tests import native
-from tests.distributed import Ranks
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_elsewhere import elsewhere
 from tests.megatron_training.test_megatron_options import needs_training, parsed
 from tests.megatron_training.test_megatron_table import LOCAL, transformer_config

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import yaml
 
-from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.options import Settings
-from tests import native
-from tests.as_built.own_layers import LOOPED
-from tests.distributed import Ranks
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
+from tests.model.as_built.own_layers import LOOPED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 BUILT = ("--mup-model", "as-built")
 # Every size of the model; ratios 1.
 BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
-EXTRA = ("--spec", "tests.as_built.own_layers", "extra_mlp")
+EXTRA = ("--spec", "tests.model.as_built.own_layers", "extra_mlp")
 TENSORS = """
 - {module: ExtraMLP, parameter: beside.weight, kind: matrix}
 - {module: ExtraMLP, parameter: beside_gain, kind: gain}
@@ -203,7 +203,7 @@ def test_a_base_shape_file(ranks: Ranks, tmp_path: Path) -> None:
 def test_grouped_experts_train_as_single_ones(ranks: Ranks, tmp_path: Path) -> None:
     """megatron-core's TEGroupedMLP over a user's layers: the values, rates and losses of experts that are layers."""
     words = ("--num-experts", "4", "--disable-bias-linear", "--swiglu")
-    spec = ("--spec", "tests.as_built.own_layers", "looped_experts")
+    spec = ("--spec", "tests.model.as_built.own_layers", "looped_experts")
     (grouped,) = run(ranks, tmp_path, *words, *spec, *tensors(tmp_path, LOOPED))
     (single,) = run(ranks, tmp_path, *words)
     assert grouped["status"] == single["status"] == 0, grouped["said"]

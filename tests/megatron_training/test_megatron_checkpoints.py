@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import native
-from tests.distributed import RankError, Ranks
-from tests.links import ROOT
+from tests.helpers import native
+from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.links import ROOT
 from tests.megatron_training.test_megatron_run import needs_training
 
 pytestmark = needs_training

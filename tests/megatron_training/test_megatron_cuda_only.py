@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from mup_megatron.layers.embedding import scale_input
-from mup_megatron.layers.tensor_spec import set_spec, spec_of
+from mup_megatron.model.layers.embedding import scale_input
+from mup_megatron.model.layers.tensor_spec import set_spec, spec_of
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.patches.cpu import for_cpu
-from mup_megatron.ranks import Rank
-from mup_megatron.shapes import Init, TensorSpec
-from tests.distributed import Ranks
+from mup_megatron.rules.shapes import Init, TensorSpec
+from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -90,8 +90,8 @@ def deferred(rank: Rank, *, multiplier: float) -> dict[str, Any]:
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mup_megatron import runtime
-    from mup_megatron.layout import Layout
+    from mup_megatron.parallel import runtime
+    from mup_megatron.parallel.layout import Layout
 
     layout = Layout(world_size=1, tensor=1, data=1, sequence_parallel=False, zero_stage=0, micro_batches=1)
     runtime.start_distributed(layout, rank, 1)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from mup_megatron.patches import trees
-from tests import functional_recipes, native
-from tests.commands import environment
+from tests.helpers import functional_recipes, native
+from tests.helpers.commands import environment
 from tests.megatron_training.test_megatron_training import seen as observed
 from tests.megatron_training.test_megatron_training import start
 
@@ -49,7 +49,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(tree: Path, folder: Path, *extra: str) -> dict[str, Any]:
-    return told("tests.development_tree", folder, str(tree), str(folder), *extra)
+    return told("tests.helpers.development_tree", folder, str(tree), str(folder), *extra)
 
 
 def told(module: str, folder: Path, *arguments: str, seconds: int = 240) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_every_recipe_is_explained_or_refused(tree: Path, tmp_path: Path) -> Non
     listed = functional_recipes.recipes(os.environ["MEGATRON_LM"], COMMIT)
     (tmp_path / "recipes.json").write_text(json.dumps(listed))
     places = (str(tree), str(tmp_path / "recipes.json"), str(tmp_path))
-    found = told("tests.functional_recipes", tmp_path, *places, seconds=1800)
+    found = told("tests.helpers.functional_recipes", tmp_path, *places, seconds=1800)
     assert {name: said["traceback"] for name, said in found.items() if "traceback" in said} == {}
     wrong = {}
     for name, said in found.items():

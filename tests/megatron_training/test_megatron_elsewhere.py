@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mup_megatron import upstream
-from mup_megatron.errors import UserError
-from tests import native
-from tests.commands import run
+from mup_megatron.parallel import upstream
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.commands import run
 from tests.megatron_training.test_megatron_table import refusal
 
 pytestmark = pytest.mark.skipif(

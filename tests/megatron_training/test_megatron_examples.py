@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere
 from tests.megatron_training.test_megatron_recipes import FROM_HIDDEN
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron import upstream
-from mup_megatron.errors import UserError
-from mup_megatron.layout import Layout
-from mup_megatron.model import parametrize
-from tests import native
-from tests.distributed import Ranks
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_elsewhere import elsewhere
 from tests.megatron_training.test_megatron_translation import VOCABULARY, table, translated
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.errors import UserError
 from mup_megatron.tuning.native import NativeProcess, own_launch, own_process
 from mup_megatron.tuning.native_command import NativeCommand
 from mup_megatron.tuning.native_task import Task
-from tests import native
-from tests.distributed import Ranks
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_run import needs_training
 
 pytestmark = [pytest.mark.slow, needs_training]

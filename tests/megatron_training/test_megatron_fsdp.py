@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import native
-from tests.distributed import Ranks
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.as_built.hybrid import hybrid_stages
-from mup_megatron.as_built.ready_made import READY_FOR, READY_MADE
-from mup_megatron.as_built.tensors_file import read_tensors
-from mup_megatron.errors import UserError
-from tests import native
-from tests.distributed import Ranks
+from mup_megatron.model.as_built.hybrid import hybrid_stages
+from mup_megatron.model.as_built.ready_made import READY_FOR, READY_MADE
+from mup_megatron.model.as_built.tensors_file import read_tensors
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
     reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
 )
 SCRIPT = Path(__file__).parent / "pretrain_hybrid.py"
-STACK = ("--spec", "tests.as_built.hybrid_stack", "local_stack", "--disable-bias-linear")
+STACK = ("--spec", "tests.model.as_built.hybrid_stack", "local_stack", "--disable-bias-linear")
 EXPERTS = ("--num-experts", "4")
 PATTERN = "*-E"
 BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.setup.megatron import emerging_missing
-from tests import native
-from tests.distributed import Ranks
+from mup_megatron.engines.setup.megatron import emerging_missing
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 
 pytestmark = [
     pytest.mark.skipif(

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.setup.megatron import emerging_missing
-from tests import native
-from tests.breakages import break_
-from tests.distributed import RankError, Ranks
+from mup_megatron.engines.setup.megatron import emerging_missing
+from tests.helpers import native
+from tests.helpers.breakages import break_
+from tests.helpers.distributed import RankError, Ranks
 
 pytestmark = [
     pytest.mark.skipif(

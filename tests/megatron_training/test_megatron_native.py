@@ -13,8 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mup_megatron.megatron_training.script import _announce_rank
-from tests import native
-from tests.distributed import Ranks
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests import native
-from tests.commands import mup
+from tests.helpers import native
+from tests.helpers.commands import mup
 from tests.megatron_training.test_megatron_hybrid import SCRIPT, STACK
 from tests.megatron_training.test_megatron_run import needs_training
 

@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from mup_megatron.config import load_config, parse_config
-from mup_megatron.errors import UserError
-from mup_megatron.ranks import Rank
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.tuning.native import (
     NativeProcess,
     last_lines,
@@ -28,9 +27,10 @@ from mup_megatron.tuning.native_command import NativeCommand, native_options, re
 from mup_megatron.tuning.native_task import Task, differing, said_by_options
 from mup_megatron.tuning.process import RunProcess
 from mup_megatron.tuning.space import proxy_config
-from tests import native
-from tests.commands import Background, mup, run, until
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.commands import Background, mup, run, until
+from tests.helpers.configs import MIXED, make
 from tests.megatron_training.test_megatron_as_built import TENSORS
 from tests.megatron_training.test_megatron_run import needs_training
 
@@ -325,7 +325,7 @@ def test_layers_of_the_scripts_own(command: list[str], tmp_path: Path) -> None:
     The record holds no rows of tensors: the engine, which works them out, does not know these layers.
     """
     (tmp_path / "tensors.yaml").write_text(TENSORS)
-    own = ["--spec", "tests.as_built.own_layers", "extra_mlp", "--mup-tensors", str(tmp_path / "tensors.yaml")]
+    own = ["--spec", "tests.model.as_built.own_layers", "extra_mlp", "--mup-tensors", str(tmp_path / "tensors.yaml")]
     found = mup(*tune(tmp_path, [*command, *own], "tuning.trials=1"))
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-3000:]
     record = json.loads((tmp_path / "tuned.json").read_text())

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mup_megatron import cli, megatron_training
-from mup_megatron.errors import UserError
 from mup_megatron.megatron_training.options import add_options, read_options
 from mup_megatron.tuning.family import digest
+from mup_megatron.util.errors import UserError
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,

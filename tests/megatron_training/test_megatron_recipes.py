@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mup_megatron.errors import UserError
-from tests import native
-from tests.distributed import Ranks
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere, recipe
 
 pytestmark = pytest.mark.skipif(

@@ -15,18 +15,18 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mup_megatron import upstream
-from mup_megatron.errors import UserError
-from mup_megatron.layout import resolve_layout
 from mup_megatron.megatron_training.family import check_family
 from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.models import KEY_PREFIX
 from mup_megatron.megatron_training.options import Settings
 from mup_megatron.megatron_training.script import run_script
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.record import make_record, write_record
 from mup_megatron.tuning.space import values_of
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make
 
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 needs_training = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed import RankError, Ranks
+from tests.helpers.distributed import RankError, Ranks
 from tests.megatron_training.test_megatron_features import run
 
 pytestmark = [

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from mup_megatron.errors import UserError
 from mup_megatron.megatron_training import option_table
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_check import (
@@ -24,6 +23,7 @@ from mup_megatron.megatron_training.option_check import (
 )
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
 from mup_megatron.megatron_training.options import known
+from mup_megatron.util.errors import UserError
 from tests.megatron_training.test_megatron_options import needs_training, parsed, parser
 
 DATA = Path(__file__).parent
@@ -199,7 +199,7 @@ def test_every_refused_option_is_tried() -> None:
 def test_local_layers_that_upstream_does_not_have(words: str) -> None:
     """With a spec of one's own they are taken."""
     assert refusal(*words.split()).startswith(f"{words}: megatron-core builds it of Transformer Engine's layers alone")
-    own = ("--spec", "tests.as_built.own_layers", "latent_experts")
+    own = ("--spec", "tests.model.as_built.own_layers", "latent_experts")
     check_options(parsed(*LOCAL, *words.split(), *own), {}, known())
 
 

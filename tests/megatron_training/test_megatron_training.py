@@ -17,16 +17,16 @@ import yaml
 
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.layout import resolve_layout
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.patches import trees
 from mup_megatron.tuning.record import make_record, write_record
 from mup_megatron.tuning.space import values_of
-from tests import bodies
-from tests.commands import BIN, environment, run
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
-from tests.native import SCRIPT
+from tests.helpers import bodies
+from tests.helpers.commands import BIN, environment, run
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
+from tests.helpers.native import SCRIPT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -111,8 +111,8 @@ def without(words: list[str], *options: str) -> list[str]:
 
 
 def start(folder: Path, name: str, how: str, *arguments: str) -> subprocess.Popen[str]:
-    """Starts `tests.observed`; the two ways run side by side."""
-    command = [sys.executable, "-m", "tests.observed", str(folder / name), how, *arguments]
+    """Starts `tests.helpers.observed`; the two ways run side by side."""
+    command = [sys.executable, "-m", "tests.helpers.observed", str(folder / name), how, *arguments]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} if how != "run" else {}
     root = str(SCRIPT.parents[2])
     return subprocess.Popen(
@@ -190,7 +190,7 @@ def test_both_are_our_engine(both: dict[str, dict[str, Any]], ranks: Ranks) -> N
 
 
 def saw(folder: Path, how: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """Runs `tests.observed` to its end: exit status, what was said, what was seen if it came so far."""
+    """Runs `tests.helpers.observed` to its end: exit status, what was said, what was seen if it came so far."""
     name = f"seen-{len(list(folder.iterdir()))}"
     process = start(folder, name, how, *arguments)
     said, _ = process.communicate(timeout=240)

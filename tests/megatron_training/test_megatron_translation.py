@@ -14,19 +14,19 @@ import pytest
 import torch
 import torch._dynamo
 
-from mup_megatron import upstream
-from mup_megatron.base_shapes import save_base_shapes
-from mup_megatron.errors import UserError
-from mup_megatron.explain import explain
-from mup_megatron.layout import resolve_layout
+from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import add_options, known, read_options
 from mup_megatron.megatron_training.translate import check_translation, config_of
-from mup_megatron.model import parametrize
-from mup_megatron.parametrization import Parametrization
-from mup_megatron.setup import resolve_auto
-from mup_megatron.transformer_config import core_config
-from tests.configs import make
+from mup_megatron.model.build import parametrize
+from mup_megatron.model.explain import explain
+from mup_megatron.model.transformer_config import core_config
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.rules.base_shapes import save_base_shapes
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import make
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,

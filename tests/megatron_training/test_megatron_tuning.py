@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from mup_megatron.config import load_config
-from mup_megatron.errors import UserError
-from mup_megatron.layout import resolve_layout
+from mup_megatron.engines.setup import megatron
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
-from mup_megatron.model import parametrize
-from mup_megatron.setup import megatron
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.family import digested
-from tests import native
-from tests.commands import run
+from mup_megatron.util.errors import UserError
+from tests.helpers import native
+from tests.helpers.commands import run
 from tests.megatron_training.test_megatron_elsewhere import elsewhere, recipe
 from tests.megatron_training.test_megatron_recipes import PUBLISHED
 from tests.megatron_training.test_megatron_training import STEPS, config, options, without

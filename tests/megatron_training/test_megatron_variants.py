@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.as_built import attach
-from tests import native
-from tests.as_built.own_layers import LATENT
-from tests.breakages import break_
-from tests.distributed import RankError, Ranks
+from mup_megatron.model.as_built import attach
+from tests.helpers import native
+from tests.helpers.breakages import break_
+from tests.helpers.distributed import RankError, Ranks
+from tests.model.as_built.own_layers import LATENT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -23,12 +23,14 @@ BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
 # A quarter of every size; the head size stays.
 QUARTER = "hidden_size: 16\nnum_attention_heads: 1\nffn_hidden_size: 32\n"
 # What upstream builds of Transformer Engine's layers, over layers that run on a CPU.
-EXPERTS = "--num-experts 4 --disable-bias-linear --moe-latent-size 32 --spec tests.as_built.own_layers latent_experts"
+EXPERTS = (
+    "--num-experts 4 --disable-bias-linear --moe-latent-size 32 --spec tests.model.as_built.own_layers latent_experts"
+)
 SPARSE = (
     "--experimental-attention-variant dsa --disable-bias-linear --multi-latent-attention --q-lora-rank 24 "
     "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope "
     "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 4 --dsa-indexer-loss-coeff 0.1 "
-    "--no-dsa-indexer-rotate-activation --spec tests.as_built.own_layers sparse_attention"
+    "--no-dsa-indexer-rotate-activation --spec tests.model.as_built.own_layers sparse_attention"
 )
 INDEXER = ("--mup-tensors", "standard:dsa-indexer")
 AHEAD = "--mtp-num-layers 1 --position-embedding-type rope"

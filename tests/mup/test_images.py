@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from mup_megatron.ranks import Rank
-from tests.commands import BIN, environment
-from tests.distributed import Ranks
+from mup_megatron.parallel.ranks import Rank
+from tests.helpers.commands import BIN, environment
+from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from mup_megatron import mup as ours
-from mup_megatron import rules
-from mup_megatron.errors import UserError
 from mup_megatron.mup import coord_check
-from tests import torch_bodies as bodies
+from mup_megatron.rules import formulas
+from mup_megatron.util.errors import UserError
+from tests.helpers import torch_bodies as bodies
 
 OPTIMIZERS = ["MuAdam", "MuAdamW", "MuSGD"]
 RATES = {"MuAdam": 1e-2, "MuAdamW": 1e-2, "MuSGD": 0.1}
@@ -459,7 +459,7 @@ def test_an_example_as_a_command(repository: Path, name: str) -> None:
 
 def test_the_readout_takes_a_from_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """A = 1/7 instead of 1/4, from the one place that works A out."""
-    monkeypatch.setattr(rules.Ratios, "forward", property(lambda ratios: Fraction(1, 7 if ratios.readout else 1)))
+    monkeypatch.setattr(formulas.Ratios, "forward", property(lambda ratios: Fraction(1, 7 if ratios.readout else 1)))
     base, delta, readout = (ours.MuReadout(width, 3) for width in (8, 16, 32))
     ours.set_base_shapes(readout, base, delta=delta)
     assert readout.width_mult() == 7

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mup_megatron import mup
-from mup_megatron.errors import UserError
+from mup_megatron.util.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTHS = (32, 128, 512)

@@ -14,8 +14,8 @@ import torch
 import torch._dynamo
 
 from mup_megatron import mup
-from tests import torch_bodies as bodies
-from tests.distributed import RankError, Ranks
+from tests.helpers import torch_bodies as bodies
+from tests.helpers.distributed import RankError, Ranks
 
 SLOW = pytest.mark.slow
 WAYS = [

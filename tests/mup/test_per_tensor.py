@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from mup_megatron import mup
-from mup_megatron.errors import UserError
 from mup_megatron.mup import init
 from mup_megatron.mup.in_place import split_in_place
-from tests import torch_bodies as bodies
-from tests.distributed import Ranks
-from tests.torch_bodies import DECAY, EPS, LR
+from mup_megatron.util.errors import UserError
+from tests.helpers import torch_bodies as bodies
+from tests.helpers.distributed import Ranks
+from tests.helpers.torch_bodies import DECAY, EPS, LR
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

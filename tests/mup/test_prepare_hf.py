@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from mup_megatron import mup as ours
-from mup_megatron.errors import UserError
 from mup_megatron.mup import coord_check, hugging_face
+from mup_megatron.util.errors import UserError
 
 transformers = pytest.importorskip(
     "transformers", minversion="5.0", reason="Hugging Face's transformers 5 is not installed"
@@ -190,7 +190,7 @@ def test_a_factor_left_out_is_named(
     made = hugging_face._folded
 
     def without(tensor: Any, *rest: Any) -> Any:
-        return hugging_face.rules.ONE if tensor.fold == fold else made(tensor, *rest)
+        return hugging_face.formulas.ONE if tensor.fold == fold else made(tensor, *rest)
 
     monkeypatch.setattr(hugging_face, "_folded", without)
     names = wrong(label)
@@ -328,7 +328,7 @@ def test_microsofts_sees_a_wrong_rate(tied: bool, fold: str, monkeypatch: pytest
         params = list(params)
         for parameter in params:
             if parameter.infshape.folded != 1 and (parameter.dim() == 1) == (fold == "final_norm"):
-                parameter.infshape.folded = hugging_face.rules.ONE
+                parameter.infshape.folded = hugging_face.formulas.ONE
         return groups(params, rule, defaults, eps=eps)
 
     monkeypatch.setattr(ours.optim, "split_groups", without)

@@ -15,16 +15,17 @@ import pytest
 import torch
 import torch._dynamo
 
-from mup_megatron import megatron_training, patches, runtime
+from mup_megatron import megatron_training, patches
 from mup_megatron.megatron_training import watched, watched_coordinates
+from mup_megatron.parallel import runtime
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.patches import ALL_PATCHES, Patch, PatchError, active_patches, apply_patches, revert_patches
 from mup_megatron.patches.cpu import for_cpu
 from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches, watch_patches
-from mup_megatron.ranks import Rank
-from tests import patch_tables
-from tests.breakages import break_
-from tests.commands import run
-from tests.distributed import Ranks
+from tests.helpers import patch_tables
+from tests.helpers.breakages import break_
+from tests.helpers.commands import run
+from tests.helpers.distributed import Ranks
 
 BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
 RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training), *watch_patches(watched, watched_coordinates))
@@ -44,8 +45,8 @@ def fork_draws(rank: Rank, broken: str = "nothing") -> dict[str, Any]:
     """What dropout on a CPU sees inside and outside megatron-core's RNG fork."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from mup_megatron.layout import resolve_layout
-    from tests.configs import MIXED, make
+    from mup_megatron.parallel.layout import resolve_layout
+    from tests.helpers.configs import MIXED, make
 
     config = make(MIXED, parallel__tensor_model_parallel_size=2)
     with break_(broken):
@@ -99,7 +100,7 @@ def in_a_new_process(code: str) -> str:
 def test_megatron_core_is_imported_without_the_compiler() -> None:
     """The patch spares every process the import of torch's compiler; without it megatron-core imports it."""
     ends = "import megatron.core.models.gpt.gpt_model, sys; print('torch._inductor.compile_fx' in sys.modules)"
-    prepared = "from mup_megatron import upstream; upstream.prepare_process(); import mup_megatron.train;"
+    prepared = "from mup_megatron.parallel import upstream; upstream.prepare_process(); import mup_megatron.train.loop;"
     assert in_a_new_process(prepared + ends) == "False"
     assert in_a_new_process(ends) == "True"
 
@@ -244,7 +245,7 @@ def test_every_record_says_why() -> None:
 
 def test_the_page_is_made_from_the_records() -> None:
     text = patch_tables.PAGE.read_text(encoding="utf-8")
-    assert patch_tables.page(text) == text, "run python -m tests.patch_tables"
+    assert patch_tables.page(text) == text, "run python -m tests.helpers.patch_tables"
     assert re.findall(r"<!-- made: (\w+) -->", text) == list(patch_tables.TABLES)
     for patch in (*ALL_PATCHES, *RUN_PATCHES):
         assert text.count(f"| `{patch.name}` | `{patch.symbol}` |") == 1

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mup_megatron import cli
-from mup_megatron.errors import UserError
 from mup_megatron.patches import trees
+from mup_megatron.util.errors import UserError
 
 FILES = (
     "training/arguments.py",

@@ -12,10 +12,11 @@ import pytest
 import torch
 import yaml
 
-from mup_megatron import cli, horizon, rules
+from mup_megatron import cli
 from mup_megatron.config import Config, load_config
-from mup_megatron.errors import UserError
-from mup_megatron.model import parametrize
+from mup_megatron.engines.setup.megatron import emerging_missing
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.controls import CONTROLS
 from mup_megatron.proof.coord_check import _asked
 from mup_megatron.proof.family import default_factors, grown, members, models, own_path
@@ -24,11 +25,11 @@ from mup_megatron.proof.theory import Theory
 from mup_megatron.proof.thorough import _row
 from mup_megatron.proof.told import lines
 from mup_megatron.proof.verdict import Slope, fit, judge, overall
-from mup_megatron.ranks import Rank
-from mup_megatron.setup.megatron import emerging_missing
-from tests import bodies, proof_bodies
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from mup_megatron.rules import formulas, horizon
+from mup_megatron.util.errors import UserError
+from tests.helpers import bodies, proof_bodies
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 # Everything grows together; a few tokens of hidden size 32 to 512.
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 2}
@@ -353,7 +354,7 @@ def test_rules_over_batch_and_tokens_are_the_run_s_own() -> None:
     for member in asked:
         made = member.config
         assert (made.batch_ratio, made.tokens_ratio) == (2, 2)
-        assert horizon.horizon(made) == rules.HorizonFactors()
+        assert horizon.horizon(made) == formulas.HorizonFactors()
         assert made.hparams.lr == pytest.approx(2e-3 / 2)
         assert made.hparams.weight_decay == pytest.approx(0.1 / 2)
         assert made.optimizer.eps == pytest.approx(config.optimizer.eps / 8**0.5)

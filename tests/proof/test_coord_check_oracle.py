@@ -14,9 +14,9 @@ import torch.nn.functional as F  # torch's own name for it
 from torch import nn
 
 from mup_megatron.proof.verdict import BOUNDS
-from tests import proof_bodies
-from tests.configs import make
-from tests.distributed import Ranks
+from tests.helpers import proof_bodies
+from tests.helpers.configs import make
+from tests.helpers.distributed import Ranks
 
 BASE, HEAD, LAYERS, LENGTH, VOCABULARY, STD, LR = 32, 16, 2, 16, 128, 0.02, 2e-3
 FACTORS = (1, 4, 16)

@@ -13,13 +13,13 @@ import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import Config
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
 from mup_megatron.proof.family import grown, models
 from mup_megatron.proof.theory import Expected, Theory
 from mup_megatron.proof.told import lines
-from tests import proof_bodies
-from tests.configs import make
-from tests.distributed import Ranks
+from tests.helpers import proof_bodies
+from tests.helpers.configs import make
+from tests.helpers.distributed import Ranks
 
 SIZES = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "kv_channels": 16}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_layer_freq": [0, 1]}

@@ -14,8 +14,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from mup_megatron import cli
 from mup_megatron.data.parts import times_read
 from mup_megatron.data.prepare import prepare
-from mup_megatron.errors import UserError
-from mup_megatron.loss_law import AXES
 from mup_megatron.proof.halving import wanted
 from mup_megatron.proof.ladder import _Runs
 from mup_megatron.proof.ladder_told import lines
@@ -24,7 +22,9 @@ from mup_megatron.proof.laws import fit
 from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
 from mup_megatron.report.ladder import draw_ladder
-from tests.configs import MIXED, make, pipeline_file
+from mup_megatron.tuning.loss_law import AXES
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make, pipeline_file
 
 BATCH, TOKENS, START = 0.4, -0.3, 2.0**-8
 RUNGS = [Rung(batch, tokens, 1) for batch in (1, 2, 4) for tokens in (1, 2, 4, 8)]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from mup_megatron.data.prepare import prepare
-from tests import bodies
-from tests.comparison import Difference, compare_curves, compare_groups, compare_initial
-from tests.configs import MIXED, make
-from tests.distributed import RankError, Ranks
 from tests.engines.test_layout_invariance import slices
+from tests.helpers import bodies
+from tests.helpers.comparison import Difference, compare_curves, compare_groups, compare_initial
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import RankError, Ranks
 
 STEPS = 6
 MULTIPLIERS = {

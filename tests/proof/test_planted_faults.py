@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from mup_megatron.config import Config
-from tests import proof_bodies
-from tests.configs import make, make_t5
-from tests.distributed import Ranks
-from tests.planted_faults import FAULTS
+from tests.helpers import proof_bodies
+from tests.helpers.configs import make, make_t5
+from tests.helpers.distributed import Ranks
+from tests.helpers.planted_faults import FAULTS
 
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2}
 PLAIN = {"num_layers": 2, "kv_channels": 16}

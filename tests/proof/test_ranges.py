@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from mup_megatron import cli
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof import sums
 from mup_megatron.proof.ranges import range_lines, range_rows
-from mup_megatron.ranks import Rank
 from mup_megatron.report.ranges import draw_ranges
-from tests import proof_bodies
-from tests.configs import make
-from tests.distributed import Ranks
+from tests.helpers import proof_bodies
+from tests.helpers.configs import make
+from tests.helpers.distributed import Ranks
 
 # The largest finite numbers: e4m3 448, e5m2 57344, bf16 3.39e38. The smallest above 0: 2^-9, 2^-16, 2^-133. Half of
 # them is a tie, which goes to the even neighbour, 0.

@@ -13,21 +13,21 @@ import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import Config
-from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.model import parametrize
+from mup_megatron.engines.setup.megatron import emerging_missing
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof import stability
 from mup_megatron.proof.grid import Outcome
 from mup_megatron.proof.question import Question
 from mup_megatron.proof.question import question as ask_question
 from mup_megatron.proof.reverse import rise, small_model
-from mup_megatron.ranks import Rank
 from mup_megatron.report.stability import title
-from mup_megatron.setup.megatron import emerging_missing
 from mup_megatron.tuning.space import one_process
-from tests import bodies
-from tests.commands import Background, losses, metrics, mup, until
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from mup_megatron.util.errors import ConfigError, UserError
+from tests.helpers import bodies
+from tests.helpers.commands import Background, losses, metrics, mup, until
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 # Of MIXED's base: hidden 64, FFN 64, 4 heads, one query group.
 SMALL = {"data__split": "80,20,0", "training__train_steps": 6, "training__eval_steps": 2}

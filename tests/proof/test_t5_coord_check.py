@@ -10,9 +10,9 @@ from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.proof.coord_check import _few_tokens
 from mup_megatron.proof.told import lines
-from tests import proof_bodies
-from tests.configs import MIXED, make, make_t5
-from tests.distributed import Ranks
+from tests.helpers import proof_bodies
+from tests.helpers.configs import MIXED, make, make_t5
+from tests.helpers.distributed import Ranks
 
 # Everything grows but the head size; hidden size 32 to 512.
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 2}

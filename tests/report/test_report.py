@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from mup_megatron import cli
+from mup_megatron.checkpoints.run_directory import CONTROLS
 from mup_megatron.report.page import write_page
 from mup_megatron.report.run_data import Curve, Run
 from mup_megatron.report.summary import _verdict
-from mup_megatron.run_directory import CONTROLS
-from tests.commands import metrics
+from tests.helpers.commands import metrics
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_seen(whole: Path, tmp_path: Path) -> None:
 
 
 def test_the_first_lines(whole: Path, tmp_path: Path) -> None:
-    """Sizes by hand: in tests/configs.py the target has 96 channels and takes 8 steps of 8 x 32 tokens."""
+    """Sizes by hand: in tests/helpers/configs.py the target has 96 channels and takes 8 steps of 8 x 32 tokens."""
     text = html.unescape(write_page(whole / "run").read_text())
     explained = json.loads((whole / "run" / "explain.json").read_text())
     total = sum(math.prod(parameter["global_shape"]) for parameter in explained["parameters"])

@@ -16,12 +16,11 @@ import yaml
 from rich.console import Console
 
 from mup_megatron import cli
-from mup_megatron.checkpoint import check_folder
+from mup_megatron.checkpoints.checkpoint import check_folder
 from mup_megatron.config import Config, load_config, parse_overrides
-from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.explain import explain, shown_init
-from mup_megatron.layout import resolve_layout
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
+from mup_megatron.model.explain import explain, shown_init
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.report import pictures
 from mup_megatron.report.page import _search, write_page
 from mup_megatron.report.pictures import draw_search, extent_of
@@ -34,10 +33,11 @@ from mup_megatron.tuning.objective import BLEU, with_name
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks, write_record
 from mup_megatron.tuning.space import check_overrides
-from tests import bodies
-from tests.commands import metrics, mup
-from tests.configs import HEAD_SIZE, MIXED, make
-from tests.distributed import Ranks
+from mup_megatron.util.errors import ConfigError, UserError
+from tests.helpers import bodies
+from tests.helpers.commands import metrics, mup
+from tests.helpers.configs import HEAD_SIZE, MIXED, make
+from tests.helpers.distributed import Ranks
 
 ALONE = "parallel.tensor_model_parallel_size=1"
 

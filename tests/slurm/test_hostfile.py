@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import slurm_cluster
-from tests.commands import BIN, losses, mup
-from tests.configs import pipeline_file
-from tests.slurm_cluster import Cluster
+from tests.helpers import slurm_cluster
+from tests.helpers.commands import BIN, losses, mup
+from tests.helpers.configs import pipeline_file
+from tests.helpers.slurm_cluster import Cluster
 
 TOOLS = ("sshd", "ssh", "ssh-keygen", "pdsh")
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests import slurm_cluster
-from tests.commands import losses, metrics, mup, until
-from tests.configs import pipeline_file
-from tests.distributed import Ranks
-from tests.slurm_cluster import Cluster
+from tests.helpers import slurm_cluster
+from tests.helpers.commands import losses, metrics, mup, until
+from tests.helpers.configs import pipeline_file
+from tests.helpers.distributed import Ranks
+from tests.helpers.slurm_cluster import Cluster
 
 PATIENCE = 300.0
 SLURM = {"nodes": 2, "gpus_per_node": 0, "time": "00:10:00"}

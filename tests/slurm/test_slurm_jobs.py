@@ -16,8 +16,8 @@ from mup_megatron.config import load_config
 from mup_megatron.slurm import job as batch
 from mup_megatron.slurm import node
 from mup_megatron.slurm.submit import STAGE, Job, jobs
-from tests.commands import environment
-from tests.configs import pipeline_file
+from tests.helpers.commands import environment
+from tests.helpers.configs import pipeline_file
 
 
 def planned(folder: Path, stage: Any = "pipeline", variables: dict[str, str] | None = None, **keys: Any) -> list[Job]:

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import cli, upstream
+from mup_megatron import cli
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.layout import resolve_layout
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.budget import device_hours, flops_per_token, guidance, lines, plan, six_nd
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, values_of
-from tests import bodies
-from tests.configs import MIXED, MLA, MOE, T5, VOCABULARY, make, make_t5
-from tests.distributed import Ranks
+from tests.helpers import bodies
+from tests.helpers.configs import MIXED, MLA, MOE, T5, VOCABULARY, make, make_t5
+from tests.helpers.distributed import Ranks
 
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}}
 

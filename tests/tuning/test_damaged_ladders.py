@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mup_megatron.errors import UserError
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.fitted import ladder_of, settled, told
-from tests.damage import bytes_of, data_of, draws
-from tests.ladders import ladder_file
+from mup_megatron.util.errors import UserError
+from tests.helpers.damage import bytes_of, data_of, draws
+from tests.helpers.ladders import ladder_file
 from tests.tuning.test_fitted import config_of, target_of
 
 

@@ -14,15 +14,15 @@ import pytest
 
 from mup_megatron.config import Config
 from mup_megatron.config.study import CoordinateDescent, Range
-from mup_megatron.errors import UserError
 from mup_megatron.tuning import budget, descent, outcome
 from mup_megatron.tuning.descent import Descent, Run, descend, neighbours, order_of
 from mup_megatron.tuning.objective import BLEU, LOSS, with_name
 from mup_megatron.tuning.outcome import Trial, choose
 from mup_megatron.tuning.record import remarks
 from mup_megatron.tuning.study import Study
-from tests.commands import mup
-from tests.configs import MIXED, make, pipeline_file
+from mup_megatron.util.errors import UserError
+from tests.helpers.commands import mup
+from tests.helpers.configs import MIXED, make, pipeline_file
 
 EMBEDDING = "per_tensor.embedding.lr"
 SEARCH = {

@@ -15,13 +15,13 @@ import pytest
 
 from mup_megatron.config import load_config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.ranks import Rank
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.outcome import FINISHED
 from mup_megatron.tuning.study import Study
 from mup_megatron.tuning.worker import work
-from tests.commands import Background, metrics, until
-from tests.configs import pipeline_file
+from tests.helpers.commands import Background, metrics, until
+from tests.helpers.configs import pipeline_file
 
 STEPS, RUNGS = 8, (2, 4)
 LAST_RUNG = RUNGS[-1]

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron import cli, horizon
+from mup_megatron import cli
 from mup_megatron.config import Config, load_config
-from mup_megatron.errors import ConfigError, UserError
-from mup_megatron.layout import resolve_layout
 from mup_megatron.megatron_training.family import check_family
-from mup_megatron.model import parametrize
-from mup_megatron.progress import Progress
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.rules import horizon
 from mup_megatron.tuning import decide
 from mup_megatron.tuning.family import digest, digested
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
@@ -24,8 +23,10 @@ from mup_megatron.tuning.predicted import in_words, predicted
 from mup_megatron.tuning.record import TransferRecord, make_record, write_record
 from mup_megatron.tuning.record_ladder import keep
 from mup_megatron.tuning.space import proxy_config, values_of
-from tests.configs import MIXED, make, pipeline_file
-from tests.ladders import ladder_file
+from mup_megatron.util.errors import ConfigError, UserError
+from mup_megatron.util.progress import Progress
+from tests.helpers.configs import MIXED, make, pipeline_file
+from tests.helpers.ladders import ladder_file
 
 FITTED = {"parametrization.batch": "fitted", "parametrization.tokens": "fitted"}
 TRIALS = {"tuning.global_batch_size": 8, "tuning.train_steps": 200}

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron.checkpoint import Checkpoints
-from mup_megatron.manifest import CheckpointManifest
-from tests import bodies
-from tests.commands import Background, losses, metrics, mup, until
-from tests.configs import MIXED, make
-from tests.distributed import Ranks
+from mup_megatron.checkpoints.checkpoint import Checkpoints
+from mup_megatron.checkpoints.manifest import CheckpointManifest
+from tests.helpers import bodies
+from tests.helpers.commands import Background, losses, metrics, mup, until
+from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 STEPS, INTERVAL = 24, 2
 LAYOUTS: dict[str, dict[str, Any]] = {

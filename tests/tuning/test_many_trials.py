@@ -23,10 +23,10 @@ from mup_megatron.tuning.lease import Leases
 from mup_megatron.tuning.outcome import FINISHED
 from mup_megatron.tuning.space import rungs, tuning_steps
 from mup_megatron.tuning.study import Study
-from tests import postgres
-from tests.commands import environment
-from tests.configs import MIXED, make
-from tests.study_worker import loss_of
+from tests.helpers import postgres
+from tests.helpers.commands import environment
+from tests.helpers.configs import MIXED, make
+from tests.helpers.study_worker import loss_of
 
 LEASE = 3
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "output_multiplier": {"log_uniform": [0.25, 4.0]}}
@@ -67,7 +67,7 @@ class Workers:
             log = self._folder / f"worker-{self._started}.log"
             self._started += 1
             self.logs.append(log)
-            command = [sys.executable, "-m", "tests.study_worker", str(self._path), str(log)]
+            command = [sys.executable, "-m", "tests.helpers.study_worker", str(self._path), str(log)]
             with log.with_suffix(".err").open("w") as errors:
                 self.running[subprocess.Popen(command, stderr=errors, env=environment())] = log
 

@@ -11,13 +11,13 @@ import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import Config, load_config
-from mup_megatron.errors import UserError
-from mup_megatron.layout import resolve_layout
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.record import TransferRecord, make_record, read_record, write_record
 from mup_megatron.tuning.space import with_values
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make
 
 VALUES = {"lr": 0.004, "init_method_std": 0.03, "output_multiplier": 2.0}
 STUDY: dict[str, Any] = {

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mup_megatron.ranks import Rank
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.tuning.process import Answer, End, Evaluation, Ready, RunProcess, Said, Start, Step, receive
-from tests.configs import MIXED, make
+from tests.helpers.configs import MIXED, make
 
 
 @pytest.mark.parametrize(

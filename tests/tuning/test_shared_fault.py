@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from mup_megatron.config import load_config
-from mup_megatron.errors import UserError
 from mup_megatron.tuning.lead import check_failures
 from mup_megatron.tuning.study import Study, Trial
-from tests.commands import mup
-from tests.configs import pipeline_file
+from mup_megatron.util.errors import UserError
+from tests.helpers.commands import mup
+from tests.helpers.configs import pipeline_file
 
 
 def trial(slot: int, state: Any, reason: str | None = None, reports: dict[int, float] | None = None) -> Trial:

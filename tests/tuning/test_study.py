@@ -15,12 +15,12 @@ import pytest
 import sqlalchemy
 
 from mup_megatron.config import Config
-from mup_megatron.errors import UserError
 from mup_megatron.tuning import storage as storage_module
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.outcome import Trial, choose
 from mup_megatron.tuning.study import Study
-from tests.configs import MIXED, make
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make
 
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "output_multiplier": {"log_uniform": [0.25, 4.0]}}
 

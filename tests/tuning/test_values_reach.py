@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.explain import explain
-from mup_megatron.layout import resolve_layout
-from mup_megatron.model import parametrize
+from mup_megatron.model.build import parametrize
+from mup_megatron.model.explain import explain
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.space import with_values
-from tests import bodies
-from tests.configs import HEAD_SIZE, make
-from tests.distributed import Ranks
+from tests.helpers import bodies
+from tests.helpers.configs import HEAD_SIZE, make
+from tests.helpers.distributed import Ranks
 
 # Head size 24 over a base of 16, hidden 64 over 32; one micro-batch, so that a step's loss is one batch's.
 SETTINGS = {"training__micro_batch_size": 8, "training__lr_warmup_steps": 0, "training__clip_grad": 0.0}

@@ -1,0 +1,267 @@
+"""`mup-megatron new`: a folder to start from, with a config whose base and proxy follow the paper's advice.
+
+Public names: `Target`, `proxy_of`, `config_text`, `write_folder`. The advice is that of Tensor Programs V, appendix D:
+width 256, depth 4, head size 32, 5000 steps, each at least.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mup_megatron.config import parse_config, parse_yaml
+from mup_megatron.config.reference import SCHEMA_FILE, schema_text
+from mup_megatron.util.errors import UserError, no_such_file
+from mup_megatron.util.files import write_whole
+from mup_megatron.util.shipped import shipped_folder
+
+_WIDTH = 256
+_STEPS = 5000
+_TUNING_BATCH = 256
+_LEAST_SHARE = 0.5
+
+
+class Target(NamedTuple):
+    """The model that is to be trained in the end, and on what.
+
+    Args:
+        name: of the run.
+        architecture: gpt3 or llama.
+        num_layers: transformer layers.
+        hidden_size: width.
+        num_attention_heads: query heads; their size is hidden_size / heads in the proxy too.
+        num_query_groups: key/value heads; as many as query heads where None.
+        ffn_hidden_size: of the MLP.
+        vocab_size: that a SentencePiece tokenizer is trained to.
+        seq_length: tokens per sequence.
+        global_batch_size: sequences per step.
+        train_steps: optimizer steps.
+        files: own text, as seen from the new folder; the Python standard library's source where empty.
+    """
+
+    name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None
+    ffn_hidden_size: int
+    vocab_size: int
+    seq_length: int
+    global_batch_size: int
+    train_steps: int
+    files: tuple[str, ...] = ()
+
+    @property
+    def head_size(self) -> int:
+        """Of queries and keys, the same in proxy and target."""
+        return self.hidden_size // self.num_attention_heads
+
+
+class Proxy(NamedTuple):
+    """The model that is tuned: as deep as the target, narrower.
+
+    Args:
+        hidden_size: width.
+        num_attention_heads: query heads.
+        num_query_groups: key/value heads, None as in the target.
+        ffn_hidden_size: of the MLP.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None
+    ffn_hidden_size: int
+
+
+def proxy_of(target: Target) -> Proxy:
+    """The narrowest model of width 256 or more with the target's head size, heads per KV head and FFN ratio.
+
+    Where the target itself is hardly wider, the narrowest that has a quarter of its width.
+
+    Raises:
+        UserError: heads do not divide the width, KV heads not the heads, or nothing narrower is left.
+    """
+    heads, groups = target.num_attention_heads, target.num_query_groups
+    if target.hidden_size % heads:
+        raise UserError(f"--heads: {heads} does not divide --hidden-size {target.hidden_size}")
+    if groups is not None and heads % groups:
+        raise UserError(f"--kv-heads: {groups} does not divide --heads {heads}")
+    step = heads // groups if groups else 1
+    narrower = [count for count in range(step, heads, step) if heads % count == 0]
+    least = _WIDTH if target.hidden_size > _WIDTH else target.hidden_size / 4
+    chosen = next((count for count in narrower if count * target.head_size >= least), None)
+    if chosen is None:
+        raise UserError(
+            f"--heads: no proxy is narrower than {target.hidden_size} with heads of {target.head_size} elements, "
+            f"{step} per KV head; expected more heads, or more KV heads"
+        )
+    size = chosen * target.head_size
+    ffn = max(1, round(target.ffn_hidden_size * size / target.hidden_size))
+    return Proxy(size, chosen, None if groups is None else chosen // step, ffn)
+
+
+def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
+    """The config, commented.
+
+    Args:
+        target: what to train.
+        max_compute_share: of tuning over the target's training.
+
+    Raises:
+        UserError: there is no proxy.
+    """
+    proxy = proxy_of(target)
+    groups = "" if target.num_query_groups is None else f"\n  num_query_groups: {target.num_query_groups}"
+    base_groups = "" if proxy.num_query_groups is None else f", num_query_groups: {proxy.num_query_groups}"
+    sizes = (
+        f"{{hidden_size: {proxy.hidden_size}, ffn_hidden_size: {proxy.ffn_hidden_size}, "
+        f"num_attention_heads: {proxy.num_attention_heads}{base_groups}}}"
+    )
+    narrow = (
+        f"at least {_WIDTH} wide, below which the best values still move with width"
+        if proxy.hidden_size >= _WIDTH
+        else f"below the paper's {_WIDTH}, as the target is hardly wider; the best values may still move with width"
+    )
+    shallow = "" if target.num_layers >= 4 else " The paper advises 4 or more."
+    steps = min(target.train_steps, max(_STEPS, target.train_steps // 10))
+    trial = (
+        f"a tenth of the target's length, and not below the paper's {_STEPS}"
+        if steps < target.train_steps
+        else f"as long as the target; the paper advises {_STEPS} or more"
+    )
+    batch = min(target.global_batch_size, _TUNING_BATCH)
+    micro = math.gcd(batch, 8)
+    source = f"files: [{', '.join(_quoted(file) for file in target.files)}]" if target.files else "corpus: stdlib"
+    said = (
+        "your text; a line of a .jsonl is a document, a single .txt is cut into documents"
+        if target.files
+        else "the Python standard library's source; for your own text: files: [my.txt] in place of corpus"
+    )
+    warm_up = target.train_steps // 50
+    every = max(1, target.train_steps // 10)
+    return f"""\
+# yaml-language-server: $schema={SCHEMA_FILE}
+# Every key: mup-megatron config KEY. What a run of this costs: mup-megatron plan config.yaml
+run: {{name: {target.name}, dir: runs/{target.name}, seed: 1234}}
+# run.samples: ["Once upon a time"] shows how the model goes on from a prompt at every evaluation.
+
+model:                                # the target; sizes are global, before anything is sharded
+  architecture: {target.architecture}
+  num_layers: {target.num_layers}
+  hidden_size: {target.hidden_size}
+  ffn_hidden_size: {target.ffn_hidden_size}
+  num_attention_heads: {target.num_attention_heads}{groups}
+  kv_channels: {target.head_size:<22} # head size; the same in the proxy, so that attention sees what it will see
+
+# Base: the sizes where hyperparameters are defined. What is named here grows to the target, what is not is fixed.
+#   width  {narrow} (Tensor Programs V, appendix D)
+#   heads  of the target's size, {target.head_size}; as many query heads per KV head as there
+#   FFN    in the target's ratio to the width
+#   depth  the target's, {target.num_layers} layers: transfer over width is proven best.{shallow}
+base: {sizes}
+# Proxy: what is tuned. The base itself: its values then need no conversion.
+proxy: {sizes}
+
+hparams:                              # at the base; tuning replaces what tuning.search names
+  lr: 5.0e-3
+  init_method_std: 0.02
+  weight_decay: 0.1
+
+training:
+  global_batch_size: {target.global_batch_size}
+  micro_batch_size: {math.gcd(target.global_batch_size, 8)}
+  seq_length: {target.seq_length}
+  train_steps: {target.train_steps}
+  lr_schedule: cosine
+  lr_warmup_steps: {warm_up}
+  min_lr_ratio: 0.1
+  log_interval: {max(1, every // 10)}
+  eval_interval: {every}
+  eval_steps: 4
+  checkpoint_interval: {every}
+
+optimizer: {{name: adamw, betas: [0.9, 0.95], eps: 1.0e-8}}
+
+parallel:
+  engine: deepspeed                   # or megatron, for pipeline and context parallelism
+  tensor_model_parallel_size: auto    # fits itself to however many processes are started
+  zero_stage: 1
+
+data:                                 # {said}
+  {source}
+  tokenizer: {{library: sentencepiece, vocab_size: {target.vocab_size}}}     # trained on the text
+
+tuning:
+  trials: 16                          # more are better: 128 in the large shipped configs
+  sampler: quasi_random               # covers every range evenly, however few the trials
+  pruner: successive_halving          # stops about three of four trials early
+  train_steps: {steps:<22} # {trial}
+  global_batch_size: {batch}
+  micro_batch_size: {micro}
+  max_compute_share: {max_compute_share:<17g}# of tuning over training; the smaller the target, the larger
+  search:
+    lr: {{log_uniform: [5.0e-4, 5.0e-2]}}
+    init_method_std: {{log_uniform: [0.005, 0.1]}}
+    output_multiplier: {{log_uniform: [0.25, 16]}}
+"""
+
+
+def write_folder(directory: Path, target: Target) -> float:
+    """Writes config.yaml, the JSON schema that it names and launch/ into a new folder.
+
+    Args:
+        directory: that is not there yet, or empty.
+        target: what to train.
+
+    Returns:
+        What tuning will cost, over the target's training.
+
+    Raises:
+        UserError: there is no proxy, the config is refused, or the folder holds something.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory}: is there already; expected a new or an empty folder")
+    share = _share(target)
+    allowed = max(_LEAST_SHARE, math.ceil(share * 10) / 10)
+    text = config_text(target, allowed)
+    parse_config(parse_yaml(text, "config.yaml"), "config.yaml")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / "config.yaml", text)
+        write_whole(directory / SCHEMA_FILE, schema_text())
+        shutil.copytree(shipped_folder("launch"), directory / "launch", ignore=shutil.ignore_patterns("__*__*"))
+    except OSError as error:
+        raise UserError(f"{directory}: cannot write: {error.strerror}") from None
+    return share
+
+
+def _share(target: Target) -> float:
+    """Compute of tuning over that of the target's training."""
+    from mup_megatron.parallel import upstream
+
+    upstream.prepare_process()
+    from mup_megatron.engines.setup.auto import resolve_auto
+    from mup_megatron.tuning import budget
+
+    config = parse_config(parse_yaml(config_text(target), "config.yaml"), "config.yaml")
+    return float(budget.plan(resolve_auto(config), target.vocab_size, workers=1).share)
+
+
+def _quoted(text: str) -> str:
+    """A path as YAML."""
+    import json
+
+    return json.dumps(text, ensure_ascii=False)
+
+
+def seen_from(directory: Path, files: Sequence[str]) -> tuple[str, ...]:
+    """Files as paths from a folder that may not be there yet. Raises UserError where one is missing."""
+    for file in files:
+        if not Path(file).is_file():
+            raise UserError(f"--text: {no_such_file(file)}")
+    return tuple(os.path.relpath(Path(file).resolve(), directory.resolve()) for file in files)

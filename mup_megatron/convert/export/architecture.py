@@ -1,0 +1,128 @@
+"""What an architecture of Hugging Face is to this room: a class's name, its config.json, its tensors.
+
+Public names: `Architecture`, `Parts`, `lacks`, `common`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mup_megatron.config import Config
+from mup_megatron.convert.export.fold import Factors, FoldedWeights
+from mup_megatron.convert.export.folder import Part
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A class of transformers.
+
+    Args:
+        name: of the class.
+        config: from a parametrization and the activation's name: config.json, without vocabulary and special tokens.
+        parts: the tensors of its state dict, in order.
+        refuse: raises ConfigError with the first key of a model that the class does not compute.
+        factors: what the class needs in weights beside the multipliers, by global name; of tensors that take none.
+    """
+
+    name: str
+    config: Callable[[Parametrization, str], dict[str, Any]]
+    parts: Callable[[FoldedWeights, Config], list[Part]]
+    refuse: Callable[[Config], None]
+    factors: Callable[[Parametrization], dict[str, Factors]] = lambda _parametrization: {}
+
+
+def lacks(config: Config, key: str, name: str, what: str) -> ConfigError:
+    """What is said of a key of the model that a class does not compute."""
+    return config.error(key, f"{what}, which {name} does not have; expected a model without it, or --to safetensors")
+
+
+def common(parametrization: Parametrization) -> dict[str, Any]:
+    """What every config.json says."""
+    model = parametrization.config.model
+    return {
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "initializer_range": parametrization.config.hparams.init_method_std,
+        "use_cache": True,
+    }
+
+
+class Parts:
+    """Tensors of a state dict, collected in order.
+
+    Args:
+        weights: where they come from.
+    """
+
+    def __init__(self, weights: FoldedWeights) -> None:
+        self.made: list[Part] = []
+        self._weights = weights
+
+    def add(
+        self, name: str, source: str, *blocks: str, transposed: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        """One tensor.
+
+        Args:
+            name: in the state dict.
+            source: megatron-core's global name.
+            blocks: of a fused tensor, one after another; the whole unless given.
+            transposed: whether a matrix is stored as [fan-in, fan-out].
+            dtype: in which it is written, if not in the export's.
+        """
+        shape = self._weights.shape(source, *blocks)
+
+        def make() -> torch.Tensor:
+            tensor = self._weights.read(source, *blocks)
+            return tensor.t() if transposed else tensor
+
+        stored = shape[::-1] if transposed else shape
+        self.made.append(Part(name=name, shape=stored, make=make, dtype=dtype, source=source))
+
+    def add_gated(self, theirs: str, ours: str, names: tuple[str, str, str], kinds: tuple[str, ...]) -> None:
+        """A gated MLP.
+
+        Args:
+            theirs: what its tensors' names begin with in the state dict.
+            ours: and in megatron-core.
+            names: of gate, up and down.
+            kinds: weight, or weight and bias.
+        """
+        for kind in kinds:
+            for name, block in zip(names[:2], ("gate", "up"), strict=True):
+                self.add(f"{theirs}.{name}.{kind}", f"{ours}.linear_fc1.{kind}", block)
+            self.add(f"{theirs}.{names[2]}.{kind}", f"{ours}.linear_fc2.{kind}")
+
+    def add_stacked(self, name: str, sources: Sequence[str], *blocks: str) -> None:
+        """One tensor for several of the same shape, [sources, ...]; arguments as of `add`."""
+        shape = self._weights.shape(sources[0], *blocks)
+
+        def make() -> torch.Tensor:
+            tensor = torch.empty(len(sources), *shape)
+            for place, source in enumerate(sources):
+                tensor[place] = self._weights.read(source, *blocks)
+            return tensor
+
+        self.made.append(Part(name=name, shape=(len(sources), *shape), make=make))
+
+    def add_or_zeros(
+        self, name: str, source: str, shape: tuple[int, ...], *blocks: str, dtype: torch.dtype | None = None
+    ) -> None:
+        """A tensor that the class always has: zeros where the model has none.
+
+        Args:
+            name: as of `add`, as `source` and `blocks`.
+            source: see there.
+            shape: of the zeros.
+            blocks: see there.
+            dtype: see `add`.
+        """
+        if source in self._weights.specs:
+            self.add(name, source, *blocks, dtype=dtype)
+        else:
+            self.made.append(Part(name=name, shape=shape, make=lambda: torch.zeros(shape), dtype=dtype))

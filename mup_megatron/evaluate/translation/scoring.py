@@ -1,0 +1,154 @@
+"""`mup-megatron evaluate --translation`: how likely references are, and BLEU of translations.
+
+Public names: `evaluate_pairs`, `pairs_named`. The loss of a reference counts its tokens and its end, among the
+tokenizer's entries, as evaluation of text does (likelihood.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from mup_megatron.config import Config
+from mup_megatron.config.study import Pairs
+from mup_megatron.data.corpus import pairs_of
+from mup_megatron.data.pairs import Pair, read_pairs
+from mup_megatron.data.t5 import pair_masks
+from mup_megatron.evaluate.scores import Metrics, perplexity
+from mup_megatron.evaluate.translation.bleu import bleu
+from mup_megatron.evaluate.translation.decoder import padded, translate
+from mup_megatron.evaluate.translation.search import Search
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.util.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.models.T5 import T5Model
+
+
+def pairs_named(config: Config, given: str) -> Pairs:
+    """What `--translation` names: a file of JSON lines with the run's keys, or two text files, SOURCE:TARGET."""
+    if not Path(given).exists() and ":" in given:
+        source, _, target = given.partition(":")
+        return Pairs(source=source, target=target)
+    own = pairs_of(config)
+    return Pairs(jsonl=given, source_key=own.source_key, target_key=own.target_key)
+
+
+def read_tokens(
+    pairs: Pairs, tokenizer: Any, positions: int | None
+) -> tuple[list[Pair], list[tuple[list[int], list[int]]]]:
+    """Pairs of a file, and the tokens of both sides, each with its end.
+
+    Raises:
+        UserError: a side is empty, the tokenizer cannot read it, or it is longer than the model's positions.
+    """
+    found, tokens = list(read_pairs(pairs, "--translation")), []
+    if not found:
+        raise UserError(f"--translation: {pairs.jsonl or pairs.source} holds no pairs")
+    for pair in found:
+        sides = []
+        for name, text, path in (("source", pair.source, pairs.source), ("target", pair.target, pairs.target)):
+            place = f"{path or pairs.jsonl}, line {pair.line}"
+            if not text.strip():
+                raise UserError(f"{place}: the {name} is empty; expected a text and its translation")
+            try:
+                side = [*map(int, tokenizer.tokenize(text)), int(tokenizer.eod)]
+            except Exception as error:  # the libraries raise whatever they like; the null tokenizer reads numbers alone
+                raise UserError(f"{place}: the tokenizer cannot read the text ({error})") from None
+            if positions is not None and len(side) > positions:
+                raise UserError(
+                    f"{place}: the {name} has {len(side)} tokens with its end, but the model learned {positions} "
+                    "positions (model.max_position_embeddings); expected a shorter text"
+                )
+            sides.append(side)
+        tokens.append((sides[0], sides[1]))
+    return found, tokens
+
+
+def evaluate_pairs(
+    model: T5Model,
+    pairs: Sequence[Pair],
+    tokens: Sequence[tuple[list[int], list[int]]],
+    *,
+    tokenizer: Any,
+    settings: Search,
+    layout: Layout,
+    rank: int,
+    batch_size: int,
+    say: Callable[[str], None] = lambda _line: None,
+) -> tuple[Metrics, str, list[str]]:
+    """Figures of a file, BLEU's signature, and the translations. Collective.
+
+    Args:
+        model: this rank's part, in evaluation mode.
+        pairs: of `read_tokens`.
+        tokens: likewise.
+        tokenizer: megatron-core's tokenizer object.
+        settings: how to search.
+        layout: how ranks split the model; each data-parallel replica takes its share of the pairs.
+        rank: of this process.
+        batch_size: pairs at once.
+        say: takes lines of progress.
+    """
+    own = range(layout.data_rank(rank), len(pairs), layout.data)
+    share = [tokens[number] for number in own]
+    likelihoods = _likelihoods(model, share, int(tokenizer.vocab_size), batch_size)
+    translated = translate(
+        model,
+        [source for source, _ in share],
+        tokenizer=tokenizer,
+        settings=settings,
+        batch_size=batch_size,
+        say=lambda count: say(f"{count * layout.data:,} of {len(pairs):,} sentences translated"),
+    )
+    texts = [str(tokenizer.detokenize(sequence)) for sequence in translated]
+    gathered = _gathered(dict(zip(own, zip(likelihoods, texts, strict=True), strict=True)), layout)
+    total = math.fsum(gathered[number][0] for number in range(len(pairs)))
+    if not math.isfinite(total):
+        raise UserError("the model's logits are not finite numbers; the checkpoint is of a run that diverged")
+    translations = [gathered[number][1] for number in range(len(pairs))]
+    targets = [pair.target for pair in pairs]
+    count = sum(len(target) for _, target in tokens)
+    words, size = sum(len(text.split()) for text in targets), sum(len(text.encode()) for text in targets)
+    score = bleu(translations, targets)
+    figures: Metrics = {
+        "bleu": score.score,
+        "brevity_penalty": score.brevity_penalty,
+        "length_ratio": score.length_ratio,
+        "token_loss": -total / count,
+        **perplexity(total, count, words, size),
+    }
+    return figures, score.signature, translations
+
+
+def _gathered(own: dict[int, tuple[float, str]], layout: Layout) -> dict[int, tuple[float, str]]:
+    from megatron.core import parallel_state
+
+    parts: list[dict[int, tuple[float, str]]] = [{}] * layout.data
+    torch.distributed.all_gather_object(parts, own, group=parallel_state.get_data_parallel_group())
+    return {number: each for part in parts for number, each in part.items()}
+
+
+@torch.no_grad()
+def _likelihoods(
+    model: T5Model, tokens: Sequence[tuple[list[int], list[int]]], vocabulary: int, batch_size: int
+) -> list[float]:
+    """Log-probability of each target and its end, natural logarithm."""
+    from mup_megatron.evaluate.likelihood import target_scores
+
+    device = next(model.parameters()).device
+    found = []
+    for first in range(0, len(tokens), batch_size):
+        batch = tokens[first : first + batch_size]
+        sources, present = (each.to(device) for each in padded([source for source, _ in batch]))
+        labels, counted = (each.to(device) for each in padded([target for _, target in batch]))
+        fed, _ = padded([[target[-1], *target[:-1]] for _, target in batch])
+        logits = model(sources, fed.to(device), *pair_masks(present, labels.shape[1]))
+        scores = target_scores(logits.flatten(0, 1), labels.flatten(), vocabulary)[:, 0].view(labels.shape)
+        found += torch.where(counted, scores, 0.0).sum(-1).tolist()
+    return found

@@ -1,0 +1,294 @@
+"""The rules applied to the tensors of a model, which makes the table (table.py).
+
+Public names: `apply_rules`, `Rules`, `base_std`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+from mup_megatron.config import Config
+from mup_megatron.rules import formulas
+from mup_megatron.rules.horizon import horizon
+from mup_megatron.rules.kinds import check_entries, factors_of, is_decayed
+from mup_megatron.rules.shapes import FixedFanOut, InfDim, Init, TensorShape, TensorSpec
+from mup_megatron.rules.table import (
+    UPDATE_RULES,
+    WORD_EMBEDDINGS,
+    BaseValues,
+    Carried,
+    ForwardMultipliers,
+    GroupKey,
+    Parametrization,
+    TensorHyperparameters,
+)
+from mup_megatron.rules.unit_scaling import unit_scale
+from mup_megatron.util.errors import UserError
+
+
+def apply_rules(
+    config: Config,
+    shapes: Mapping[str, TensorShape],
+    *,
+    base_head_size: int,
+    carried: Mapping[str, Carried] | None = None,
+) -> Parametrization:
+    """Makes the table of a model.
+
+    Args:
+        config: the run.
+        shapes: every tensor of the whole (unsharded) model, by global name.
+        base_head_size: d of the base model.
+        carried: factors on what the rules say, of tensors that carry some from another base.
+
+    Raises:
+        UserError: a rule does not exist for some tensor; names it.
+    """
+    carried = carried or {}
+    check_entries(config, shapes)
+    applied = Rules(config, shapes, base_head_size)
+    # Tensors that differ by layer or expert number alone are worked out once.
+    rows: dict[tuple[int, int, int, bool, bool], TensorHyperparameters] = {}
+    tensors = {}
+    for name, shape in shapes.items():
+        # All that the rules see of a tensor. It is compared by identity: join_shapes shares objects, and hashing them
+        # costs more.
+        key = (id(shape.spec), id(shape.infshape), id(shape.blocks), shape.layer is None, name == WORD_EMBEDDINGS)
+        if key not in rows:
+            rows[key] = applied.row(shape)
+        row = dataclasses.replace(rows[key], shape=shape)
+        if config.hparams.per_tensor:
+            row = row.times(factors_of(config, shape))
+        row = row.carrying(carried[name]) if name in carried else row
+        tensors[name] = row.stored_over(unit_scale(row)) if config.parametrization.scaling == "unit" else row
+    return Parametrization(
+        config=config,
+        shapes=shapes,
+        base_head_size=base_head_size,
+        forward=applied.forward,
+        tensors=tensors,
+        carried=carried,
+    )
+
+
+def base_std(config: Config, init: Init) -> float:
+    """Standard deviation of a distribution where hyperparameters are defined; 0 for constants."""
+    hparams = config.hparams
+    # Megatron's 1/sqrt(2L) takes the base depth, so that it is a constant of the family; the others take the depth
+    # of the model, as Megatron does.
+    layers = config.num_layers_base if _is_mup(config) else config.model.num_layers
+    return {
+        Init.WEIGHT: hparams.init_method_std,
+        Init.OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(2.0 * layers),
+        Init.HYBRID_OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(layers),
+        Init.EMBEDDING: hparams.embedding_init_method_std or hparams.init_method_std,
+        Init.RELATIVE_BIAS: hparams.init_method_std,
+        Init.ZEROS: 0.0,
+        Init.ONES: 0.0,
+        Init.OWN: 0.0,
+    }[init]
+
+
+def _is_mup(config: Config) -> bool:
+    """Whether µP's rules hold; otherwise all multipliers are 1, except those of `fan_in` on init."""
+    return config.parametrization.name == "mup"
+
+
+class Rules:
+    """The rules of one run, which make the table's rows.
+
+    Args:
+        config: see `apply_rules`, as the others.
+        shapes: see there.
+        base_head_size: see there.
+    """
+
+    def __init__(self, config: Config, shapes: Mapping[str, TensorShape], base_head_size: int) -> None:
+        self._config, self._shapes = config, shapes
+        self._rule = UPDATE_RULES[config.optimizer.name]
+        self._base = BaseValues(config.hparams.lr, config.optimizer.eps, config.hparams.weight_decay)
+        self._decoupled = config.optimizer.decoupled_lr
+        exponent = config.parametrization.depth_exponent if _is_mup(config) else None
+        m_layers = Fraction(config.model.num_layers, config.num_layers_base)
+        self._depth = formulas.depth_factors(self._rule, m_layers, exponent)
+        self._shared_depth = formulas.shared_depth_factors(self._rule, m_layers, exponent)
+        self._horizon = horizon(config)
+        self.forward = self._forward(base_head_size)
+
+    def row(self, shape: TensorShape) -> TensorHyperparameters:
+        """What is decided about one tensor.
+
+        Raises:
+            UserError: a rule does not exist for it; names it.
+        """
+        ratios = self._ratios(shape)
+        group = self._group(shape, ratios)
+        return TensorHyperparameters(
+            shape=shape,
+            forward_multiplier=self.forward.of(shape.spec),
+            init_std={block: self._init_std(shape, block, ratios) for block in shape.fan_outs},
+            gradient_norm={
+                block: float(formulas.gradient_norm(m_in=ratios.m_in, m_out=m_out, forward=ratios.forward))
+                for block, m_out in ratios.m_outs.items()
+            },
+            group=group,
+            base=self._base_of(group),
+        )
+
+    def _base_of(self, group: GroupKey) -> BaseValues:
+        """What the group's multipliers apply to."""
+        if group.update_rule == "soap":
+            return self._base._replace(eps=self._config.optimizer.soap_eps)
+        return self._base._replace(lr=self._decoupled or self._base.lr) if group.decoupled else self._base
+
+    def _forward(self, base_head_size: int) -> ForwardMultipliers:
+        hparams, model = self._config.hparams, self._config.model
+        yarn = model.multi_latent_attention and model.rope_type == "yarn"
+        mscale = formulas.yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim) if yarn else 1.0
+        return ForwardMultipliers(
+            softmax_scale=formulas.softmax_scale(
+                model.head_size,
+                base_head_size if _is_mup(self._config) else model.head_size,
+                hparams.attention_multiplier,
+                mscale,
+            ),
+            readout=hparams.output_multiplier * float(self._readout().forward),
+            embedding=hparams.embedding_multiplier,
+            residual=hparams.residual_multiplier * self._depth.branch,
+            relative_bias=hparams.relative_bias_multiplier,
+        )
+
+    def _ratios(self, shape: TensorShape) -> formulas.Ratios:
+        """Those of the tensor; all 1 where µP's rules do not hold."""
+        held = _is_mup(self._config) and not shape.spec.standard
+        if not held:
+            return formulas.Ratios(m_outs=dict.fromkeys(shape.fan_outs, formulas.ONE))
+        routed = shape.spec.expert or shape.name.endswith((".router.weight", ".router.bias"))
+        return formulas.of_experts(shape.ratios, self._config.experts_ratio) if routed else shape.ratios
+
+    def _readout(self) -> formulas.Ratios:
+        """Ratios of the head. A tied head has no tensor of its own; its fan-in is the embedding's fan-out."""
+        for shape in self._shapes.values():
+            if shape.spec.readout:
+                return self._ratios(shape)
+        embedding = next(shape for shape in self._shapes.values() if shape.spec.init is Init.EMBEDDING)
+        return formulas.Ratios(m_in=self._ratios(embedding).m_out, readout=True)
+
+    def _group(self, shape: TensorShape, ratios: formulas.Ratios) -> GroupKey:
+        spec, config = shape.spec, self._config
+        rule = self._rule_of(spec)
+        depth = self._depth_of(shape)
+        if rule in ("sgd", "soap") and len(set(ratios.m_outs.values())) > 1:
+            raise UserError(
+                f"optimizer.name: {rule} needs one learning rate per tensor, but the blocks of "
+                f"{shape.name} grow by different factors ("
+                + ", ".join(f"{block} {float(m):g}" for block, m in ratios.m_outs.items())
+                + "); expected adamw, or blocks that grow together"
+            )
+        if spec.frozen:
+            lr: Fraction | float = Fraction(0)
+        elif rule == "muon" and _is_mup(config) and not spec.standard:
+            lr = _muon_rate(shape) * _exact(depth.lr)
+        else:
+            lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
+            lr *= _exact(depth.lr)
+        eps = _epsilon(rule, ratios) * _exact(depth.eps * self._horizon.eps)
+        decayed = is_decayed(config, shape) and lr
+        decay = formulas.weight_decay(config.parametrization.weight_decay, lr) if decayed else Fraction(0)
+        lr, decay = lr * _exact(self._horizon.lr), decay * _exact(self._horizon.weight_decay)
+        return GroupKey(
+            update_rule=rule,
+            lr=lr,
+            eps=eps if rule in formulas.HAS_EPSILON else formulas.ONE,
+            weight_decay=decay,
+            # As upstream has it: word embeddings and head, not learned positions.
+            decoupled=self._decoupled is not None and (spec.readout or shape.name == WORD_EMBEDDINGS),
+        )
+
+    def _depth_of(self, shape: TensorShape) -> formulas.DepthFactors:
+        """The depth rule's factors: inside the blocks, of a table that all of them share, or none."""
+        if shape.spec.standard:
+            return formulas.DepthFactors()
+        if shape.spec.init is Init.RELATIVE_BIAS:
+            return self._shared_depth
+        return self._depth if shape.layer is not None else formulas.DepthFactors()
+
+    def _rule_of(self, spec: TensorSpec) -> formulas.UpdateRule:
+        """Megatron-core's Muon, SOAP and Lion take what has two dimensions and is neither embedding nor readout.
+
+        AdamW steps the rest.
+        """
+        matrix = len(spec.shape) == 2 and not spec.is_lookup and not spec.readout
+        if self._config.steps_matrices and not matrix:
+            return "adam"
+        return self._rule
+
+    def _init_std(self, shape: TensorShape, block: str | None, ratios: formulas.Ratios) -> float:
+        """Standard deviation of one block."""
+        spec, config = shape.spec, self._config.parametrization
+        if (config.zero_init_readout and spec.readout) or (config.zero_init_query and spec.is_query(block)):
+            return 0.0
+        std = base_std(self._config, spec.init)
+        if spec.standard:
+            return std
+        if config.name == "fan_in":
+            return std * formulas.init_std(m_in=self._fan_in_of_the_product(shape))
+        output_like = self.is_output_like(shape, block)
+        return std * formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like)
+
+    def _fan_in_of_the_product(self, shape: TensorShape) -> Fraction:
+        """m_in under `fan_in`: of a head tied to the embedding it is the head's, the one product that it is part of."""
+        tied = self._config.model.share_embeddings_and_output_weights and shape.name == WORD_EMBEDDINGS
+        return (shape.fan_out if tied else shape.fan_in).ratio
+
+    def is_output_like(self, shape: TensorShape, block: str | None) -> bool:
+        """Whether init of one block takes the factor g: the layer's own rule, else the config's."""
+        rule = shape.spec.fixed_fan_out_of(block)
+        if rule is None:
+            named = self._config.parametrization.fixed_fan_out_init
+            measured: FixedFanOut = "hidden_like" if ".mlp." in shape.name else "output_like"
+            rule = measured if named == "auto" else named
+        return formulas.is_output_like(shape.fan_in.grows, shape.fan_outs[block].grows, rule)
+
+
+def _epsilon(rule: formulas.UpdateRule, ratios: formulas.Ratios) -> Fraction | float:
+    if rule == "soap":
+        return formulas.basis_epsilon(m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
+    return formulas.epsilon(m_out=ratios.m_out, forward=ratios.forward)
+
+
+def _muon_rate(shape: TensorShape) -> Fraction | float:
+    """Rate multiplier of a matrix under megatron-core's Muon in scale mode `spectral`.
+
+    What upstream orthogonalises at once is a matrix to the rule: query, key and value of the fused QKV each by itself,
+    any other tensor whole, whatever blocks it holds (emerging_optimizers.py, TensorParallelMuon.orthogonalize). The
+    update then has the spectral norm sqrt(larger side), whose growth from the base is divided out.
+    """
+    blocks = shape.blocks or {}
+    matrices = list(blocks.items()) if "query" in blocks else [("", shape.fan_out)]
+    # Exact, so that equal rates are equal: the square of a multiplier, but for the fan-in that all matrices share.
+    squares = {name: dim.ratio / _larger_side_growth(dim, shape.fan_in) for name, dim in matrices}
+    if len(set(squares.values())) > 1:
+        rates = {name: math.sqrt(square / shape.fan_in.ratio) for name, square in squares.items()}
+        raise UserError(
+            f"optimizer.name: muon needs one learning rate per tensor, but those of {shape.name} would be "
+            + ", ".join(f"×{rate:.4g} for the {name}" for name, rate in rates.items())
+            + "; expected adamw, or blocks that grow together"
+        )
+    rows = matrices[0][1]
+    return formulas.learning_rate(
+        "muon", m_in=shape.fan_in.ratio * _larger_side_growth(rows, shape.fan_in), m_out=rows.ratio
+    )
+
+
+def _larger_side_growth(rows: InfDim, columns: InfDim) -> Fraction:
+    """How the larger side of a matrix grows from its base."""
+    return Fraction(max(rows.dim, columns.dim), max(rows.base_dim or rows.dim, columns.base_dim or columns.dim))
+
+
+def _exact(factor: float) -> Fraction | float:
+    """A factor of exactly 1 as a fraction, so that it leaves exact multipliers exact."""
+    return formulas.ONE if factor == 1.0 else factor

@@ -1,0 +1,128 @@
+"""What a run writes down step by step: metrics.jsonl, TensorBoard, Weights & Biases. Public name: `Metrics`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.checkpoints.checkpoint import METRICS, SAMPLES
+from mup_megatron.config import Config
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.files import read_text, write_whole
+
+
+class Metrics:
+    """metrics.jsonl, TensorBoard and, where `run.wandb_project` says so, Weights & Biases; on rank 0 alone.
+
+    What an interrupted run wrote after its last checkpoint is cut off, so that every step is there once.
+    """
+
+    def __init__(self, config: Config, start: int, rank: Rank) -> None:
+        directory = Path(config.run.dir)
+        self._file = None
+        self._writer: Any = None
+        self._wandb: Any = None
+        self._last = config.training.train_steps
+        self.evaluations: dict[int, float] = {}
+        """Losses, by step, of the evaluations that earlier processes made; on rank 0 alone."""
+        self.bleu: dict[int, float] = {}
+        """BLEU of those that translated, likewise."""
+        if not rank.is_first:
+            return
+        self._path = path = directory / METRICS
+        kept = _cut(path, start)
+        self.evaluations = {line["step"]: line["eval_loss"] for line in kept if "eval_loss" in line}
+        self.bleu = {line["step"]: line["bleu"] for line in kept if "bleu" in line}
+        self._file = path.open("a", encoding="utf-8")
+        self._samples = directory / SAMPLES
+        if self._samples.exists():
+            _cut(self._samples, start)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
+        if config.run.wandb_project is not None:
+            self._wandb = _wandb_run(config, directory)
+
+    def write(self, **values: float) -> None:
+        """One line; `step` is the number of updates done."""
+        if self._file is None:
+            return
+        line = json.dumps(values) + "\n"
+        left = max(1, self._last - int(values["step"]))
+        with full_disk(self._path, "the run's metrics", lambda: left * len(line)):
+            self._file.write(line)
+            self._file.flush()
+            for name, value in values.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, int(values["step"]))
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in values.items() if name != "step"}, step=int(values["step"]))
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """What the model wrote after a prompt."""
+        if self._file is None:
+            return
+        with full_disk(self._samples, "the run's samples"), self._samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        self._writer.add_text(f"after {prompt!r}", text, step)
+
+    def __enter__(self) -> Metrics:
+        self._hook, threading.excepthook = threading.excepthook, self._in_thread
+        return self
+
+    def _in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread ends at a full disk with a traceback; its next write, or its end, raises the same."""
+        if not (type(arguments.thread).__module__.startswith("tensorboard.") and arguments.exc_type is OSError):
+            self._hook(arguments)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        threading.excepthook = self._hook
+        if self._file is not None:
+            # What was raised before says more than what cannot be closed for the same reason.
+            unsaid = suppress(*[OSError] * (kind is not None))
+            with full_disk(self._path, "the run's metrics"), unsaid, closing(self._writer):
+                self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _wandb_run(config: Config, directory: Path) -> Any:
+    """A run of Weights & Biases that goes on under its number; WANDB_MODE=offline keeps it in the run's folder."""
+    import wandb
+
+    number = directory / "wandb-id"
+    if not number.exists():
+        write_whole(number, uuid.uuid4().hex[:12])
+    return wandb.init(
+        project=config.run.wandb_project,
+        name=config.run.name,
+        dir=str(directory),
+        id=read_text(number),
+        resume="allow",
+        config=config.model_dump(),
+        settings=wandb.Settings(console="off", silent=True),
+    )
+
+
+def _cut(path: Path, last: int) -> list[dict[str, Any]]:
+    """Leaves the lines up to a step in a file, and returns them."""
+    kept = [line for line in _lines(path) if line["step"] <= last]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines of a metrics file; a line that a crash cut short is left out."""
+    if not path.exists():
+        return
+    for line in read_text(path, most=None).splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return

@@ -1,0 +1,1 @@
+"""Files, locks, disk, errors, secrets and progress: what every room stands on."""

@@ -1,0 +1,312 @@
+"""Identity 2 for mixtures of experts, multi-latent attention and multi-token prediction; their forward passes by hand.
+
+Cells are compared with the same model in one process as in tests/engines/test_layout_invariance.py.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mup_megatron.data.prepare import prepare
+from tests.engines.test_layout_invariance import STEPS
+from tests.helpers import bodies
+from tests.helpers.comparison import Difference, compare_curves, compare_groups, compare_initial
+from tests.helpers.configs import MIXED, MLA, MOE, make
+from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.parity import Page
+
+YARN = {"model__rope_type": "yarn", "model__mscale_all_dim": 1.0, "model__q_lora_rank": None}
+BIAS = {
+    "model__moe_router_score_function": "sigmoid",
+    "model__moe_router_enable_expert_bias": True,
+    "model__moe_router_bias_update_rate": 0.01,
+}
+GROUPS = {
+    "model__moe_router_num_groups": 2,
+    "model__moe_router_group_topk": 1,
+    "model__moe_router_pre_softmax": True,
+    "model__moe_router_topk_scaling_factor": 2.0,
+}
+# One micro-batch holds what the loss is taken over, so the micro-batch must not follow the layout.
+AUX = {"model__moe_router_load_balancing_type": "aux_loss", "training__global_batch_size": 4}
+ZERO = {"parametrization__zero_init_readout": True, "parametrization__zero_init_query": True}
+
+# growth, overrides, whether it is quick
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "moe": (MOE, {}, False),
+    "moe-alltoall": (MOE, {"model__moe_token_dispatcher_type": "alltoall"}, False),
+    "moe-expert-bias": (MOE, BIAS, False),
+    "moe-groups": (MOE, GROUPS, False),
+    "moe-aux-loss": (MOE, AUX, False),
+    "moe-mtp": (MOE, {"model__mtp_num_layers": 2, "hparams__output_multiplier": 2.0}, False),
+    "mla": (MLA, {}, True),
+    "mla-sdpa": (MLA, {"model__core_attention": "sdpa"}, False),
+    "mla-yarn": (MLA, YARN, False),
+    "mla-learned-positions": (MLA, {"model__position_embedding_type": "learned_absolute"}, False),
+    "mtp": (MIXED, {"model__mtp_num_layers": 1}, False),
+    "qk-norm": (MIXED, {"model__qk_layernorm": True}, True),
+    "sdpa": (MIXED, {"model__core_attention": "sdpa"}, False),
+    "frozen-gains": (MIXED, {"model__norm_gains": "frozen"}, False),
+    "no-gains": (MIXED, {"model__norm_gains": "none"}, False),
+    "zero-init": (MIXED, ZERO, False),
+}
+# tensor parallel, data parallel, sequence parallel, ZeRO stage
+LAYOUTS = [(2, 1, True, 0), (2, 2, True, 1)]
+# Without sequence parallelism megatron-core trains no experts; these must sum gradients over heads all the same.
+NOT_SEQUENCE_PARALLEL = {"mla": (2, 1, False, 0), "qk-norm": (2, 1, False, 0)}
+
+
+def config_of(case: str, **layout: Any) -> Any:
+    """At a rate without spikes of the gradient: in one, its norm is a thousand times as sensitive to rounding."""
+    growth, overrides, _ = CASES[case]
+    return make(growth, "llama", **{"hparams__lr": 3e-3, **layout, **overrides})
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks) -> Any:
+    @cache
+    def run(case: str) -> dict[str, Any]:
+        config = config_of(case, parallel__zero_stage=0)
+        prepare(config)
+        return ranks.run(1, bodies.train, config=config, steps=STEPS)[0]
+
+    return run
+
+
+def slices(name: str, whole: np.ndarray, tensor: int, rank: int) -> np.ndarray:
+    """What a tensor-parallel rank must hold, worked out by hand."""
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return np.split(whole, tensor, axis=1)[rank]
+    if name.endswith("linear_fc1.weight"):
+        gate, up = np.split(whole, 2)
+        return np.concatenate([np.split(gate, tensor)[rank], np.split(up, tensor)[rank]])
+    split = ("linear_qkv", "linear_q_", "linear_kv_", "eh_proj", "word_embeddings", "output_layer")
+    return np.split(whole, tensor)[rank] if any(part in name for part in split) else whole
+
+
+def cells() -> list[Any]:
+    result = []
+    for case, (_, _, quick) in CASES.items():
+        for layout in (*LAYOUTS, *([NOT_SEQUENCE_PARALLEL[case]] if case in NOT_SEQUENCE_PARALLEL else [])):
+            name = "-".join((case, f"tp{layout[0]}-dp{layout[1]}", "sp" if layout[2] else "", f"zero{layout[3]}"))
+            fast = quick and layout == NOT_SEQUENCE_PARALLEL.get(case, LAYOUTS[0])
+            result.append(pytest.param(case, layout, id=name, marks=() if fast else pytest.mark.slow))
+    return result
+
+
+@pytest.mark.parametrize(("case", "layout"), cells())
+def test_layout_changes_nothing(
+    ranks: Ranks,
+    reference: Any,
+    parity: Page,
+    case: str,
+    layout: tuple[int, int, bool, int],
+) -> None:
+    tensor, data, sequence_parallel, stage = layout
+    config = config_of(
+        case,
+        parallel__tensor_model_parallel_size=tensor,
+        parallel__sequence_parallel=sequence_parallel,
+        parallel__zero_stage=stage,
+        training__micro_batch_size=4 // data,
+    )
+    if case == "moe-aux-loss" and data > 1:
+        pytest.skip("the auxiliary loss of a batch is not the mean of its parts'")
+    told = f"TP {tensor}, DP {data}{', SP' if sequence_parallel else ''}, ZeRO {stage}"
+    with parity.cell("llama", case, told) as cell:
+        whole = reference(case)
+        results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
+        cell.add(results, whole)
+        for result in results:
+            assert result["initial"].keys() == whole["initial"].keys()
+            assert result["groups"].keys() == whole["groups"].keys()
+        compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor))
+        compare_groups(results, whole)
+        compare_curves(results, whole)
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, quick) in CASES.items() if quick])
+def test_the_regime_can_tell(reference: Any, case: str) -> None:
+    losses = reference(case)["losses"]
+    assert losses[0] - losses[-1] > 0.5
+    assert losses[-1] > 1.0
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = np.exp(logits - logits.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def causal_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) -> np.ndarray:
+    """[s, b, a, d], [s, b, g, d], [s, b, g, v] to [s, b, a·v], in float64."""
+    repeat = query.shape[2] // key.shape[2]
+    key, value = np.repeat(key, repeat, axis=2), np.repeat(value, repeat, axis=2)
+    logits = np.einsum("sbad,kbad->bask", query, key) * scale
+    logits[..., np.triu(np.ones(logits.shape[-2:], dtype=bool), 1)] = -np.inf
+    context = np.einsum("bask,kbav->sbav", softmax(logits), value)
+    return context.reshape(*context.shape[:2], -1)
+
+
+@pytest.mark.parametrize("core", ["megatron", "sdpa"])
+@pytest.mark.parametrize(
+    ("growth", "overrides", "scale"),
+    [
+        # Query/key heads 12 + 8 = 20 over a base of 8 + 4 = 12: 3 · 1/sqrt(20) · sqrt(12/20).
+        (MLA, {}, 3 * math.sqrt(12) / 20),
+        # YaRN's 0.1 · 1 · ln(40) + 1, squared.
+        (MLA, YARN, 3 * math.sqrt(12) / 20 * (0.1 * math.log(40) + 1) ** 2),
+        # Heads of 8 in both.
+        (MIXED, {"model__qk_layernorm": True}, 3 / math.sqrt(8)),
+    ],
+    ids=["mla", "mla-yarn", "qk-norm"],
+)
+def test_softmax_scale_at_the_consumer(
+    ranks: Ranks, core: str, growth: dict[str, Any], overrides: dict[str, Any], scale: float
+) -> None:
+    """What the core attention makes of its queries, keys and values is softmax(scale · q·k) v."""
+    config = make(growth, "llama", model__core_attention=core, hparams__attention_multiplier=3.0, **overrides)
+    prepare(config)
+    seen = ranks.run(1, bodies.core_attention, config=config)[0]
+    assert seen["layers"] == 2
+    expected = causal_attention(seen["query"], seen["key"], seen["value"], scale)
+    np.testing.assert_allclose(seen["context"], expected, rtol=1e-4, atol=1e-6)
+    without = causal_attention(seen["query"], seen["key"], seen["value"], scale / 3)
+    assert np.abs(without - expected).max() > 1e-3  # the comparison can tell
+
+
+def test_sdpa_masks_and_decoding() -> None:
+    """Given masks, grouped heads, one query against a cache, several against a cache: as megatron-core's attention."""
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from mup_megatron.model.layers.attention import SdpaAttention
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
+    attention = SdpaAttention(config, 1, AttnMaskType.causal, "self", attention_dropout=0.0, softmax_scale=0.7)
+    generator = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(6, 2, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2))
+    value = torch.randn(6, 2, 2, 5, generator=generator, dtype=torch.float64)
+    whole = causal_attention(query.numpy(), key.numpy(), value.numpy(), 0.7)
+    causal = torch.ones(6, 6, dtype=torch.bool).triu(1)[None, None]
+    for mask in (None, causal):
+        np.testing.assert_allclose(attention(query, key, value, mask).numpy(), whole, rtol=1e-10)
+    for first in (5, 2):
+        decoded = attention(query[first:], key, value, None)
+        np.testing.assert_allclose(decoded.numpy(), whole[first:], rtol=1e-10)
+        assert decoded.shape == (6 - first, 2, 20)
+    window = causal | torch.ones(6, 6, dtype=torch.bool).tril(-2)[None, None]  # itself and the one before
+    assert not np.allclose(attention(query, key, value, window).numpy(), whole)
+    alone = causal | torch.ones(6, 6, dtype=torch.bool).tril(-1)[None, None]  # itself: the value comes through
+    expected = np.repeat(value.numpy(), 2, axis=2).reshape(6, 2, -1)
+    np.testing.assert_allclose(attention(query, key, value, alone).numpy(), expected, rtol=1e-10)
+    with pytest.raises(ValueError, match="packed_seq_params"):
+        attention(query, key, value, None, packed_seq_params=object())
+
+
+def test_readout_and_embedding_multipliers_hold_for_multi_token_prediction(ranks: Ranks) -> None:
+    """The head sees its input times 6 · 64/96 = 4, the trunk the embedding times 5, once per predicted token."""
+    config = make(
+        MIXED,
+        "gpt3",
+        model__mtp_num_layers=2,
+        hparams__output_multiplier=6.0,
+        hparams__embedding_multiplier=5.0,
+    )
+    prepare(config)
+    calls = ranks.run(1, bodies.multi_token_calls, config=config)[0]
+    assert len(calls["readout"]) == 3
+    assert len(calls["embedding"]) == 3
+    assert calls["readout"] == pytest.approx([4.0] * 3, rel=1e-5)
+    assert calls["embedding"] == pytest.approx([5.0] * 3, rel=1e-5)
+
+
+def test_expert_bias_moves_towards_idle_experts(ranks: Ranks) -> None:
+    """Each step by the update rate, up where an expert got fewer tokens than the mean, down where it got more."""
+    config = make(MOE, "llama", parallel__zero_stage=0, **BIAS)
+    prepare(config)
+    for bias, tokens in ranks.run(1, bodies.expert_bias, config=config)[0]:
+        np.testing.assert_allclose(bias, 0.01 * np.sign(tokens.mean() - tokens), rtol=1e-6)
+        assert tokens.sum() == 8 * 32 * 2  # sequences, positions, experts per token
+
+
+def test_an_auxiliary_loss_is_a_mean_over_micro_batches(ranks: Ranks) -> None:
+    """Its gradient does not depend on how many micro-batches a batch is cut into (the sequence-wise loss is a mean)."""
+    norms = []
+    for micro in (8, 2):
+        config = make(
+            MOE,
+            "llama",
+            parallel__zero_stage=0,
+            training__micro_batch_size=micro,
+            model__moe_aux_loss_coeff=10.0,
+        )
+        prepare(config)
+        norms.append(ranks.run(1, bodies.train, config=config, steps=1)[0]["grad_norms"][0])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+BROKEN_REGIME = {
+    "hparams__output_multiplier": 2.0,
+    "hparams__attention_multiplier": 2.0,
+    "model__moe_aux_loss_coeff": 1.0,
+}
+
+
+UNBROKEN: dict[str, dict[str, Any]] = {}
+"""One process, in that regime; once for all controls of a case."""
+
+
+@pytest.mark.parametrize(
+    ("broken", "case", "tensor", "sequence_parallel", "why"),
+    [
+        ("no_router_shim", "moe", 1, False, r"mlp\.router\.weight: its layer does not say its global shape"),
+        (
+            "no_shared_expert_shim",
+            "moe",
+            1,
+            False,
+            r"shared_experts\.gate_weight: its layer does not say its global shape",
+        ),
+        ("hidden_losses_not_scaled", "moe", 1, False, r"grad_norms\[0\] on rank 0"),
+        ("expert_bias_not_updated", "moe-expert-bias", 1, False, r"losses\[1\] on rank 0"),
+        ("no_mla_shim", "mla", 1, False, r"linear_q_down_proj\.weight: its layer does not say its global shape"),
+        ("no_query_up_shim", "mla", 1, False, r"linear_q_up_proj\.weight: its layer does not say its global shape"),
+        (
+            "no_key_value_up_shim",
+            "mla",
+            1,
+            False,
+            r"linear_kv_up_proj\.weight: its layer does not say its global shape",
+        ),
+        ("patch:mla-local-attention", "mla", 1, False, "channels"),
+        ("upstream_softmax_scale", "mla", 1, False, r"(losses|grad_norms)\[0\] on rank 0"),
+        pytest.param("no_gather_hook", "mla", 2, True, r"grad_norms\[[01]\] on rank 0", marks=pytest.mark.slow),
+        ("no_eh_proj_shim", "mtp", 1, False, r"eh_proj\.weight: its layer does not say its global shape"),
+        ("hidden_losses_not_scaled", "mtp", 1, False, r"grad_norms\[0\] on rank 0"),
+        ("qk_norm_not_summed_over_heads", "qk-norm", 2, False, r"grad_norms\[0\] on rank 0"),
+        ("patch:cpu-alltoall-stream", "moe-alltoall", 1, False, "CUDA"),
+    ],
+)
+def test_without_it_the_comparison_fails(
+    ranks: Ranks, broken: str, case: str, tensor: int, sequence_parallel: bool, why: str
+) -> None:
+    """`why` is what comparison or library say of it: the quantity that differs, the tensor without record."""
+    growth, overrides, _ = CASES[case]
+    regime = {key: value for key, value in BROKEN_REGIME.items() if "moe" not in key or growth is MOE}
+    layout = {"parallel__tensor_model_parallel_size": tensor, "parallel__sequence_parallel": sequence_parallel}
+    config = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime, **layout)
+    if case not in UNBROKEN:
+        plain = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime)
+        prepare(plain)
+        UNBROKEN[case] = ranks.run(1, bodies.train, config=plain, steps=6)[0]
+    whole = UNBROKEN[case]
+    if tensor > 1:  # whole, it holds
+        compare_curves(ranks.run(tensor, bodies.train, config=config, steps=6), whole)
+    with pytest.raises((Difference, RankError), match=why):
+        compare_curves(ranks.run(tensor, bodies.train, config=config, steps=6, broken=broken), whole)

@@ -1,0 +1,140 @@
+"""Mutants of what is read from files, imported from them, and shown of them. Public name: `INPUT`."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant as _mutant
+
+_SECRETS = "mup_megatron/util/secrets.py"
+_FILES = "mup_megatron/util/files.py"
+
+INPUT = (
+    _mutant(
+        "guard: pipes as files",
+        "a pipe is read as a file",
+        _FILES,
+        "if kind != stat.S_IFREG:",
+        "if kind not in (stat.S_IFREG, stat.S_IFIFO):",
+        "util/test_regular_files.py::test_the_command_on_a_pipe",
+    ),
+    _mutant(
+        "guard: sizes of files",
+        "a file of any size is read into memory",
+        _FILES,
+        "if most is not None and size > most:",
+        "if False:",
+        "util/test_regular_files.py::test_no_more_than_the_bound_is_read",
+    ),
+    _mutant(
+        "guard: a storage's options",
+        "an option of a URL that may hold a secret is accepted, and written into every file of the run",
+        _SECRETS,
+        "if name not in options:",
+        "if False:",
+        "util/test_secrets.py",
+    ),
+    _mutant(
+        "guard: what an option of a storage holds",
+        "a harmless option carries a secret behind encoded signs",
+        _SECRETS,
+        "if not _VALUE.fullmatch(value):",
+        "if False:",
+        "util/test_secrets.py",
+    ),
+    _mutant(
+        "guard: malformed URLs are masked whole",
+        "the URL of a database in no known form is shown",
+        _SECRETS,
+        '.replace(":***@", "@")) is not None:',
+        '.replace(":***@", "@")) == "":',
+        "util/test_secrets.py",
+    ),
+    _mutant(
+        "guard: masks decode first",
+        "a secret behind percent signs is shown",
+        _SECRETS,
+        "if decoded != text and",
+        "if False and",
+        "util/test_secrets.py::test_what_percent_signs_hide_is_masked",
+    ),
+    _mutant(
+        "import: RoPE's base in two places",
+        "a config.json that contradicts itself is read as whichever place is looked at first",
+        "mup_megatron/convert/importing/config_json.py",
+        "if None not in values and values[0] != values[1]:",
+        "if False:",
+        "convert/test_import_refused.py::test_without_transformers",
+    ),
+    _mutant(
+        "import: transformers' defaults",
+        "what config.json does not say is not read as transformers reads it",
+        "mup_megatron/convert/importing/config_json.py",
+        "if (keys := keys_of(expected)) is not None:",
+        "if (keys := keys_of(expected)) is not None and not keys:",
+        "convert/test_import_refused.py::test_what_transformers_reads_counts",
+    ),
+    _mutant(
+        "import: head_dim",
+        "another head size passes",
+        "mup_megatron/convert/importing/config_json.py",
+        '"num_nextn_predict_layers", "pretraining_tp"',
+        '"num_nextn_predict_layers", "head_dim", "pretraining_tp"',
+        "convert/test_import_refused.py::test_what_is_refused[head_dim]",
+    ),
+    _mutant(
+        "import: quantized weights",
+        "scaled integers are taken for weights",
+        "mup_megatron/convert/importing/config_json.py",
+        "if found.get(key) is not None:",
+        "if found.get(key) == {}:",
+        "convert/test_import_refused.py::test_what_is_refused[quantized]",
+    ),
+    _mutant(
+        "import: another dtype",
+        "the bytes of floats are read as integers",
+        "mup_megatron/convert/importing/hugging_face.py",
+        "if stored.get_dtype() not in _DTYPES:",
+        "if False:",
+        "convert/test_import_refused.py::test_what_is_refused[integers]",
+    ),
+    _mutant(
+        "import: NaN",
+        "weights that are no numbers are taken",
+        "mup_megatron/convert/importing/weights.py",
+        "if lost := tensor.numel() - int(tensor.isfinite().sum()):",
+        "if lost := tensor.numel() - tensor.numel():",
+        "convert/test_import_refused.py::test_what_is_refused[NaN]",
+    ),
+    _mutant(
+        "import: checksums",
+        "files that are not those that were exported are taken",
+        "mup_megatron/convert/importing/weights.py",
+        "if problem := mismatch(folder, sums):",
+        "if problem := mismatch(folder, {}):",
+        "convert/test_import_refused.py::test_checksums_beside_it",
+    ),
+    _mutant(
+        "import: weights without a checksum",
+        "a file that the checksums leave out is taken",
+        "mup_megatron/convert/importing/weights.py",
+        "sorted(set(read) - set(sums))",
+        "sorted(set(read) - {*read})",
+        "convert/test_import_refused.py::test_checksums_beside_it",
+    ),
+    _mutant(
+        "import: logits",
+        "a model that computes something else is taken",
+        "mup_megatron/convert/importing/check.py",
+        "if not found <= BOUND:",
+        "if not found <= 1e9 * BOUND:",
+        "convert/test_import_refused.py::test_logits_are_compared",
+    ),
+    _mutant(
+        "import: a half-written checkpoint",
+        "what a refused import has written stays",
+        "mup_megatron/convert/importing/__init__.py",
+        "stack.callback(_remove, begun)",
+        "stack.callback(str, begun)",
+        "convert/test_import_refused.py::test_logits_are_compared",
+        "convert/test_import_refused.py::test_what_is_refused[NaN]",
+    ),
+)

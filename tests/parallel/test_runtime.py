@@ -1,0 +1,124 @@
+"""Which rank this is, and what `auto` means."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from mup_megatron.engines.setup import resolve_auto
+from mup_megatron.parallel import upstream
+from mup_megatron.parallel.ranks import Rank, read_rank, say_error
+from mup_megatron.parallel.runtime import Meeting
+from mup_megatron.util.errors import ConfigError, UserError
+from tests.helpers.configs import MIXED, make
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_SIZE": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Rank()),
+        (TORCHRUN, Rank(rank=3, world_size=8, local_rank=1, launched=True)),
+        (SLURM, Rank(rank=5, world_size=16, local_rank=2, launched=True)),
+        (OPEN_MPI, Rank(rank=7, world_size=9, local_rank=0, launched=True)),
+        ({**SLURM, **TORCHRUN}, Rank(rank=3, world_size=8, local_rank=1, launched=True)),
+        ({**SLURM, **OPEN_MPI}, Rank(rank=5, world_size=16, local_rank=2, launched=True)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, Rank()),  # an sbatch script, no launcher
+    ],
+)
+def test_ranks(environment: dict[str, str], expected: Rank) -> None:
+    assert read_rank(environment) == expected
+
+
+@pytest.mark.parametrize("environment", [{**TORCHRUN, "RANK": "8"}, {**TORCHRUN, "WORLD_SIZE": "many"}])
+def test_contradictions(environment: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        read_rank(environment)
+
+
+def test_auto_on_a_cpu() -> None:
+    config = resolve_auto(make(MIXED, training__precision="auto"))
+    assert (config.training.precision, config.optimizer.implementation, config.model.norm_implementation) == (
+        "fp32",
+        "torch",
+        "torch",
+    )
+    offloaded = resolve_auto(make(MIXED, parallel__offload_optimizer=True))
+    assert offloaded.optimizer.implementation == "deepspeed_cpu_adam"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"optimizer__implementation": "apex"},
+        {"optimizer__implementation": "transformer_engine"},
+        {"model__norm_implementation": "apex"},
+    ],
+)
+def test_what_is_not_there_is_refused(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="computes on CUDA alone"):
+        resolve_auto(make(MIXED, **overrides))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="is not installed"):
+        resolve_auto(make(MIXED, **overrides))
+
+
+def test_apex_of_pypi_is_not_nvidias(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's `apex` is another project: a package of that name without NVIDIA's modules does not count."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not upstream.importable("apex")
+    (tmp_path / "apex" / "normalization.py").write_text("")
+    sys.modules.pop("apex")
+    assert upstream.importable("apex")
+    sys.modules.pop("apex")
+
+
+def test_a_rank_that_is_wrong_alone_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It waits first: where all are wrong, the first rank speaks and the launcher ends the others meanwhile."""
+    waited: list[float] = []
+    monkeypatch.setattr("mup_megatron.parallel.ranks.time.sleep", waited.append)
+    say_error("no such file", Rank(rank=0, world_size=2, launched=True))
+    assert not waited
+    assert capsys.readouterr().err == "mup-megatron: error: no such file\n"
+    say_error("no such file", Rank(rank=1, world_size=2, launched=True))
+    assert waited == [10.0]
+    assert capsys.readouterr().err == "mup-megatron: error (rank 1): no such file\n"
+
+
+def test_two_runs_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches of `deepspeed` on one machine meet at one port; a rank of the second must not join the first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    ranks = [Rank(rank=number, world_size=2, local_rank=number, launched=True) for number in range(2)]
+    with ThreadPoolExecutor() as pool:
+        meetings = list(pool.map(Meeting, ranks))
+    meetings[0].tell("word", "said")
+    assert meetings[1].told("word") == "said"
+    said = f"MASTER_PORT: another run or program uses 127.0.0.1:{port} .*expected a port of its own for each run"
+    for rank in ranks:
+        with pytest.raises(UserError, match=said):
+            Meeting(rank)
+
+
+def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UserError, match="another run or program uses"):
+            Meeting(Rank(rank=0, world_size=2, local_rank=0, launched=True))

@@ -1,0 +1,276 @@
+"""Rules over batch and tokens: numbers by hand, a simulation as oracle, and every place that must take them."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction as F
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mup_megatron.checkpoints.manifest import check_resume, make_manifest
+from mup_megatron.config import Config
+from mup_megatron.engines.megatron_config import optimizer_config
+from mup_megatron.engines.optim import build_optimizer
+from mup_megatron.engines.setup import resolve
+from mup_megatron.model.build import parametrize
+from mup_megatron.model.explain import explain
+from mup_megatron.proof.stability import _as_trials
+from mup_megatron.rules import formulas, horizon
+from mup_megatron.tuning.record import TransferRecord, make_record, write_record
+from mup_megatron.tuning.space import proxy_config, stretched, values_of
+from mup_megatron.util.errors import ConfigError, UserError
+from tests.helpers.configs import MIXED, make, make_t5
+
+ratios = st.fractions(F(1, 64), F(64), max_denominator=64)
+SDE = {"parametrization.batch": "sqrt_sde", "tuning.global_batch_size": 2, "tuning.micro_batch_size": 2}
+"""The tests' configs take 8 sequences a step, their trials here 2: a ratio of 4."""
+
+
+def config_of(**keys: Any) -> Config:
+    """The config of sizes that grow by different ratios, with dotted keys replaced."""
+    return make(MIXED, "gpt3").derive(keys)
+
+
+def test_by_hand() -> None:
+    sde = formulas.horizon_factors(m_batch=F(4), m_tokens=F(4), batch="sqrt_sde")
+    assert (sde.lr, sde.eps, sde.forgetting, sde.weight_decay) == (2.0, 0.5, 4.0, 1.0)
+    longer = formulas.horizon_factors(m_batch=F(1), m_tokens=F(16), tokens=-0.5)
+    assert (longer.lr, longer.eps, longer.forgetting, longer.weight_decay) == (0.25, 1.0, 1.0, 1.0)
+    # 4 times the batch and 16 times the tokens are 4 times the steps: 2 · 1/4 · decay · 4 = 1.
+    both = formulas.horizon_factors(m_batch=F(4), m_tokens=F(16), batch=0.5, tokens=-0.5, keeps_timescale=True)
+    assert (both.lr, both.weight_decay, both.forgetting) == (0.5, 0.5, 1.0)
+
+
+def test_the_step_from_a_proxy_to_deepseek_v3() -> None:
+    """120 times the batch and 3,700 times the tokens: 120^(1/2) · 3700^(-0.32) = 10.954 · 0.07212."""
+    found = formulas.horizon_factors(m_batch=F(120), m_tokens=F(3700), batch=0.5, tokens=-0.32)
+    assert found.lr == pytest.approx(0.790, abs=0.001)
+
+
+def test_decay_over_width_by_hand() -> None:
+    assert formulas.weight_decay("sqrt", F(1, 16)) == 4.0
+    assert formulas.weight_decay("timescale", F(1, 16)) == 16
+    assert formulas.weight_decay("sqrt", F(1)) == 1
+
+
+@given(ratios, ratios, ratios, ratios)
+def test_one_step_is_two(batch: F, tokens: F, more: F, longer: F) -> None:
+    """From the trials to the target in one step as in two."""
+    rule: Any = {"batch": "sqrt_sde", "tokens": -0.32, "keeps_timescale": True}
+    one = formulas.horizon_factors(m_batch=batch * more, m_tokens=tokens * longer, **rule)
+    first = formulas.horizon_factors(m_batch=batch, m_tokens=tokens, **rule)
+    second = formulas.horizon_factors(m_batch=more, m_tokens=longer, **rule)
+    for name in ("lr", "eps", "weight_decay", "forgetting"):
+        assert getattr(one, name) == pytest.approx(getattr(first, name) * getattr(second, name), rel=1e-12)
+
+
+@given(st.floats(-2, 2), st.floats(-2, 2))
+def test_at_ratio_one_every_rule_is_exactly_nothing(batch: float, tokens: float) -> None:
+    rule: Any = {"m_batch": F(1), "m_tokens": F(1), "keeps_timescale": True}
+    assert formulas.horizon_factors(batch="sqrt_sde", **rule) == formulas.HorizonFactors()
+    assert formulas.horizon_factors(batch=batch, tokens=tokens, **rule) == formulas.HorizonFactors()
+
+
+# --- the oracle: Adam on noise alone, where the square root rule is exact in the limit of small rates ---
+
+_SAMPLES, _LR, _EPS, _DECAY, _BETAS = 2048, 1e-3, 0.5, 1.0, (0.98, 0.99)
+
+
+def _walk(m: int, factors: formulas.HorizonFactors) -> tuple[float, float]:
+    """Spread of weights that saw noise alone, and what decay left of the mean, after as many samples as ever.
+
+    A gradient is the mean of m samples of variance 1, for so many weights that the spread is known to a percent.
+    """
+    generator = torch.Generator().manual_seed(m)
+    weights = torch.ones(4096, dtype=torch.float64, requires_grad=True)
+    one, other = (1 - factors.forgetting * (1 - beta) for beta in _BETAS)
+    optimizer = torch.optim.AdamW(
+        [weights],
+        lr=_LR * factors.lr,
+        betas=(one, other),
+        eps=_EPS * factors.eps,
+        weight_decay=_DECAY * factors.weight_decay,
+    )
+    for _ in range(_SAMPLES // m):
+        weights.grad = torch.randn(weights.shape, generator=generator, dtype=torch.float64) / math.sqrt(m)
+        optimizer.step()
+    found = weights.detach()
+    return float(found.std()), float(found.mean())
+
+
+def test_the_square_root_rule_is_adam_on_noise() -> None:
+    """After as many samples weights are spread as far and have decayed as much, under `timescale` at equal tokens.
+
+    Controls: each of the three factors left out, and the linear rule of SGD, is seen.
+    """
+    # 8 sequences a step for 20 steps, of trials that take 2 for 80.
+    equal_tokens = config_of(**SDE, **{"tuning.train_steps": 80, "parametrization.weight_decay": "timescale"})
+    assert (equal_tokens.batch_ratio, equal_tokens.tokens_ratio) == (4, 1)
+    rule = horizon.horizon(equal_tokens)
+    spread, left = _walk(1, formulas.HorizonFactors())
+    assert left == pytest.approx(math.exp(-_LR * _DECAY * _SAMPLES), rel=0.01)
+    found, remains = _walk(4, rule)
+    assert found == pytest.approx(spread, rel=0.03)
+    assert remains == pytest.approx(left, rel=0.01)
+
+    def without(**changed: float) -> tuple[float, float]:
+        return _walk(4, formulas.HorizonFactors(**{**vars(rule), **changed}))
+
+    # By another rule of decay: a quarter of the steps, of twice the rate times decay. a = rate · decay · steps is half
+    # of what it was, and steps of noise that decay have the variance (1 - exp(-2a)) / 2a of what they have without.
+    other = horizon.horizon(equal_tokens.derive({"parametrization.weight_decay": "independent"}))
+    moved, kept = _walk(4, other)
+    one, half = (_LR * _DECAY * _SAMPLES / part for part in (1, 2))
+    assert kept == pytest.approx(math.exp(-half), rel=0.01)
+    farther = math.sqrt((1 - math.exp(-2 * half)) / half / ((1 - math.exp(-2 * one)) / one))
+    assert moved == pytest.approx(farther * spread, rel=0.03)
+
+    assert without(lr=1.0)[0] < 0.7 * spread
+    assert without(lr=4.0, weight_decay=0.25)[0] > 1.5 * spread
+    assert without(eps=1.0)[0] < 0.85 * spread
+    assert abs(without(weight_decay=1.0)[1] - left) > 0.1 * left
+
+
+# --- where the numbers go ---
+
+
+def test_the_table_takes_them() -> None:
+    """A matrix of twice its base's width: 1/2 by width, 2 by the batch."""
+    config = config_of(**SDE)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    plain = parametrize(config_of(), 256).tensors[name]
+    tensor = parametrize(config, 256).tensors[name]
+    assert tensor.lr_multiplier == pytest.approx(2 * plain.lr_multiplier, rel=1e-15)
+    assert tensor.eps_multiplier == pytest.approx((plain.eps_multiplier or 0) / 2, rel=1e-15)
+    assert tensor.weight_decay_multiplier == plain.weight_decay_multiplier
+    assert tensor.init_std == plain.init_std
+    timescale = parametrize(config.derive({"parametrization.weight_decay": "timescale"}), 256).tensors[name]
+    # 4 times the tokens in as many steps: lr · decay · steps stays if decay is halved.
+    assert timescale.weight_decay_multiplier == pytest.approx(plain.weight_decay_multiplier / 2, rel=1e-15)
+
+
+def test_both_engines_take_the_betas() -> None:
+    config = config_of(**SDE, **{"optimizer.betas": [0.9, 0.95], "optimizer.implementation": "torch"})
+    optimizer = build_optimizer(config, [{"params": [torch.nn.Parameter(torch.zeros(2))]}])
+    assert optimizer.defaults["betas"] == pytest.approx((0.6, 0.8))
+    assert horizon.betas(config) == pytest.approx((0.6, 0.8))
+    setup = resolve(config.derive({"parallel.engine": "megatron"}), 1)
+    made = optimizer_config(setup.config, setup.layout)
+    assert (made.adam_beta1, made.adam_beta2) == pytest.approx((0.6, 0.8))
+
+
+def test_the_same_batch_and_length_change_nothing() -> None:
+    """Every row of the table, and the betas, to the last bit."""
+    rule = {"parametrization.batch": "sqrt_sde", "parametrization.tokens": "power:-0.32"}
+    config = config_of(**rule, **{"parametrization.weight_decay": "timescale"})
+    assert parametrize(config, 256).tensors == parametrize(config_of(), 256).tensors
+    assert horizon.betas(config) == tuple(config.optimizer.betas)
+
+
+def test_a_trial_has_the_values_as_they_are(tmp_path: Path) -> None:
+    config = config_of(**{"tuning.train_steps": 3, "tuning.seq_length": 8, "parametrization.tokens": "power:-1"})
+    assert (config.batch_ratio, config.tokens_ratio) == (4, F(4 * 20, 3))  # 32 tokens a sequence, 20 steps
+    trial = proxy_config(config, values_of(config), seed=1, directory=tmp_path)
+    assert (trial.training.seq_length, trial.batch_ratio, trial.tokens_ratio) == (8, 1, 1)
+    assert trial.max_position_embeddings == config.max_position_embeddings
+
+
+def test_tokens_of_pairs_are_those_of_both_sides(tmp_path: Path) -> None:
+    """Sources of 64, targets of 32 tokens, trials of 32: 96 over 64. Targets as long as sources: 128 over 64."""
+    keys = {"training__seq_length": 64, "tuning__seq_length": 32}
+    for length, ratio in ((32, F(3, 2)), (None, F(2))):
+        config = make_t5(training__decoder_seq_length=length, **keys)
+        trial = proxy_config(config, values_of(config), seed=1, directory=tmp_path)
+        assert config.batch_ratio == F(config.sample_tokens, trial.sample_tokens) == ratio
+
+
+def test_a_longer_run_is_longer_than_its_own_trials() -> None:
+    """stability --across tokens: the ratio is the factor, since the trials' length is pinned before it grows."""
+    config = config_of(**{"parametrization.tokens": "power:-0.5"})
+    longer = stretched(_as_trials(config), 4 * config.training.train_steps)
+    assert (longer.tokens_ratio, horizon.horizon(longer).lr) == (4, 0.5)
+    assert stretched(config, 4 * config.training.train_steps).tokens_ratio == 1
+
+
+def test_explain_tells_them() -> None:
+    setup = resolve(config_of(**SDE), 1)
+    told = explain(setup.parametrization(256), setup.layout)["horizon"]
+    assert told == {"lr": 2.0, "eps": 0.5, "weight_decay": 1.0, "forgetting": 4.0, "betas": pytest.approx([0.6, 0.8])}
+    assert "a step has 4 times a trial's tokens" in (horizon.said(setup.config) or "")
+
+
+# --- what would be silently wrong ---
+
+
+def test_another_trial_is_refused_on_resume(tmp_path: Path) -> None:
+    """`tuning:` may change in a run that goes on, unless a rule counts from it."""
+    config = config_of(**SDE)
+    setups = [_manifest(each) for each in (config, config.derive({"tuning.global_batch_size": 4}))]
+    with pytest.raises(UserError) as refused:
+        check_resume(setups[0], setups[1], tmp_path)
+    assert any("horizon.lr" in line for line in str(refused.value).splitlines())
+    free = config_of()
+    assert check_resume(_manifest(free), _manifest(free.derive({"tuning.global_batch_size": 4})), tmp_path) == []
+
+
+def _manifest(config: Config) -> Any:
+    setup = resolve(config, 1)
+    return make_manifest(setup.parametrization(256), setup.layout, "data", step=1)
+
+
+def test_a_record_of_other_trials_is_refused(tmp_path: Path) -> None:
+    def record_of(config: Config) -> TransferRecord:
+        setup = resolve(config, 1)
+        return make_record(
+            setup.parametrization(256), setup.layout, values_of(config), study=_STUDY, budget={"spent": {}}
+        )
+
+    config = config_of(**SDE, **{"parametrization.tokens": "power:-0.32"})
+    path = tmp_path / "transfer.json"
+    write_record(path, record_of(config))
+    assert TransferRecord.read(path, config) is not None
+    with pytest.raises(UserError, match=r"found at global_batch_size 2.*expected tuning.global_batch_size: 2"):
+        TransferRecord.read(path, config.derive({"tuning.global_batch_size": 4}))
+
+
+_STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed": 7, "trials": [], "values": {}}
+
+
+SQRT = {"parametrization.weight_decay": "sqrt"}
+COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"parametrization.batch": "power:x"}, "parametrization.batch"),
+        ({"parametrization.tokens": "fitted:10"}, "parametrization.tokens"),  # a rate times 10^30 overflows
+        ({**SDE, "optimizer.name": "sgd"}, "sqrt_sde is derived for Adam, not for sgd"),
+        ({**SQRT, "optimizer.name": "sgd"}, "weight_decay: sqrt is known of AdamW alone .*not of sgd; expected indep"),
+        ({**SQRT, "optimizer.name": "muon", "parallel.engine": "megatron"}, "sqrt is known of AdamW alone .* of muon;"),
+        (
+            {**SQRT, "parametrization.depth": "depth_mup", "base.num_layers": 1},
+            "sqrt is known over width alone .*depth_mup also moves the ra",
+        ),
+        ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
+        ({"tuning.seq_length": 4096}, "tuning.seq_length"),
+        # 2^53 steps for a trial's one are 53 octaves, times 9.
+        (
+            {"parametrization.tokens": "power:9", "tuning.train_steps": 1, "training.train_steps": 2**53},
+            r"2\^477, since",
+        ),
+        (
+            {"parametrization.batch": "power:0.5", **COMMAND},
+            "parametrization.batch: power:0.5 is of this project's own",
+        ),
+        ({"parametrization.weight_decay": "timescale", **COMMAND}, "weight_decay: timescale .*expected independent"),
+    ],
+)
+def test_bad_input(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config_of(**keys)

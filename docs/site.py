@@ -3,8 +3,9 @@
     python docs/site.py build/docs-source
 
 The pages of the checkout keep their places, so that their links hold. A file of code that a page links to becomes a
-page of its own with a number at each line, a folder becomes a page that lists its files, and every module of
-mup_megatron gets a page under api/ that mkdocstrings fills from its docstrings.
+page of its own with a number at each line, and a link to a symbol leads to the line that defines it. A folder becomes a
+page that lists its files, and every module of mup_megatron gets a page under api/ that mkdocstrings fills from its
+docstrings.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 ROOT = Path(__file__).resolve().parent.parent
+_SYMBOL = re.compile(r"(\[`(\w+)`\]\()([\w./-]+\.py)\)")
 _LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(?:#([^)\s]*))?\)")
 _AS_IT_IS = {".png", ".html", ".json", ".jsonl"}
 
@@ -61,7 +63,7 @@ def stage(target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     linked: set[Path] = set()
     for page in pages():
-        text = (ROOT / page).read_text(encoding="utf-8")
+        text = _SYMBOL.sub(partial(_at_its_line, page=page), (ROOT / page).read_text(encoding="utf-8"))
         _write(target / page, _LINK.sub(partial(_relinked, page=page, linked=linked), text))
     done: set[Path] = set()
     while linked - done:
@@ -82,6 +84,16 @@ def stage(target: Path) -> None:
         _write(target / "api" / f"{name}.md", f"# {name}\n\n::: {name.replace('mup_megatron.patches', 'patches')}\n")
     index = "\n".join(f"- [{name}]({name}.md)" for name in names)
     _write(target / "api" / "index.md", f"# Modules\n\nMade from the docstrings.\n\n{index}\n")
+
+
+def _at_its_line(match: re.Match[str], *, page: Path) -> str:
+    """A link to what a file of code defines, with the line that defines it."""
+    opening, symbol, goal = match.groups()
+    text = (ROOT / page.parent / goal).read_text(encoding="utf-8")
+    found = re.search(rf"^\s*(?:(?:def|class) {symbol}\b|{symbol}\b.*=)", text, re.MULTILINE)
+    if found is None:
+        raise FileNotFoundError(f"{page}: {goal} does not define {symbol}")
+    return f"{opening}{goal}#L{text.count(chr(10), 0, found.end()) + 1})"
 
 
 def _relinked(match: re.Match[str], *, page: Path, linked: set[Path]) -> str:

@@ -24,7 +24,7 @@ from tests.helpers.distributed import Ranks
 from tests.helpers.parity import Page
 from tests.helpers.slices import Slice, with_row
 
-SKIPPED = Path("docs/skipped-tests.json")
+SKIPPED = Path("docs/reports/skipped-tests.json")
 QUICK = pytest.StashKey[list[str]]()
 BEGAN = pytest.StashKey[float]()
 PARITY = pytest.StashKey[Page]()
@@ -32,10 +32,12 @@ SLICE = pytest.StashKey[Slice | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run tests marked slow; write docs/test-summary-*.md")
+    parser.addoption(
+        "--all", action="store_true", help="also run tests marked slow; write docs/reports/test-summary-*.md"
+    )
     parser.addoption("--slow", action="store_true", help="run tests marked slow alone, otherwise as --all")
     parser.addoption("--slice", metavar="K/N", help="of the tests that run, about one Nth (tests/helpers/slices.py)")
-    parser.addoption("--summary", metavar="NAME", help="write docs/test-summary-NAME.md")
+    parser.addoption("--summary", metavar="NAME", help="write docs/reports/test-summary-NAME.md")
     parser.addoption("--parity", metavar="FILE", help="compare layouts alone, slow cells too; write FILE")
     parser.addoption("--since", metavar="DATE", help="of --parity: leave out cells with a row of DATE or later")
 
@@ -133,7 +135,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     whole = whole and config.args_source.name != "ARGS"
     if whole or config.getoption("--summary"):
         environment = config.getoption("--summary") or f"{sys.version_info.major}.{sys.version_info.minor}"
-        path = Path(f"docs/test-summary-{environment}.md")
+        path = Path(f"docs/reports/test-summary-{environment}.md")
         command = f"./dev test {'--slow' if config.getoption('--slow') else '--all'}" if whole else "./dev te"
         seconds = time.monotonic() - config.stash[BEGAN]
         stats, part = terminalreporter.stats, config.stash[SLICE]

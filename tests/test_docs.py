@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.links import PAGES, ROOT, line_of, links
+from tests.helpers.links import PAGES, ROOT, defines, links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_code_hit_their_line(page: Path) -> None:
-    wrong = [
-        f"{symbol} is at line {line_of(symbol, path)} of {path.name}, not {number}"
-        for symbol, path, number in links(page)
-        if line_of(symbol, path) != number
-    ]
-    assert not wrong, "run python -m tests.helpers.links"
+def test_links_to_code_name_what_is_defined_there(page: Path) -> None:
+    wrong = [f"{path.name} does not define {symbol}" for symbol, path in links(page) if not defines(path, symbol)]
+    assert not wrong
+    assert not re.findall(r"\.py#L\d+", page.read_text()), "a line number ages; name the symbol"
+
+
+def test_a_symbol_that_moved_is_seen() -> None:
+    formulas, table = (ROOT / "mup_megatron" / "rules" / f"{name}.py" for name in ("formulas", "table"))
+    assert defines(formulas, "learning_rate")
+    assert not defines(table, "learning_rate")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""docs/parity.md is written row by row, and keeps what was not measured anew (tests/helpers/parity.py)."""
+"""docs/reports/parity.md is written row by row, and keeps what was not measured anew (tests/helpers/parity.py)."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_it_goes_on(path: Path) -> None:
 
 
 def test_the_page_is_read_whole(repository: Path) -> None:
-    """Every row of docs/parity.md, as it is written."""
-    path = repository / "docs" / "parity.md"
+    """Every row of docs/reports/parity.md, as it is written."""
+    path = repository / "docs" / "reports" / "parity.md"
     page = Page.read(path)
     assert page.text() == path.read_text()
     rows = [cell for rows in page.sections.values() for cell in rows]

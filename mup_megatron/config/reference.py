@@ -1,7 +1,7 @@
-"""What the schema says of every key, for people and editors: `mup-megatron config`, docs/config.md, the JSON schema.
+"""What the schema says of every key, for people and editors: `mup-megatron config`, docs/reports/config.md, JSON schema.
 
 Public names: `Key`, `described`, `find`, `markdown`, `json_schema`, `schema_text`, `write_files`. As a program it
-writes docs/config.md and configs/mup-megatron.schema.json of a checkout anew.
+writes docs/reports/config.md and configs/mup-megatron.schema.json of a checkout anew.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def find(path: str) -> list[Key]:
 
 
 def markdown() -> str:
-    """docs/config.md."""
+    """docs/reports/config.md."""
     lines = [
         "# Every config key",
         "",
@@ -99,7 +99,7 @@ def markdown() -> str:
         "",
         "One YAML file describes a run. `KEY.PATH=VALUE` on a command line replaces a key of it. An unknown key is an",
         "error that names the nearest known one. `mup-megatron config KEY` shows a key or a section in the terminal;",
-        '[the JSON schema](../configs/mup-megatron.schema.json) lets editors complete and check configs. "required"',
+        '[the JSON schema](../../configs/mup-megatron.schema.json) lets editors complete and check configs. "required"',
         "stands where there is no default.",
         "",
     ]
@@ -190,7 +190,7 @@ def _bounds(schema: dict[str, Any]) -> str:
 
 def write_files(root: Path) -> None:
     """Writes what is made from the schema into a checkout."""
-    (root / "docs" / "config.md").write_text(markdown(), encoding="utf-8")
+    (root / "docs" / "reports" / "config.md").write_text(markdown(), encoding="utf-8")
     (root / "configs" / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
 
 

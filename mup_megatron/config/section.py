@@ -1,8 +1,8 @@
 """What every section of a config is made of: strict types, numbers with bounds, a description beside every key.
 
-The text under a key is its description (pydantic's attribute docstrings). `mup-megatron config`, docs/config.md and the
-JSON schema show it. The description of a number ends with "Unit: ...", that of a key whose default is null says what
-"If unset: ..." holds; tests/config/test_config_reference.py fails where either is missing.
+The text under a key is its description (pydantic's attribute docstrings). `mup-megatron config`, docs/reports/config.md
+and the JSON schema show it. The description of a number ends with "Unit: ...", that of a key whose default is null says
+what "If unset: ..." holds; tests/config/test_config_reference.py fails where either is missing.
 """
 
 from __future__ import annotations

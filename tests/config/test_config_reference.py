@@ -94,7 +94,7 @@ def test_a_default_that_one_architecture_has(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_page_is_made_from_the_schema(repository: Path) -> None:
-    page = (repository / "docs" / "config.md").read_text()
+    page = (repository / "docs" / "reports" / "config.md").read_text()
     assert page == reference.markdown(), "run python -m mup_megatron.config.reference"
     assert "| `hparams.lr` | number > 0 | `required` |" in page
 

@@ -1,4 +1,4 @@
-"""docs/parity.md, which `./dev parity` writes: what each layout measured against one process, by date and versions.
+"""docs/reports/parity.md, which `./dev parity` writes: each layout against one process, by date and versions.
 
 A row is written as soon as its cell has passed, and takes the place of the cell's earlier row. Rows of cells that are
 not run stay, under the date and the versions that they were measured with. A cell that fails loses its row. So a run

@@ -1,7 +1,8 @@
 """Slices of the slow tests (`./dev test --slow --slice K/N`), and the table of when each one last passed.
 
-All slow tests take about two hours, so nobody runs them at every change, and what nobody runs breaks unseen. A slice
-is about one Nth of them. The table stands at the end of docs/test-summary-*.md. A slice that fails leaves its row.
+All slow tests take more than an hour, so nobody runs them at every change, and what nobody runs breaks unseen. A slice
+is about one Nth of them. The table stands at the end of docs/reports/test-summary-*.md. A slice that fails leaves its
+row.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and the tests that must catch it run there. It is caught where a test that passe
 fails because it compared something: a test that dies of AttributeError or the like has compared nothing, and does not
 count. Exit status 0 where all are caught, else 1.
 
-    python -m tests.mutants.mutate [NAME-PART ...] [--json FILE] [--write docs/mutants.md]
+    python -m tests.mutants.mutate [NAME-PART ...] [--json FILE] [--write docs/reports/mutants.md]
 
 Why no mutation tool of others: cosmic-ray and mutmut change operators and constants one at a time, some 20,000 in this
 package, each with a start-up of torch, megatron-core and DeepSpeed; what a reader wants to know is whether a named rule
@@ -200,7 +200,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./dev mutants", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="Mutants whose names contain one of these; all if none is given.")
     parser.add_argument("--json", metavar="FILE", help="Write the outcome of each.")
-    parser.add_argument("--write", metavar="FILE", help="Write the tables (docs/mutants.md) of what has run whole.")
+    parser.add_argument(
+        "--write", metavar="FILE", help="Write the tables (docs/reports/mutants.md) of what has run whole."
+    )
     parsed = parser.parse_args(arguments)
     chosen = [m for m in MUTANTS if not parsed.names or any(part in m.name for part in parsed.names)]
     if importlib.util.find_spec("megatron.training") is None:
@@ -247,7 +249,7 @@ _NATIVE_HEADING = "\n## `mup-megatron run`\n\n"
 
 
 def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
-    """docs/mutants.md.
+    """docs/reports/mutants.md.
 
     Args:
         outcomes: of what has run.
@@ -268,8 +270,8 @@ def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
         "Each row is one small fault that somebody could make in the code, put into a copy of the tree; then the "
         "tests that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails "
         "because it compared something; a test that\ncrashes before it compares does not count. The lists are "
-        "[listed.py](../tests/mutants/listed.py) and\n[native_mutants.py](../tests/mutants/native_mutants.py), whose "
-        "faults need\nmegatron.training (megatron-core 0.19, Python 3.12).\n\n"
+        "[listed.py](../../tests/mutants/listed.py) and\n[native_mutants.py](../../tests/mutants/native_mutants.py), "
+        "whose faults need\nmegatron.training (megatron-core 0.19, Python 3.12).\n\n"
         + tables[0]
         + _NATIVE_HEADING
         + tables[1]

@@ -45,8 +45,8 @@ def test_each_fits_the_code(repository: Path, mutant: Mutant) -> None:
 
 
 def test_the_page_is_of_these_mutants(repository: Path) -> None:
-    """docs/mutants.md, which `./dev mutants` writes: every mutant of the list was run, and none survived."""
-    page = (repository / "docs" / "mutants.md").read_text()
+    """docs/reports/mutants.md, which `./dev mutants` writes: every mutant of the list was run, and none survived."""
+    page = (repository / "docs" / "reports" / "mutants.md").read_text()
     assert re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE) == [mutant.name for mutant in MUTANTS]
     counts = [len(MUTANTS) - len(NATIVE), len(NATIVE)]
     assert re.findall(r": (\d+ of \d+) caught\.\n", page) == [f"{count} of {count}" for count in counts]
@@ -83,8 +83,8 @@ def test_a_place_that_moved_is_an_error(tmp_path: Path) -> None:
 
 
 def test_documents_count_the_mutants(repository: Path) -> None:
-    """What two pages say of their number is the sum of what docs/mutants.md says."""
-    page = (repository / "docs" / "mutants.md").read_text()
+    """What two pages say of their number is the sum of what docs/reports/mutants.md says."""
+    page = (repository / "docs" / "reports" / "mutants.md").read_text()
     caught = [(int(one), int(all_)) for one, all_ in re.findall(r"(\d+) of (\d+) caught\.", page)]
     assert all(one == all_ for one, all_ in caught)
     total = sum(one for one, _ in caught)

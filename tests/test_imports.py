@@ -142,6 +142,19 @@ def test_every_room_has_a_floor(repository: Path) -> None:
     assert rooms - {"__init__"} == set().union(*FLOORS)
 
 
+def test_the_page_lists_every_room(repository: Path) -> None:
+    """CONTRIBUTING.md, "The rooms": each with the floor it is on, from the ground up, and its own first sentence."""
+    rows = []
+    for number, rooms in enumerate(FLOORS):
+        for name in sorted(rooms - {"__main__", "run"}):
+            folder = repository / ("patches" if name == "patches" else f"mup_megatron/{name}")
+            said = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").split("\n\n")[0]
+            shown = folder.relative_to(repository)
+            rows.append(f"| {len(FLOORS) - number} | [{name}]({shown}) | {' '.join(said.split())} |")
+    text = (repository / "CONTRIBUTING.md").read_text()
+    assert "\n".join(rows) + "\n\n" in text, "\n".join(rows)
+
+
 def test_directions(repository: Path) -> None:
     assert not wrong_imports(repository / "mup_megatron")
 

@@ -1,4 +1,4 @@
-"""`mup-megatron`: the command line. Commands are thin; what they do lives in the module of the same name.
+"""`mup-megatron`: the command line. Commands are thin; the rooms below do the work.
 
 Public names: `main`, `run`, `launched`, `default_config`.
 """

@@ -1,4 +1,4 @@
-"""What the schema says of every key, for people and editors: `mup-megatron config`, docs/reports/config.md, JSON schema.
+"""What the schema says of every key, for people and editors: `mup-megatron config`, docs/reports/config.md, a schema.
 
 Public names: `Key`, `described`, `find`, `markdown`, `json_schema`, `schema_text`, `write_files`. As a program it
 writes docs/reports/config.md and configs/mup-megatron.schema.json of a checkout anew.

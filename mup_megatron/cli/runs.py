@@ -103,18 +103,19 @@ def train(
     """Train the target with the config's hyperparameters, from the last checkpoint if there is one."""
     if new_embeddings and init_from is None:
         raise UserError("--new-embeddings: leaves out weights of a checkpoint; expected --init-from CHECKPOINT too")
-    begin: dict[str, Any] = {"init_from": Path(init_from) if init_from else None, "new_embeddings": new_embeddings}
 
     def body(settings: Any, rank: Any) -> None:
         from mup_megatron.engines.setup import resolve
-        from mup_megatron.train import loop as training  # on ranks alone: it takes seconds to import
+        from mup_megatron.train.run import InitFrom  # on ranks alone: it takes seconds to import
+        from mup_megatron.train.run import train as train_run
         from mup_megatron.tuning.decide import told_by_a_ladder
         from mup_megatron.util.progress import Progress
 
         setup = resolve(settings, rank.world_size)
         with Progress(rank.is_first) as progress:
             told = told_by_a_ladder(setup.config, progress) if rank.is_first else None
-        training.train(setup, rank, allow_change or [], told=told, **begin)
+        begin = InitFrom(Path(init_from), new_embeddings) if init_from else None
+        train_run(setup, rank, allow_change or [], init_from=begin, told=told)
 
     return _on_ranks(config, overrides, nproc_per_node, body)
 
@@ -292,7 +293,7 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
     from mup_megatron.parallel import upstream
 
     upstream.prepare_process()  # before the next import, which brings megatron-core
-    from mup_megatron.train import loop as training
+    from mup_megatron.train.loop import Diverged, Terminated
     from mup_megatron.tuning import Stopped
     from mup_megatron.util.disk import full_disk
 
@@ -303,9 +304,9 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
             body(settings, rank)
     except Stopped:
         status = stopped(f"the trials at hand are saved in {directory / 'tuning'}")
-    except training.Terminated as saved:
+    except Terminated as saved:
         status = stopped(str(saved))
-    except training.Diverged as message:
+    except Diverged as message:
         status = 1
         if rank.is_first:
             print(f"mup-megatron: {message}; the last checkpoint is untouched", file=sys.stderr, flush=True)

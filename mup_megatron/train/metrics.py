@@ -8,46 +8,54 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TextIO
 
 from mup_megatron.checkpoints.checkpoint import METRICS, SAMPLES
 from mup_megatron.config import Config
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.train.hooks import Evaluation, Hook, Step
 from mup_megatron.util.disk import full_disk
 from mup_megatron.util.files import read_text, write_whole
 
 
-class Metrics:
+class Metrics(Hook):
     """metrics.jsonl, TensorBoard and, where `run.wandb_project` says so, Weights & Biases; on rank 0 alone.
 
     What an interrupted run wrote after its last checkpoint is cut off, so that every step is there once.
     """
 
     def __init__(self, config: Config, start: int, rank: Rank) -> None:
+        self._config, self._start, self._rank = config, start, rank
         directory = Path(config.run.dir)
-        self._file = None
+        self._path, self._samples = directory / METRICS, directory / SAMPLES
+        self._file: TextIO | None = None
         self._writer: Any = None
         self._wandb: Any = None
         self._last = config.training.train_steps
-        self.evaluations: dict[int, float] = {}
-        """Losses, by step, of the evaluations that earlier processes made; on rank 0 alone."""
-        self.bleu: dict[int, float] = {}
-        """BLEU of those that translated, likewise."""
-        if not rank.is_first:
-            return
-        self._path = path = directory / METRICS
-        kept = _cut(path, start)
-        self.evaluations = {line["step"]: line["eval_loss"] for line in kept if "eval_loss" in line}
-        self.bleu = {line["step"]: line["bleu"] for line in kept if "bleu" in line}
-        self._file = path.open("a", encoding="utf-8")
-        self._samples = directory / SAMPLES
-        if self._samples.exists():
-            _cut(self._samples, start)
+        self.evaluations: list[Evaluation] = []
+        """Those that earlier processes made, in their order; on rank 0 alone, from the context on."""
+
+    def __enter__(self) -> Self:
+        if self._rank.is_first:
+            self._open()
+        self._hook, threading.excepthook = threading.excepthook, self._in_thread
+        return self
+
+    def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
-        if config.run.wandb_project is not None:
-            self._wandb = _wandb_run(config, directory)
+        self.evaluations = [
+            Evaluation(step=line["step"], measures={name: value for name, value in line.items() if name != "step"})
+            for line in _cut(self._path, self._start)
+            if "eval_loss" in line
+        ]
+        self._file = self._path.open("a", encoding="utf-8")
+        if self._samples.exists():
+            _cut(self._samples, self._start)
+        directory = self._path.parent
+        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=self._start + 1)
+        if self._config.run.wandb_project is not None:
+            self._wandb = _wandb_run(self._config, directory)
 
     def write(self, **values: float) -> None:
         """One line; `step` is the number of updates done."""
@@ -64,6 +72,15 @@ class Metrics:
         if self._wandb is not None:
             self._wandb.log({name: value for name, value in values.items() if name != "step"}, step=int(values["step"]))
 
+    def after_step(self, step: Step) -> None:
+        """A line of the step."""
+        self.write(step=step.number, **{name: value for name, value in vars(step).items() if name != "number"})
+
+    def after_evaluation(self, evaluation: Evaluation) -> bool:
+        """A line of the evaluation."""
+        self.write(step=evaluation.step, **evaluation.measures)
+        return True
+
     def sample(self, step: int, prompt: str, text: str) -> None:
         """What the model wrote after a prompt."""
         if self._file is None:
@@ -72,16 +89,12 @@ class Metrics:
             file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
         self._writer.add_text(f"after {prompt!r}", text, step)
 
-    def __enter__(self) -> Metrics:
-        self._hook, threading.excepthook = threading.excepthook, self._in_thread
-        return self
-
     def _in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         """TensorBoard's thread ends at a full disk with a traceback; its next write, or its end, raises the same."""
         if not (type(arguments.thread).__module__.startswith("tensorboard.") and arguments.exc_type is OSError):
             self._hook(arguments)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         threading.excepthook = self._hook
         if self._file is not None:
             # What was raised before says more than what cannot be closed for the same reason.

@@ -21,34 +21,50 @@ from mup_megatron.data.gpt import GPTBatch, GPTMaker
 from mup_megatron.data.tokenizer import prompt_tokens
 from mup_megatron.engines import Engine
 from mup_megatron.engines.setup import Setup
-from mup_megatron.util.errors import UserError
+from mup_megatron.train.hooks import Evaluation, Hook
+from mup_megatron.train.metrics import Metrics
+from mup_megatron.util.errors import UserError, shown
+from mup_megatron.util.progress import Progress
 
 NEW_TOKENS = 32
 """How many tokens follow a prompt, at most."""
 
 
-class Samples:
-    """How the model goes on from each prompt of `run.samples`. Collective: every rank makes it and calls it.
+class Samples(Hook):
+    """Writes after evaluations how the model goes on from each prompt of `run.samples`. Collective.
 
     Args:
         setup: the run.
         engine: that trains it.
         maker: makes batches of this rank.
         tokenizer: megatron-core's tokenizer object.
+        metrics: where the texts are written.
+        progress: where they are shown.
 
     Raises:
         UserError: the tokenizer cannot read a prompt, or a prompt leaves no room for an answer.
     """
 
-    def __init__(self, setup: Setup, engine: Engine, maker: GPTMaker, tokenizer: Any) -> None:
+    def __init__(
+        self, setup: Setup, engine: Engine, maker: GPTMaker, tokenizer: Any, metrics: Metrics, progress: Progress
+    ) -> None:
         self._engine, self._maker, self._tokenizer = engine, maker, tokenizer
         self._training, self._layout = setup.config.training, setup.layout
+        self._metrics, self._progress = metrics, progress
+        self._texts = setup.config.run.samples
         self._prompts = [
-            _tokens(tokenizer, prompt, number, self._training.seq_length)
-            for number, prompt in enumerate(setup.config.run.samples)
+            _tokens(self._tokenizer, prompt, number, self._training.seq_length)
+            for number, prompt in enumerate(self._texts)
         ]
 
-    def __call__(self) -> list[str]:
+    def after_evaluation(self, evaluation: Evaluation) -> bool:
+        """Writes and shows a text for each prompt."""
+        for prompt, text in zip(self._texts, self._written(), strict=True):
+            self._metrics.sample(evaluation.step, prompt, text)
+            self._progress.say(f"step {evaluation.step}: {shown(prompt + text)}")
+        return True
+
+    def _written(self) -> list[str]:
         """What follows each prompt, on every rank."""
         length = self._training.seq_length
         written = [list(prompt) for prompt in self._prompts]

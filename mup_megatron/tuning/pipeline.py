@@ -18,7 +18,8 @@ from mup_megatron.engines.setup import resolve
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.layout import smallest_world
 from mup_megatron.parallel.ranks import Rank
-from mup_megatron.train import loop
+from mup_megatron.train.loop import Diverged
+from mup_megatron.train.run import train
 from mup_megatron.tuning.decide import decide, trained_keys
 from mup_megatron.tuning.lead import tune
 from mup_megatron.util.progress import Progress
@@ -61,13 +62,13 @@ def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_c
             meeting.tell("values", json.dumps(trained_keys(config, progress, allowed_changes)))
         setup = setup.derive(json.loads(meeting.await_told("values")))
         if not only:
-            loop.train(setup, rank, allowed_changes, meeting=meeting)
+            train(setup, rank, allowed_changes, meeting=meeting)
         for name in controls(config) if control and not only else ():
             runtime.stop_distributed()
             progress.say(f"the same target, {CONTROLS[name]}, with the same values")
             try:
-                loop.train(setup.derive(control_keys(config, name)), rank, allowed_changes, meeting=meeting)
-            except loop.Diverged as diverged:
+                train(setup.derive(control_keys(config, name)), rank, allowed_changes, meeting=meeting)
+            except Diverged as diverged:
                 progress.say(f"{CONTROLS[name]}: {diverged}")
         meeting.part(rank)  # of a run that was complete there are no process groups in which ranks wait for each other
 

@@ -50,7 +50,7 @@ class _Wire:
 
 
 class _Watcher:
-    """What the training loop tells (train.Watcher)."""
+    """What the training loop tells (train/watching.py)."""
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire
@@ -93,7 +93,8 @@ def main() -> None:
     from mup_megatron.engines.setup import resolve
     from mup_megatron.parallel import runtime
     from mup_megatron.parallel.ranks import Rank
-    from mup_megatron.train import loop
+    from mup_megatron.train.loop import Diverged, Terminated
+    from mup_megatron.train.run import train
     from mup_megatron.util.disk import full_disk
     from mup_megatron.util.errors import DiskFull
 
@@ -104,16 +105,16 @@ def main() -> None:
         try:
             config = parse_config(told.config, told.source)
             with full_disk(Path(config.run.dir), "files of the trial"):
-                loss = loop.train(resolve(config, 1), Rank(), watcher=watcher)
+                loss = train(resolve(config, 1), Rank(), watcher=watcher)
             if watcher.stopped:
                 wire.send(End(state="stopped"))
             elif loss is not None and math.isfinite(loss):
                 wire.send(End(state="complete", loss=loss))
             else:
                 wire.send(End(state="diverged", reason="the evaluation loss is no finite number"))
-        except loop.Diverged as error:
+        except Diverged as error:
             wire.send(End(state="diverged", reason=str(error)))
-        except loop.Terminated as error:
+        except Terminated as error:
             wire.send(End(state="terminated", reason=str(error)))
             return
         except DiskFull as error:

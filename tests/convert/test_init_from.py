@@ -22,7 +22,8 @@ from mup_megatron.engines.saved_weights import SavedWeights
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import resolve_layout
-from mup_megatron.train.loop import train as train_run
+from mup_megatron.train.run import InitFrom
+from mup_megatron.train.run import train as train_run
 from tests.convert.sources import own_model
 from tests.helpers import bodies
 from tests.helpers.commands import losses
@@ -221,7 +222,7 @@ def begin_file(rank: Any, *, path: Path, source: Path) -> float | None:
     from mup_megatron.config import load_config
     from mup_megatron.engines.setup import resolve
 
-    return train_run(resolve(load_config(path), rank.world_size), rank, init_from=source)
+    return train_run(resolve(load_config(path), rank.world_size), rank, init_from=InitFrom(source))
 
 
 # --- what is refused ---

@@ -68,9 +68,9 @@ def train(rank: Rank, *, config: Config, steps: int, broken: str = "nothing") ->
 
 def train_file(rank: Rank, *, path: Path) -> float | None:
     """`mup-megatron train` on a config file, but for the command line."""
-    from mup_megatron.train import loop as training
+    from mup_megatron.train.run import train
 
-    return training.train(resolve(load_config(path), rank.world_size), rank)
+    return train(resolve(load_config(path), rank.world_size), rank)
 
 
 def command(rank: Rank, *, arguments: list[str]) -> tuple[int, str, str]:

@@ -100,7 +100,7 @@ def in_a_new_process(code: str) -> str:
 def test_megatron_core_is_imported_without_the_compiler() -> None:
     """The patch spares every process the import of torch's compiler; without it megatron-core imports it."""
     ends = "import megatron.core.models.gpt.gpt_model, sys; print('torch._inductor.compile_fx' in sys.modules)"
-    prepared = "from mup_megatron.parallel import upstream; upstream.prepare_process(); import mup_megatron.train.loop;"
+    prepared = "from mup_megatron.parallel import upstream; upstream.prepare_process(); import mup_megatron.train.run;"
     assert in_a_new_process(prepared + ends) == "False"
     assert in_a_new_process(ends) == "True"
 

@@ -20,7 +20,7 @@ from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.coord_check import _asked
 from mup_megatron.report.page import page
 from mup_megatron.report.run_data import read_run
-from mup_megatron.train.loop import train
+from mup_megatron.train.run import train
 from mup_megatron.train.samples import NEW_TOKENS
 from mup_megatron.tuning.space import proxy_config, values_of
 from mup_megatron.util.errors import ConfigError, UserError

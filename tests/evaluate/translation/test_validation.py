@@ -16,7 +16,7 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup import resolve
 from mup_megatron.evaluate.evaluation import evaluate_translations
 from mup_megatron.parallel.ranks import Rank
-from mup_megatron.train import loop
+from mup_megatron.train.run import train
 from mup_megatron.util.errors import ConfigError
 from tests.helpers.commands import mup
 from tests.helpers.configs import make_t5
@@ -41,7 +41,7 @@ class Recorder:
 
 def trained(rank: Rank, *, path: Path, watched: bool) -> tuple[dict[int, float], float | None]:
     recorder = Recorder()
-    found = loop.train(resolve(load_config(path), rank.world_size), rank, watcher=recorder if watched else None)
+    found = train(resolve(load_config(path), rank.world_size), rank, watcher=recorder if watched else None)
     return recorder.heard, found
 
 

@@ -1,0 +1,276 @@
+"""A run of the target: found or begun, built, trained. Public name: `train`.
+
+Files of a run (`run.dir`): config.yaml (resolved), explain.json, metrics.jsonl (a line per step, a line per
+evaluation), samples.jsonl (`run.samples`), tensorboard/, checkpoints/, loss.png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed
+
+from mup_megatron.checkpoints.checkpoint import METRICS, Checkpoints, check_folder, is_complete
+from mup_megatron.checkpoints.manifest import CheckpointManifest, check_resume, make_manifest
+from mup_megatron.checkpoints.run_directory import VERIFIED, own_run_directory
+from mup_megatron.config import Config
+from mup_megatron.convert.init_from import Start, check_same_start, check_start, find_start, load_start
+from mup_megatron.data.batches import Batches, build_datasets
+from mup_megatron.data.gpt import GPTMaker
+from mup_megatron.data.prepare import prepare
+from mup_megatron.engines import Engine, build_engine
+from mup_megatron.engines.setup import Setup
+from mup_megatron.model.explain import explain
+from mup_megatron.parallel import runtime
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.train.hooks import Hook
+from mup_megatron.train.loop import Loop
+from mup_megatron.train.metrics import Metrics
+from mup_megatron.train.samples import Samples
+from mup_megatron.train.saver import Saver
+from mup_megatron.train.screen import Screen
+from mup_megatron.train.watching import Watcher, Watching
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import as_yaml, read_text, write_whole
+from mup_megatron.util.progress import Progress
+
+
+class InitFrom(NamedTuple):
+    """`--init-from`: a checkpoint whose weights the run begins with (convert/init_from.py).
+
+    Args:
+        path: of the checkpoint.
+        new_embeddings: whether word embeddings and readout keep their initial values.
+    """
+
+    path: Path
+    new_embeddings: bool = False
+
+
+def train(
+    setup: Setup,
+    rank: Rank,
+    allowed_changes: Sequence[str] = (),
+    *,
+    watcher: Watcher | None = None,
+    meeting: runtime.Meeting | None = None,
+    init_from: InitFrom | None = None,
+    told: Mapping[str, Any] | None = None,
+) -> float | None:
+    """Trains the run's model from its last checkpoint, or from the start. Collective.
+
+    Args:
+        setup: the run.
+        rank: this process.
+        allowed_changes: keys that may differ from the checkpoint's.
+        watcher: looks on; of a run of one process.
+        meeting: where the ranks have met already.
+        init_from: what the run begins with, where not with initial values.
+        told: what explain.json says besides.
+
+    Returns:
+        The last evaluation's loss (nats per token), for a watcher what it compares; None if there was none, or if the
+        run was complete before.
+
+    Raises:
+        UserError: bad input.
+        Terminated: SIGTERM or Ctrl-C came; the run was saved.
+        Diverged: the loss became infinite or no number.
+    """
+    config, layout, directory = setup.config, setup.layout, Path(setup.config.run.dir)
+    with own_run_directory(directory, rank), Progress(rank.is_first and watcher is None) as progress:
+        # A trial's own study guards it. Every rank looks: one that went on alone would wait for the others.
+        if watcher is None and _is_complete(config, allowed_changes, init_from, progress):
+            return None
+        if rank.is_first:  # the others wait for it where the process groups start
+            prepare(config, progress.say, verified=directory / VERIFIED)
+        checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
+        begins = init_from is not None and not checkpoints.newest_first()
+        start = find_start(init_from.path, new_embeddings=init_from.new_embeddings) if init_from and begins else None
+        device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
+        prepared = prepare(config)
+        parametrization = setup.parametrization(prepared.vocab_size)
+        latest = _newest_sound(checkpoints, rank, progress)
+        manifest = make_manifest(parametrization, layout, prepared.digest, step=0)
+        if latest is not None:
+            manifest = _continued(manifest, latest, allowed_changes, init_from)
+        if start is not None:
+            check_start(start, parametrization, manifest)
+            manifest = manifest.replaced(initialised_from=start.as_json())
+        if rank.is_first:
+            _describe(parametrization, setup, manifest, told or {})
+            _introduce(parametrization, setup, device, progress)
+        run = _Run(setup, parametrization, rank, progress, manifest)
+        engine = run.build(device, latest, start)
+        datasets = build_datasets(config, prepared, progress.say)
+        done = 0 if latest is None else run.resume(engine, latest)
+        try:
+            return run.loop(engine, datasets, device, checkpoints, done, watcher)
+        finally:
+            engine.close()
+
+
+def _is_complete(
+    config: Config, allowed_changes: Sequence[str], init_from: InitFrom | None, progress: Progress
+) -> bool:
+    """Whether there is nothing left to do; raises UserError where what is there is another run's."""
+    check_folder(config, allowed_changes)
+    if not is_complete(config):
+        return False
+    directory = Path(config.run.dir)
+    if init_from is not None:
+        explanation: dict[str, Any] = json.loads(read_text(directory / "explain.json"))
+        before = explanation.get("initialised_from")
+        check_same_start(before, directory, init_from.path, new_embeddings=init_from.new_embeddings)
+    progress.say(
+        f"{directory}: this run is complete, {config.training.train_steps} steps; nothing to do. To train it anew, "
+        f"choose another run.dir or remove {directory / METRICS}"
+    )
+    return True
+
+
+def _newest_sound(checkpoints: Checkpoints, rank: Rank, progress: Progress) -> Path | None:
+    """The newest checkpoint whose files match their checksums, which the ranks check together; None if there is none.
+
+    Raises:
+        UserError: there are checkpoints, and every one is damaged.
+    """
+    whole = checkpoints.newest_first()
+    for path in whole:
+        problems: list[str | None] = [None] * rank.world_size
+        torch.distributed.all_gather_object(problems, checkpoints.problem(path, (rank.rank, rank.world_size)))
+        damage = next((problem for problem in problems if problem), None)
+        if damage is None:
+            return path
+        progress.say(f"warning: {path} is damaged ({damage}); trying the one before it")
+    if whole:
+        raise UserError(f"{checkpoints.directory}: every checkpoint is damaged; remove the folder to start over")
+    return None
+
+
+def _continued(
+    manifest: CheckpointManifest, latest: Path, allowed_changes: Sequence[str], init_from: InitFrom | None
+) -> CheckpointManifest:
+    """The manifest with what the checkpoint says of the run's past. Raises UserError where it is another run's."""
+    found = CheckpointManifest.read(latest)
+    changes = check_resume(found, manifest, latest, allowed_changes)
+    if init_from is not None:
+        check_same_start(found.initialised_from, latest, init_from.path, new_embeddings=init_from.new_embeddings)
+    return manifest.replaced(changes=[*(found.changes or ()), *changes], initialised_from=found.initialised_from)
+
+
+def _describe(
+    parametrization: Parametrization, setup: Setup, manifest: CheckpointManifest, told: Mapping[str, Any]
+) -> None:
+    """Writes config.yaml and explain.json."""
+    directory = Path(setup.config.run.dir)
+    explanation = explain(parametrization, setup.layout)
+    explanation["changes"] = [change.model_dump() for change in manifest.changes or ()]
+    if manifest.initialised_from:
+        explanation["initialised_from"] = manifest.initialised_from
+    write_whole(directory / "config.yaml", as_yaml(setup.config.model_dump()))
+    write_whole(directory / "explain.json", json.dumps({**explanation, **told}, indent=1))
+
+
+def _introduce(parametrization: Parametrization, setup: Setup, device: torch.device, progress: Progress) -> None:
+    config = setup.config
+    progress.say(
+        f"{config.run.name}: {config.parametrization.name} parametrization, {setup.layout}, {device.type}, "
+        f"{config.training.precision}, {config.optimizer.name} ({config.optimizer.implementation}), "
+        f"{config.model.transformer_impl} layers, norms {config.model.norm_implementation}, attention "
+        f"{config.model.core_attention}"
+    )
+    for warning in parametrization.clip_warnings()[:1]:
+        progress.say(f"warning: {warning}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What its parts know of a run whose process groups are there."""
+
+    setup: Setup
+    parametrization: Parametrization
+    rank: Rank
+    progress: Progress
+    manifest: CheckpointManifest
+
+    def build(self, device: torch.device, latest: Path | None, start: Start | None) -> Engine:
+        """The engine over the model, with the weights of a checkpoint, if one is given, or of another run's."""
+        from mup_megatron.engines.state import load_weights
+        from mup_megatron.model.build import build_model
+
+        parametrization, layout, rank = self.parametrization, self.setup.layout, self.rank.rank
+        chunks = build_model(parametrization, layout, rank, device)
+        if latest is not None:
+            load_weights(chunks, parametrization, layout, rank, latest)
+        if start is not None:
+            load_start(start, chunks, parametrization, layout, rank)
+            self.progress.say(f"begins with the weights of {start.path}")
+        return build_engine(self.setup, parametrization, chunks)
+
+    def resume(self, engine: Engine, latest: Path) -> int:
+        """Loads the optimizer and the random states of a checkpoint; returns the updates done."""
+        from mup_megatron.engines.state import load_state
+
+        config, layout, rank = self.setup.config, self.setup.layout, self.rank.rank
+        found = CheckpointManifest.read(latest)
+        load_state(engine, self.parametrization, layout, rank, latest, found.step)
+        same = found.layout == self.manifest.layout
+        same = runtime.load_random_state(latest, layout, rank, config.run.seed, found.step, same=same)
+        self.progress.say(
+            f"resumed from {latest} at step {found.step}"
+            + ("" if same or not config.model.drops else "; dropout draws anew, since the layout is another")
+        )
+        return found.step
+
+    def loop(
+        self,
+        engine: Engine,
+        datasets: tuple[Any, Any],
+        device: torch.device,
+        checkpoints: Checkpoints,
+        done: int,
+        watcher: Watcher | None,
+    ) -> float | None:
+        """Trains to the last step; returns what `train` does."""
+        config = self.setup.config
+        batches, evaluation = (
+            Batches(dataset, config, self.setup.layout, self.rank.rank, device) for dataset in datasets
+        )
+        metrics = Metrics(config, done, self.rank)
+        hooks: list[Hook] = [metrics, Screen(config.training, self.progress)]
+        if config.training.eval_translations and datasets[1]:
+            from mup_megatron.evaluate.translation.validation import Validation
+            from mup_megatron.train.bleu import Bleu
+
+            validation = Validation(self.setup, engine, self.parametrization, datasets[1], self.rank.rank)
+            hooks.insert(0, Bleu(validation))
+        if config.run.samples:  # of a model that predicts the next token (config/run_checks.py)
+            maker, tokenizer = cast(GPTMaker, evaluation.maker), datasets[0].config.tokenizer
+            hooks.append(Samples(self.setup, engine, maker, tokenizer, metrics, self.progress))
+        watching = None if watcher is None else Watching(config, watcher, metrics)
+        if watching is not None:
+            hooks.append(watching)
+        found = Loop(config, engine, batches, evaluation, self._saver(engine, checkpoints), hooks).run(done)
+        found = found or (metrics.evaluations[-1] if metrics.evaluations else None)
+        if found is None:
+            return None
+        return found.loss if watching is None else watching.judged(found)
+
+    def _saver(self, engine: Engine, checkpoints: Checkpoints) -> Saver:
+        from mup_megatron.engines.state import save_state, state_bytes
+
+        config, parametrization, rank = self.setup.config, self.parametrization, self.rank
+
+        def write(folder: Path) -> None:
+            save_state(engine, parametrization, self.setup.layout, rank.rank, folder)
+            runtime.save_random_state(folder, rank.rank)
+
+        size = state_bytes(parametrization, config.optimizer)
+        return Saver(checkpoints, write, size, self.manifest, config.training.global_batch_size, rank)

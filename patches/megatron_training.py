@@ -3,7 +3,7 @@
 `entry_patches` puts the calls of mup_megatron/megatron_training in their places at run time; the source diffs beside
 this file put the same calls into a tree. They are handed in, for this package imports nothing of the rooms above it.
 `TRAINING_PATCHES` are what megatron.training needs to run at all as the wheel ships it, and on a CPU.
-`watch_patches` are what `tune --native` and `coord-check --native` see of the runs that it starts.
+`watch_patches` are what `tune --megatron` and `coord-check --megatron` see of the runs that it starts.
 `ELSEWHERE_PATCHES` hold only while options are read that another machine will run (`--mup-explain`).
 """
 
@@ -100,7 +100,7 @@ def entry_patches(entry: ModuleType) -> tuple[Patch, ...]:
 
 
 def watch_patches(watched: ModuleType, coordinates: ModuleType) -> tuple[Patch, ...]:
-    """What whoever started a run sees of it: `tune --native` and its kin, and nobody else, apply these.
+    """What whoever started a run sees of it: `tune --megatron` and its kin, and nobody else, apply these.
 
     Args:
         watched: mup_megatron.megatron_training.watched.

@@ -47,14 +47,14 @@ def ours(words: list[str]) -> None:
     assert words[0] in known.commands, f"{words[0]}: no command"
     if words[1:] == ["--help"]:
         return
-    if "--native" in words:  # what stands behind -- is a run of megatron.training, from which the config is written
-        from mup_megatron.tuning.native_command import NativeCommand
+    if "--megatron" in words:  # what stands behind -- is a run of megatron.training, from which the config is written
+        from mup_megatron.tuning.megatron_command import MegatronCommand
 
         place = words.index("--")
-        command = NativeCommand.read(words[place + 1 :])
+        command = MegatronCommand.read(words[place + 1 :])
         megatrons([command.script, *command.arguments])
         parsed = known.commands[words[0]].make_context(words[0], words[1:place]).params
-        assert parsed["native"]
+        assert parsed["megatron"]
         parse_overrides(list(parsed["overrides"] or []))
         return
     parsed = known.commands[words[0]].make_context(words[0], words[1:]).params
@@ -177,7 +177,7 @@ def test_nothing_is_overlooked() -> None:
 def test_a_run_that_takes_a_record_leaves_out_what_it_says() -> None:
     """docs/megatron.md's last command of each way of tuning is the one that was tuned, without the record's options."""
     lines = commands(ROOT / "docs" / "megatron.md")
-    tuned = [words for words in lines if "--mup-write-config" in words or words[1:3] == ["tune", "--native"]]
+    tuned = [words for words in lines if "--mup-write-config" in words or words[1:3] == ["tune", "--megatron"]]
     taking = [words for words in lines if "--mup-hparams" in words]
     assert len(tuned) == len(taking) == 2
     for before, after in zip(tuned, taking, strict=True):

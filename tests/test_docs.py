@@ -41,3 +41,16 @@ def test_named_tests_exist(repository: Path) -> None:
     text = (repository / "docs" / "parametrization.md").read_text()
     for name in re.findall(r"`((?:test|no)_\w+)`", text):
         assert f"def {name}(" in source, name
+
+
+WRITTEN = [
+    page for page in (*PAGES, ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md") if "reports" not in page.parts
+]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_prose_is_wrapped(page: Path) -> None:
+    """Lines of at most 120 characters, but for tables, for code, and for a link that is longer by itself."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    ", "!["))]
+    assert not [line for line in long if len(re.sub(r"\[[^]]*\]\([^)]*\)|`[^`]*`", "", line)) > 60]

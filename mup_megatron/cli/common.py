@@ -54,10 +54,10 @@ AllowChange = Annotated[
 Processes = Annotated[
     int | None, typer.Option(min=1, help="Processes to start where no launcher did; one per GPU unless given.")
 ]
-Native = Annotated[
+Megatron = Annotated[
     bool,
     typer.Option(
-        "--native",
+        "--megatron",
         help="Runs are those of the command line of megatron.training behind --; CONFIG is written from it if missing.",
     ),
 ]

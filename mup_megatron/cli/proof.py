@@ -16,7 +16,7 @@ import typer
 from mup_megatron.cli.common import (
     AsJson,
     ConfigPath,
-    Native,
+    Megatron,
     Overrides,
     Processes,
     Workers,
@@ -26,7 +26,7 @@ from mup_megatron.cli.common import (
     start_typed,
     stopped,
 )
-from mup_megatron.cli.native import default_workers, processes_of, read_command
+from mup_megatron.cli.megatron import default_workers, processes_of, read_command
 from mup_megatron.util.errors import UserError
 
 
@@ -75,7 +75,7 @@ def coordinate_check(
         str | None, typer.Option(metavar="FOLDER", help="For picture and JSON; run.dir/coord-check unless given.")
     ] = None,
     nproc_per_node: Processes = None,
-    native: Native = False,
+    megatron: Megatron = False,
     as_json: AsJson = False,
 ) -> int:
     """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
@@ -84,12 +84,12 @@ def coordinate_check(
     from mup_megatron.parallel.ranks import Rank, read_rank
     from mup_megatron.proof.controls import processes
 
-    if native:
+    if megatron:
         config, overrides = read_command([config, *(overrides or [])])
     settings = read_config(config, overrides)
     factors = _factors(widths)
     if thorough and settings.tuning.command:
-        raise UserError("--thorough: its regimes are measured by this project's engines; expected no --native")
+        raise UserError("--thorough: its regimes are measured by this project's engines; expected no --megatron")
     if thorough and (broken or parametrization):
         raise UserError(f"--thorough: judges mup; expected no {'--break' if broken else '--parametrization'}")
     if thorough and ranges:
@@ -185,7 +185,7 @@ def stability(
     seeds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
     workers: Workers = None,
     beside: Annotated[bool, typer.Option(help="Also draw standard and fan_in beside µP, µP beside others.")] = True,
-    native: Native = False,
+    megatron: Megatron = False,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For runs, picture and JSON; run.dir/stability unless given.")
     ] = None,
@@ -197,7 +197,7 @@ def stability(
     """
     from mup_megatron.parallel import upstream
 
-    if native:
+    if megatron:
         config, overrides = read_command([config, *(overrides or [])])
     settings = read_config(config, overrides)
     if settings.tuning.command and not workers:

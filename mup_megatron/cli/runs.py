@@ -15,7 +15,7 @@ from mup_megatron.cli.common import (
     AsJson,
     ConfigPath,
     Control,
-    Native,
+    Megatron,
     Overrides,
     Processes,
     WorldSize,
@@ -26,7 +26,7 @@ from mup_megatron.cli.common import (
     start_typed,
     stopped,
 )
-from mup_megatron.cli.native import default_workers, read_command
+from mup_megatron.cli.megatron import default_workers, read_command
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_yaml, write_output
 
@@ -139,21 +139,21 @@ def pipeline(
 
 
 @app.command(
-    epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2. With --native: "
-    "mup-megatron tune --native proxy.yaml tuning.trials=32 -- torchrun --nproc-per-node 2 -m mup_megatron.run "
+    epilog="Example: mup-megatron tune configs/demo.yaml tuning.trials=32 --nproc-per-node 2. With --megatron: "
+    "mup-megatron tune --megatron proxy.yaml tuning.trials=32 -- torchrun --nproc-per-node 2 -m mup_megatron.run "
     "pretrain_gpt.py --mup-base base.yaml --num-layers 24 ..."
 )
 def tune(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc_per_node: Processes = None,
-    native: Native = False,
+    megatron: Megatron = False,
     join: Annotated[
         bool, typer.Option("--join", help="Be one worker beside others that come and go; makes the study if need be.")
     ] = False,
 ) -> int:
     """Tune the proxy and write the transfer record; every process is a worker on one shared study."""
-    if native:
+    if megatron:
         config, overrides = read_command([config, *(overrides or [])])
     overrides = [*(overrides or []), "tuning.run=only"]
     if join:

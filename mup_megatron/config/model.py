@@ -56,7 +56,7 @@ class Model(Section):
     can be set by itself."""
     as_built: str | None = None
     """Digest of the layers that a script of megatron.training builds in the place of megatron-core's own. `tune
-    --native` and checkpoints hold it; it is not written by hand. If unset: the layers are megatron-core's own."""
+    --megatron` and checkpoints hold it; it is not written by hand. If unset: the layers are megatron-core's own."""
     num_layers: Count
     """Transformer layers of the target. A number other than the base's needs `parametrization.depth`. Unit: layers."""
     encoder_num_layers: Count | None = None

@@ -175,7 +175,7 @@ class Tuning(Section):
     """Where the study is kept: `journal` is a file in run.dir/tuning, else a database's URL without a secret."""
     command: list[str] = []
     """Command line of a run of megatron.training, with its launcher: trials are this one with the proxy's sizes and
-    their values in it, as `tune --native` writes it. If empty, this project's engine trains the proxy."""
+    their values in it, as `tune --megatron` writes it. If empty, this project's engine trains the proxy."""
     search: dict[str, Range] = {}
     """What is tuned: names of `hparams:` (or lr_schedule), each with one of log_uniform, uniform and choice."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mup_megatron.megatron_training.watched import count_runs, end_with, is_pipe
 from mup_megatron.parallel.ranks import read_rank
-from mup_megatron.tuning.native_task import IDLE, LOG, NEXT
+from mup_megatron.tuning.megatron_task import IDLE, LOG, NEXT
 from mup_megatron.util.files import write_whole
 
 _POLL_SECONDS = 0.05

@@ -203,13 +203,13 @@ class MegatronRun:
         if self._settings.written is not None and not self._settings.command:
             raise UserError(
                 f"--mup-write-config: no config says the script's layers ({reason}); expected none, or mup-megatron "
-                "tune --native, whose proxies the script builds"
+                "tune --megatron, whose proxies the script builds"
             )
         whole = [name for name in self._beyond if name.startswith("--heterogeneous")]
         if (self._settings.written or watched.task()) and (named := [*whole, *self._settings.base_sizes.named]):
             raise UserError(
-                f"{named[0]}: tune --native and coord-check --native put other sizes in the place of the options', and "
-                "do not know this one; expected a proxy that you type as a run of its own"
+                f"{named[0]}: tune --megatron and coord-check --megatron put other sizes in the place of the options', "
+                "and do not know this one; expected a proxy that you type as a run of its own"
             )
         self._digests = True
         if torch.distributed.get_rank() == 0:
@@ -256,7 +256,7 @@ class MegatronRun:
         compared = self._settings.record is not None or watched.task() is not None
         if compared and self._digests and layout.virtual_pipeline > 1:
             raise UserError(
-                "--mup-hparams, tune --native: of a model as built a rank knows one chunk at a time, and a record is "
+                "--mup-hparams, tune --megatron: of a model as built a rank knows one chunk at a time, and a record is "
                 "compared with all of them; expected no virtual pipeline, or the values as options"
             )
         watched.check(config)

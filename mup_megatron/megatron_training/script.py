@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mup_megatron.megatron_training.option_table import OPTIONS
-from mup_megatron.tuning.native_command import WATCHED
+from mup_megatron.tuning.megatron_command import WATCHED
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_bytes
 

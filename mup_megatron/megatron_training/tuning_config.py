@@ -5,7 +5,7 @@ engine, which builds the same model and the same optimizer groups, and writes a 
 `--mup-hparams` takes that record.
 
 With a command line (`command`) the config is for trials that are runs of megatron.training themselves
-(tuning/native.py): `mup-megatron tune --native` writes it.
+(tuning/megatron.py): `mup-megatron tune --megatron` writes it.
 
 Public names: `write_tuning_config`, `NAME`.
 """
@@ -67,7 +67,7 @@ def write_tuning_config(path: Path, config: Config, unsaid: Sequence[str], comma
     if digested(written) != digested(config):
         raise AssertionError("the config that was written is of another family than the run")
     try:
-        heading = _native_heading(path) if command else _heading(path, config, unsaid)
+        heading = _megatron_heading(path) if command else _heading(path, config, unsaid)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, heading + as_yaml(data, width=120))
     except OSError as error:
@@ -117,7 +117,7 @@ def _plain(config: Config, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _native_heading(path: Path) -> str:
+def _megatron_heading(path: Path) -> str:
     return _wrapped(
         [
             "A run of megatron.training, to tune its proxy by itself: each trial is tuning.command with the proxy's "
@@ -139,7 +139,7 @@ def _heading(path: Path, config: Config, unsaid: Sequence[str]) -> str:
     if unsaid:
         lines.append(
             f"The proxy trains without these options, for which a config has no key: {', '.join(unsaid)}. Values that "
-            "depend on them do not transfer. mup-megatron tune --native trains the proxy with them."
+            "depend on them do not transfer. mup-megatron tune --megatron trains the proxy with them."
         )
     if not _validates(config):
         lines.append(

@@ -1,6 +1,6 @@
-"""A watched run: one that `tune --native`, `coord-check --native` or `stability --native` started, seen from inside.
+"""A watched run: one that `tune --megatron`, `coord-check --megatron` or `stability --megatron` started, from inside.
 
-`mup-megatron run --watched FILE SCRIPT` reads from FILE what is asked of the run (tuning/native_task.py, `Task`). The
+`mup-megatron run --watched FILE SCRIPT` reads from FILE what is asked of the run (tuning/megatron_task.py, `Task`). The
 run says its losses and how it ended in the folder of that file, and waits there for an answer after each evaluation.
 All ranks wait for the same answer, so that all leave the training loop at the same step.
 
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
 from mup_megatron.parallel.ranks import Rank, read_rank
-from mup_megatron.tuning.native_task import ANSWER, FAILED, PROCESS, SAID, Task, differing, said_by_options
+from mup_megatron.tuning.megatron_task import ANSWER, FAILED, PROCESS, SAID, Task, differing, said_by_options
 from mup_megatron.tuning.process import Answer, End, Evaluation, Said, Step
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import write_whole

@@ -1,4 +1,4 @@
-"""What `coord-check --native` sees of a run: every module at every step on one batch, by the check's own probe.
+"""What `coord-check --megatron` sees of a run: every module at every step on one batch, by the check's own probe.
 
 Public names: `WatchedCoordinates`; `sees_training` (a decorator, which patches/megatron_training.py puts on).
 """

@@ -229,7 +229,7 @@ def unsharded_model(
 
 
 def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpec]:
-    """What the shims record in an unsharded build of `model`; each model is built once in a process.
+    """What the shims record in an unsharded build of `model`. The models that were asked for last are remembered.
 
     Built are a layer of each kind and one expert; the others have the same tensors.
     """
@@ -241,10 +241,14 @@ def _specs(config: Config, model: Model, vocabulary: int) -> dict[str, TensorSpe
         except (AssertionError, ValueError, ZeroDivisionError) as error:  # what megatron-core asserts of a config
             raise config.error("model", f"megatron-core cannot build it: {error or type(error).__name__}") from error
         built = {name: spec for name, parameter in parameters if (spec := spec_of(parameter)) is not None}
+        if len(_SPECS) == _REMEMBERED:
+            del _SPECS[next(iter(_SPECS))]
         _SPECS[key] = replicate(built, kinds, model.num_moe_experts or 1)
     return _SPECS[key]
 
 
+_REMEMBERED = 64
+"""More than the models of a coordinate check, each asked for again and again."""
 _SPECS: dict[tuple[str, int, int], dict[str, TensorSpec]] = {}
 
 

@@ -30,7 +30,7 @@ from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.controls import Break, Control, control, interpolate
 from mup_megatron.proof.coordinates import measure
 from mup_megatron.proof.family import Member, default_factors, grown, models, own_path, scaled
-from mup_megatron.proof.native import native_measure
+from mup_megatron.proof.megatron import megatron_measure
 from mup_megatron.proof.regimes import REGIMES, Regime
 from mup_megatron.proof.slopes import Measurement, slopes_of
 from mup_megatron.proof.sums import COLUMNS
@@ -153,11 +153,11 @@ def coord_check(
     if config.tuning.command:
         if asked.regime.resumes or (judged.break_ is not None and chosen is None) or (chosen and chosen.growing_tensor):
             raise UserError(
-                f"coord-check --native: {judged.label} in the regime {asked.name} is measured by this project's "
-                "engines; expected no --native"
+                f"coord-check --megatron: {judged.label} in the regime {asked.name} is measured by this project's "
+                "engines; expected no --megatron"
             )
         names = [(each.label, each.name, broken if each is judged else None) for each in measured]
-        measurements, tables = native_measure(
+        measurements, tables = megatron_measure(
             asked.family, names, steps, seeds, folder or Path(config.run.dir), say, ranges=ranges
         )
     else:

@@ -56,7 +56,7 @@ def ladder(
     """
     upstream.prepare_process()
     if config.tuning.command:
-        raise UserError("ladder: trains by this project's engines; expected a config, not --native")
+        raise UserError("ladder: trains by this project's engines; expected a config, not --megatron")
     made = rungs(config, asked, say)
     with alone(directory):
         for rung, each in made.items():

@@ -35,7 +35,7 @@ from mup_megatron.proof.optimum import (
     wider_is_worse,
 )
 from mup_megatron.proof.question import Across, Question
-from mup_megatron.tuning.native_command import NativeCommand
+from mup_megatron.tuning.megatron_command import MegatronCommand
 from mup_megatron.tuning.space import key_of, stretched
 from mup_megatron.util.errors import ConfigError, UserError
 from mup_megatron.util.files import as_json
@@ -123,7 +123,7 @@ def grid(config: Config, asked: Question) -> list[_Run]:
 def _sized(config: Config, asked: Question) -> list[Config]:
     """The config at every size."""
     command = config.tuning.command
-    ranks = (NativeCommand.read(command).processes or max(1, torch.cuda.device_count())) if command else 1
+    ranks = (MegatronCommand.read(command).processes or max(1, torch.cuda.device_count())) if command else 1
     if asked.across in ("width", "depth", "experts"):
         try:
             found = [member.config for member in members(config, asked.factors, ranks, asked.across)]

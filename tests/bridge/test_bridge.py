@@ -154,10 +154,10 @@ def test_a_layer_spec_of_the_recipes_own(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_draws_what_the_native_path_draws(ranks: Ranks, tmp_path: Path) -> None:
     """The same sizes and seed as Megatron's options: the same initial values and rates."""
-    from tests.helpers import native
+    from tests.helpers import megatron_runs
 
     (tmp_path / "cache").mkdir()
-    words = native.words(
+    words = megatron_runs.words(
         tmp_path,
         "--untie-embeddings-and-output-weights",
         base="".join(f"{name}: {size}\n" for name, size in BASE.items()),
@@ -169,7 +169,7 @@ def test_it_draws_what_the_native_path_draws(ranks: Ranks, tmp_path: Path) -> No
         adam_eps=1e-6,
         clip_grad=0,
     )
-    (theirs,) = ranks.run(1, native.native, words=words)
+    (theirs,) = ranks.run(1, megatron_runs.train, words=words)
     (ours,) = ranks.run(1, bodies.trained, mup={"base": BASE})
     assert theirs["status"] == ours["status"] == 0, theirs["said"]
     assert theirs["initial"].keys() == ours["initial"].keys()

@@ -87,7 +87,7 @@ def test_every_argument_as_a_key_and_a_value() -> None:
 @settings(DRAWN, max_examples=COUNT // 5)
 @given(st.lists(TYPED, max_size=12))
 def test_a_command_line_of_a_study(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> None:
-    """Through the file that `tune --native` writes, into the config that it reads."""
+    """Through the file that `tune --megatron` writes, into the config that it reads."""
     path: Path = tmp_path_factory.getbasetemp() / "proxy.yaml"
     path.unlink(missing_ok=True)
     command = ["p.py", "--lr", "1e-2", *words]

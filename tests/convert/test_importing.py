@@ -26,7 +26,7 @@ from tests.convert.sources import Trained, config_of, deviation, own_logits, tra
 from tests.convert.test_deepseek import EXPERTS, YARN
 from tests.convert.test_deepseek import config_of as deepseek_of
 from tests.convert.test_hugging_face import EXPERT_KEYS, logits
-from tests.helpers import bodies, native
+from tests.helpers import bodies, megatron_runs
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
 
@@ -134,7 +134,7 @@ def test_ten_more_steps_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     of = of.derive({"base": own, "training.checkpoint_interval": None})
     words = without(options(of, tmp_path), "mup-base")
     told = ["--save", str(tmp_path / "plain"), "--save-interval", "4", "--log-interval", "1", "--num-workers", "0"]
-    (plain,) = ranks.run(1, native.native, words=[*words, *told], plainly=True)
+    (plain,) = ranks.run(1, megatron_runs.train, words=[*words, *told], plainly=True)
     assert plain["status"] == 0, plain["said"]
     per_step = torch.tensor(plain["steps"]).view(4 + MORE, -1).mean(dim=1).tolist()
     said = import_checkpoint(tmp_path / "plain" / "iter_0000004", of)

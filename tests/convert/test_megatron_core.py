@@ -29,7 +29,7 @@ from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.convert.sources import MULTIPLIERS, Trained, deviation, logits_of, own_logits, own_model, train
-from tests.helpers import bodies, native
+from tests.helpers import bodies, megatron_runs
 from tests.helpers.configs import HEAD_SIZE, MLA, MOE, VOCABULARY, make
 from tests.helpers.distributed import Ranks
 
@@ -170,14 +170,14 @@ def test_a_plain_megatron_run_goes_on_from_it(
     own = ranks.run(1, bodies.leg, config=config, start_at=0, stop_at=1, load=str(source.run.path))[0]["losses"][0]
     export_megatron(source, tmp_path / "out")
     (found,) = ranks.run(
-        1, native.native, words=plain_words(tmp_path / "out", config, tmp_path / "cache"), plainly=True
+        1, megatron_runs.train, words=plain_words(tmp_path / "out", config, tmp_path / "cache"), plainly=True
     )
     assert found["status"] == 0, found["said"]
     assert sum(found["steps"][:2]) / 2 == pytest.approx(own, rel=1e-6)
     monkeypatch.setattr(export, "fold", lambda _parametrization: {})
     export_megatron(source, tmp_path / "bare")
     (bare,) = ranks.run(
-        1, native.native, words=plain_words(tmp_path / "bare", config, tmp_path / "cache"), plainly=True
+        1, megatron_runs.train, words=plain_words(tmp_path / "bare", config, tmp_path / "cache"), plainly=True
     )
     assert bare["status"] == 0, bare["said"]
     assert abs(sum(bare["steps"][:2]) / 2 - own) > 1e-2

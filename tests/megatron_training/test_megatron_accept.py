@@ -14,7 +14,7 @@ from mup_megatron.megatron_training.option_table import OPTIONS
 from mup_megatron.megatron_training.options import known, read_options
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_elsewhere import elsewhere
 from tests.megatron_training.test_megatron_options import needs_training, parsed
@@ -100,7 +100,7 @@ def without_its_rule(rank: Rank, words: list[str]) -> dict[str, Any]:
     """A run where the table does not know `NOVEL`."""
     rule = OPTIONS.pop(NOVEL)
     try:
-        return native.native(rank, words=words)
+        return megatron_runs.train(rank, words=words)
     finally:
         OPTIONS[NOVEL] = rule
 
@@ -108,7 +108,7 @@ def without_its_rule(rank: Rank, words: list[str]) -> dict[str, Any]:
 def test_a_run_records_it(ranks: Ranks, tmp_path: Path) -> None:
     """In mup.json of the checkpoint, and on stderr; without the acceptance the run is refused."""
     saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
-    words = [*native.words(tmp_path), f"--{NOVEL}", *saved]
+    words = [*megatron_runs.words(tmp_path), f"--{NOVEL}", *saved]
     (refused,) = ranks.run(1, without_its_rule, words=words)
     assert refused["status"] == 2
     assert f"--{NOVEL}: not under µP here (mup-megatron does not know" in refused["said"]

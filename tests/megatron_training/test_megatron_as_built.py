@@ -17,7 +17,7 @@ import yaml
 from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.options import Settings
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 from tests.model.as_built.own_layers import LOOPED
 
@@ -52,10 +52,10 @@ LAYOUTS = {
 
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
     asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = native.words(folder, *extra, **{"train_iters": 3, "clip_grad": 0, **changed})
+    said = megatron_runs.words(folder, *extra, **{"train_iters": 3, "clip_grad": 0, **changed})
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, native.native, words=said, **asked)
+    return ranks.run(count, megatron_runs.train, words=said, **asked)
 
 
 def tensors(folder: Path, text: str = TENSORS) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import RankError, Ranks
 from tests.helpers.links import ROOT
 from tests.megatron_training.test_megatron_run import needs_training
@@ -43,16 +43,16 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     runs = {**{name: (base, []) for name, base in SIZES.items()}, "torch": (SIZES["grown"], ["--ckpt-format", "torch"])}
     for name, (base, extra) in runs.items():
-        words = native.words(folder, "--save", str(folder / name), "--save-interval", "2", *extra, base=base)
-        (found,) = ranks.run(1, native.native, words=words)
+        words = megatron_runs.words(folder, "--save", str(folder / name), "--save-interval", "2", *extra, base=base)
+        (found,) = ranks.run(1, megatron_runs.train, words=words)
         assert found["status"] == 0, found["said"]
     return folder
 
 
 def plain(ranks: Ranks, folder: Path, *extra: str) -> list[float]:
-    words = native.words(folder, *extra, train_iters=3)
+    words = megatron_runs.words(folder, *extra, train_iters=3)
     at = words.index("--mup-base")
-    (found,) = ranks.run(1, native.native, words=words[:at] + words[at + 2 :], plainly=True)
+    (found,) = ranks.run(1, megatron_runs.train, words=words[:at] + words[at + 2 :], plainly=True)
     return found["losses"]
 
 

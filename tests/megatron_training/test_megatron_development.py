@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mup_megatron.patches import trees
-from tests.helpers import functional_recipes, native
+from tests.helpers import functional_recipes, megatron_runs
 from tests.helpers.commands import environment
 from tests.megatron_training.test_megatron_training import seen as observed
 from tests.megatron_training.test_megatron_training import start
@@ -84,7 +84,7 @@ def test_run_and_patched_tree_are_one(tree: Path, tmp_path: Path) -> None:
     patched = tmp_path / "patched"
     shutil.copytree(tree, patched)
     assert trees.apply_tree(patched)
-    words = [str(native.SCRIPT), *native.words(tmp_path, *EXPERTS.split(), train_iters=3)]
+    words = [str(megatron_runs.SCRIPT), *megatron_runs.words(tmp_path, *EXPERTS.split(), train_iters=3)]
     ways = {"run": f"run:{tree}", "tree": str(patched)}
     started = {name: start(tmp_path, name, how, *words) for name, how in ways.items()}
     run, own = (observed(process, tmp_path, name) for name, process in started.items())

@@ -15,7 +15,7 @@ import pytest
 
 from mup_megatron.parallel import upstream
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.commands import run
 from tests.megatron_training.test_megatron_table import refusal
 
@@ -186,10 +186,10 @@ def test_the_table_is_whole_where_nobody_looks(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """A table and exit status 0 for Transformer Engine, NCCL and eight processes, none of which is here."""
-    words = native.words(tmp_path, "--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2")
+    words = megatron_runs.words(tmp_path, "--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2")
     words = [word if word != "gloo" else "nccl" for word in words]
     words = [word if word != "local" else "transformer_engine" for word in words]
-    result = run("python", "-m", "mup_megatron", "run", str(native.SCRIPT), *words, "--mup-explain")
+    result = run("python", "-m", "mup_megatron", "run", str(megatron_runs.SCRIPT), *words, "--mup-explain")
     assert result.returncode == 0, result.stderr[-3000:]
     assert "TP 4, PP 2, DP 1" in result.stdout
     assert "mlp.linear_fc2.weight" in result.stdout

@@ -14,7 +14,7 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_elsewhere import elsewhere
 from tests.megatron_training.test_megatron_translation import VOCABULARY, table, translated
@@ -55,10 +55,10 @@ FEATURES = {
 
 def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, Any]:
     asked = {name: changed.pop(name) for name in ("plainly", "initial", "dropout_seed") if name in changed}
-    said = native.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
+    said = megatron_runs.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(1, native.native, words=said, **asked)[0]
+    return ranks.run(1, megatron_runs.train, words=said, **asked)[0]
 
 
 QUICK = ("learnable", "two-losses", "rising-decay")

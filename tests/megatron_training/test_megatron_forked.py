@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mup_megatron.tuning.native import NativeProcess, own_launch, own_process
-from mup_megatron.tuning.native_command import NativeCommand
-from mup_megatron.tuning.native_task import Task
+from mup_megatron.tuning.megatron import MegatronProcess, own_launch, own_process
+from mup_megatron.tuning.megatron_command import MegatronCommand
+from mup_megatron.tuning.megatron_task import Task
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_run import needs_training
 
@@ -29,13 +29,13 @@ import megatron.training
 
 megatron.core.left_behind = getattr(megatron.core, "left_behind", 100) + 1
 sys.argv += ["--seed", str(megatron.core.left_behind)]
-runpy.run_path({str(native.SCRIPT)!r}, run_name="__main__")
+runpy.run_path({str(megatron_runs.SCRIPT)!r}, run_name="__main__")
 """
 
 
 def words_of(folder: Path, *extra: str, **changed: Any) -> list[str]:
     """With more steps than the two that are measured."""
-    return native.words(folder, *extra, train_iters=8, **changed)
+    return megatron_runs.words(folder, *extra, train_iters=8, **changed)
 
 
 @pytest.fixture
@@ -52,18 +52,18 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return started
 
 
-def measured(folder: Path, words: list[str], *command: str, process: NativeProcess | None = None) -> str:
+def measured(folder: Path, words: list[str], *command: str, process: MegatronProcess | None = None) -> str:
     """What a coordinate check measures in one run: sizes, updates and losses of two steps, with all digits."""
     path = folder / "coordinates.json"
     task = Task(kind="coordinates", path=str(path), steps=2)
-    own_launch(NativeCommand.read(command), words, task, folder, process)
+    own_launch(MegatronCommand.read(command), words, task, folder, process)
     return path.read_text()
 
 
 @pytest.mark.parametrize("launcher", [(), TWO_RANKS], ids=["alone", "torchrun"])
 def test_as_in_processes_of_their_own(launcher: tuple[str, ...], tmp_path: Path, starts: list[Any]) -> None:
     """Three runs of two sizes and seeds, the third as the first: to the last bit, after one start of the launcher."""
-    command = (*launcher, str(native.SCRIPT))
+    command = (*launcher, str(megatron_runs.SCRIPT))
     split = ("--tensor-model-parallel-size", "2") if launcher else ()
     small, large = (
         words_of(tmp_path, *split, hidden_size=size, num_attention_heads=size // 16, seed=seed)
@@ -92,7 +92,7 @@ def test_what_a_run_leaves_behind(ranks: Ranks, tmp_path: Path) -> None:
     with own_process() as process:
         first, second = (measured(tmp_path / name, words, str(script), process=process) for name in ("one", "two"))
     assert first == second
-    one, two = (ranks.run(1, native.native, words=words, script=script)[0]["initial"] for _ in range(2))
+    one, two = (ranks.run(1, megatron_runs.train, words=words, script=script)[0]["initial"] for _ in range(2))
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     assert one[name].shape == two[name].shape
     assert not np.array_equal(one[name], two[name])
@@ -100,7 +100,7 @@ def test_what_a_run_leaves_behind(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_run_that_fails(tmp_path: Path, starts: list[Any]) -> None:
     """It says why, its process ends, and the next run has a new one."""
-    command = str(native.SCRIPT)
+    command = str(megatron_runs.SCRIPT)
     with own_process() as process:
         before = measured(tmp_path / "before", words_of(tmp_path), command, process=process)
         with pytest.raises(UserError, match="--qk-clip: computes on CUDA alone, and none is here"):

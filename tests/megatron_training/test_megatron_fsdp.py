@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -26,15 +26,15 @@ LAYER = "decoder.layers.0."
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 2, **changed: Any) -> dict[str, Any]:
     """The last rank's, which logs the losses."""
     asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = native.words(folder, *extra, **{"train_iters": 3, "global_batch_size": 4, "base": HALF, **changed})
+    said = megatron_runs.words(folder, *extra, **{"train_iters": 3, "global_batch_size": 4, "base": HALF, **changed})
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, native.native, words=said, **asked)[-1]
+    return ranks.run(count, megatron_runs.train, words=said, **asked)[-1]
 
 
 @pytest.fixture(scope="module")
 def two(ranks: Ranks) -> Ranks:
-    ranks.run(2, native.warm)
+    ranks.run(2, megatron_runs.warm)
     return ranks
 
 

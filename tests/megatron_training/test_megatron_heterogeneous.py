@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -61,10 +61,10 @@ def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any)
     asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
     path = layers_file(folder / "layers.json", changed.pop("layers", LAYERS))
     own = {"base": BASE, "num_layers": 4, "ffn_hidden_size": 256, "clip_grad": 0, **changed}
-    said = native.words(folder, *LLAMA.split(), "--heterogeneous-layers-config-path", path, *extra, **own)
+    said = megatron_runs.words(folder, *LLAMA.split(), "--heterogeneous-layers-config-path", path, *extra, **own)
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, native.native, words=said, **asked)
+    return ranks.run(count, megatron_runs.train, words=said, **asked)
 
 
 def rates(found: dict[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from mup_megatron.model.as_built.hybrid import hybrid_stages
 from mup_megatron.model.as_built.ready_made import READY_FOR, READY_MADE
 from mup_megatron.model.as_built.tensors_file import read_tensors
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -40,10 +40,10 @@ def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, pattern: str = 
     asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
     own = {"base": BASE, "train_iters": 3, "clip_grad": 0, "num_layers": None, **changed}
     experts = EXPERTS if "E" in pattern else ()
-    said = native.words(folder, *STACK, *experts, "--hybrid-layer-pattern", pattern, *extra, **own)
+    said = megatron_runs.words(folder, *STACK, *experts, "--hybrid-layer-pattern", pattern, *extra, **own)
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, native.native, words=said, script=SCRIPT, **asked)
+    return ranks.run(count, megatron_runs.train, words=said, script=SCRIPT, **asked)
 
 
 def entries(folder: Path, text: str = MIXER) -> tuple[str, str]:
@@ -204,8 +204,8 @@ def test_refused(words: tuple[str, ...], pattern: str, said: str, ranks: Ranks, 
 )
 def test_without_transformer_engine_and_spec(ranks: Ranks, tmp_path: Path) -> None:
     """Upstream's own stack has Transformer Engine's layers; where that is not installed, its model has none."""
-    words = native.words(tmp_path, "--hybrid-layer-pattern", "*-", num_layers=None, base=BASE)
-    (found,) = ranks.run(1, native.native, words=words, script=SCRIPT)
+    words = megatron_runs.words(tmp_path, "--hybrid-layer-pattern", "*-", num_layers=None, base=BASE)
+    (found,) = ranks.run(1, megatron_runs.train, words=words, script=SCRIPT)
     assert found["status"] == 2
     assert (
         "--hybrid-layer-pattern *-: the script's stack has layers of Transformer Engine, which is not installed; "
@@ -217,8 +217,8 @@ def test_without_transformer_engine_and_spec(ranks: Ranks, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_pattern_without_a_hybrid_model(ranks: Ranks, tmp_path: Path) -> None:
     """A script of GPTModel would ignore it, but for the initial values of its projections."""
-    words = native.words(tmp_path, "--hybrid-layer-pattern", "*-", num_layers=None, base=BASE)
-    (found,) = ranks.run(1, native.native, words=words)
+    words = megatron_runs.words(tmp_path, "--hybrid-layer-pattern", "*-", num_layers=None, base=BASE)
+    (found,) = ranks.run(1, megatron_runs.train, words=words)
     assert found["status"] == 2
     assert "--hybrid-layer-pattern: the script builds a GPTModel, which has no pattern" in found["said"]
 

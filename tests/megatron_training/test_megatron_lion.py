@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mup_megatron.engines.setup.megatron import emerging_missing
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 
 pytestmark = [
@@ -29,10 +29,12 @@ HALF = "hidden_size: 32\nnum_attention_heads: 2\nffn_hidden_size: 128\n"
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
     """The last rank's, which logs the losses."""
     asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = native.words(folder, *LION, *extra, **{"train_iters": 4, "global_batch_size": 4, "lr": 2e-3, **changed})
+    said = megatron_runs.words(
+        folder, *LION, *extra, **{"train_iters": 4, "global_batch_size": 4, "lr": 2e-3, **changed}
+    )
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, native.native, words=said, **asked)[-1]
+    return ranks.run(count, megatron_runs.train, words=said, **asked)[-1]
 
 
 def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_rates_from_half_the_width(ranks: Ranks, tmp_path: Path) -> None:
 def test_no_layout_is_in_the_losses(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path, base=HALF)
     assert whole["losses"][0] - whole["losses"][-1] > 0.05
-    ranks.run(2, native.warm)
+    ranks.run(2, megatron_runs.warm)
     split = run(ranks, tmp_path, *layout.split(), base=HALF, count=2)
     assert split["status"] == 0, split["said"]
     assert split["losses"] == pytest.approx(whole["losses"], rel=2e-5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mup_megatron.engines.setup.megatron import emerging_missing
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.breakages import break_
 from tests.helpers.distributed import RankError, Ranks
 
@@ -31,10 +31,10 @@ EXPERTS = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
     """The last rank's, which logs the losses."""
     asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = native.words(folder, *MUON, *extra, **{"train_iters": 4, "global_batch_size": 4, **changed})
+    said = megatron_runs.words(folder, *MUON, *extra, **{"train_iters": 4, "global_batch_size": 4, **changed})
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, native.native, words=said, **asked)[-1]
+    return ranks.run(count, megatron_runs.train, words=said, **asked)[-1]
 
 
 def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_no_layout_is_in_the_losses(layout: str, ranks: Ranks, tmp_path: Path) -
     whole = run(ranks, tmp_path, *model, base=HALF)
     assert whole["status"] == 0, whole["said"]
     assert whole["losses"][0] - whole["losses"][-1] > 0.05
-    ranks.run(2, native.warm)
+    ranks.run(2, megatron_runs.warm)
     split = run(ranks, tmp_path, *model, *layout.split(), base=HALF, count=2)
     assert split["status"] == 0, split["said"]
     assert split["losses"] == pytest.approx(whole["losses"], rel=2e-5)
@@ -98,7 +98,7 @@ SHARED = ("--bf16", "--use-distributed-optimizer")
 
 def without(rank: Any, *, words: list[str], broken: str) -> dict[str, Any]:
     with break_(broken):
-        return native.native(rank, words=words)
+        return megatron_runs.train(rank, words=words)
 
 
 @pytest.mark.slow
@@ -110,13 +110,15 @@ def test_ranks_that_share_the_steps_train_as_those_that_do_not(layout: str, rank
     """
     count = 4 if "tensor" in layout else 2
     words = EXPERTS if "experts" in layout else tuple(layout.split())
-    ranks.run(count, native.warm)
+    ranks.run(count, megatron_runs.warm)
     settings: dict[str, Any] = {"base": HALF, "clip_grad": 0, "train_iters": 20, "count": count}
     each = run(ranks, tmp_path, "--bf16", *words, **settings)
     assert each["status"] == 0, each["said"]
     assert each["losses"][0] - each["losses"][-1] > 0.5
     assert run(ranks, tmp_path, *SHARED, *words, **settings)["losses"] == each["losses"]
-    said = native.words(tmp_path, *MUON, *SHARED, *words, base=HALF, clip_grad=0, train_iters=4, global_batch_size=4)
+    said = megatron_runs.words(
+        tmp_path, *MUON, *SHARED, *words, base=HALF, clip_grad=0, train_iters=4, global_batch_size=4
+    )
     alone = ranks.run(count, without, words=said, broken="layer_wise_steps_stay")[-1]["losses"]
     assert [one == other for one, other in zip(alone, each["losses"], strict=False)] == [True, False, False, False]
 
@@ -127,8 +129,8 @@ def test_ranks_that_share_the_steps_train_as_those_that_do_not(layout: str, rank
     [("norm", r"(?i)cuda"), ("norm-group", r"(?i)cuda"), ("gather", "invalid tensor size")],
 )
 def test_without_its_patches_ranks_cannot_share_them(patch: str, why: str, ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, native.warm)
-    said = native.words(tmp_path, *MUON, *SHARED, base=HALF, train_iters=1, global_batch_size=4)
+    ranks.run(2, megatron_runs.warm)
+    said = megatron_runs.words(tmp_path, *MUON, *SHARED, base=HALF, train_iters=1, global_batch_size=4)
     with pytest.raises(RankError, match=why):
         ranks.run(2, without, words=said, broken=f"patch:cpu-layer-wise-{patch}")
 
@@ -155,7 +157,7 @@ def test_refused(words: str, said: str, ranks: Ranks, tmp_path: Path) -> None:
 
 def test_slices_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Upstream's default under tensor parallelism orthogonalises each rank's slice."""
-    ranks.run(2, native.warm)
+    ranks.run(2, megatron_runs.warm)
     found = run(ranks, tmp_path, "--tensor-model-parallel-size", "2", base=HALF, count=2)
     assert found["status"] == 2
     assert "--muon-tp-mode blockwise: each tensor-parallel rank would orthogonalise its slice" in found["said"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere, recipe
 
@@ -167,8 +167,8 @@ def test_a_small_copy_of_a_published_command_line_trains(name: str, ranks: Ranks
     switches = [f"--{option}" for option, value in options.items() if not value]
     valued: dict[str, Any] = {option: value for option, value in options.items() if value}
     valued |= {"lr": "1e-2", "lr-decay-style": "constant", "min-lr": None, "lr-warmup-fraction": None}
-    words = native.words(tmp_path, *switches, base=base, **valued)
-    found = ranks.run(1, native.native, words=words)[0]
+    words = megatron_runs.words(tmp_path, *switches, base=base, **valued)
+    found = ranks.run(1, megatron_runs.train, words=words)[0]
     assert found["status"] == 0, found["said"]
     assert len(found["losses"]) == 2
     assert all(0 < loss < 8 for loss in found["losses"])

@@ -26,7 +26,7 @@ from tests.helpers import bodies
 from tests.helpers.commands import BIN, environment, run
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
-from tests.helpers.native import SCRIPT
+from tests.helpers.megatron_runs import SCRIPT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,

@@ -205,12 +205,12 @@ def test_translation_is_explain(name: str, tmp_path: Path) -> None:
     sizes = {key: value for key, value in model.items() if key != "architecture"}
     beta2 = {"optimizer__betas": [0.9, 0.999], "model__core_attention": "megatron"}
     config = make({"model": {"num_layers": 2, **sizes}, "base": base}, model.get("architecture", "gpt3"), **beta2)
-    native, expected = table(parametrize(ours, VOCABULARY)), table(parametrize(config, VOCABULARY))
-    assert native.keys() == expected.keys()
+    theirs, expected = table(parametrize(ours, VOCABULARY)), table(parametrize(config, VOCABULARY))
+    assert theirs.keys() == expected.keys()
     for tensor, row in expected.items():
-        assert native[tensor] == row, tensor
+        assert theirs[tensor] == row, tensor
     for tensor, rate in rates.items():
-        assert native[tensor]["lr_multiplier"] == float(rate), tensor
+        assert theirs[tensor]["lr_multiplier"] == float(rate), tensor
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -17,8 +17,8 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.family import digested
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
 from tests.helpers.commands import run
+from tests.helpers.megatron_runs import SCRIPT
 from tests.megatron_training.test_megatron_elsewhere import elsewhere, recipe
 from tests.megatron_training.test_megatron_recipes import PUBLISHED
 from tests.megatron_training.test_megatron_training import STEPS, config, options, without
@@ -173,7 +173,7 @@ def test_from_command_line_to_tuned_run(tmp_path: Path) -> None:
     written, record = tmp_path / "tune.yaml", tmp_path / "tuned.json"
     base = tmp_path / "sizes.yaml"
     base.write_text((tmp_path / "base.yaml").read_text())
-    command = ["python", "-m", "mup_megatron", "run", str(native.SCRIPT)]
+    command = ["python", "-m", "mup_megatron", "run", str(SCRIPT)]
     wrote = run(*command, *words, "--mup-base", base, "--mup-write-config", written)
     assert wrote.returncode == 0, wrote.stderr[-3000:]
     settings = [f"run.dir={tmp_path / 'run'}", f"tuning.record={record}", "tuning.trials=2", "tuning.repeat_best=0"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mup_megatron.model.as_built import attach
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.breakages import break_
 from tests.helpers.distributed import RankError, Ranks
 from tests.model.as_built.own_layers import LATENT
@@ -38,10 +38,10 @@ AHEAD = "--mtp-num-layers 1 --position-embedding-type rope"
 
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
     asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = native.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
+    said = megatron_runs.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
     if asked.get("plainly"):
         said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, native.native, words=said, **asked)
+    return ranks.run(count, megatron_runs.train, words=said, **asked)
 
 
 def entries(folder: Path) -> tuple[str, str]:
@@ -136,7 +136,7 @@ def test_the_softmax_scale_of_sparse_attention(ranks: Ranks, tmp_path: Path) -> 
     (single,) = run(ranks, tmp_path, *SPARSE.split(), *INDEXER)
     assert doubled["status"] == single["status"] == 0, doubled["said"]
     assert doubled["steps"] != single["steps"]
-    (unknown,) = ranks.run(1, _without_the_class, words=native.words(tmp_path, *words, base=BASE))
+    (unknown,) = ranks.run(1, _without_the_class, words=megatron_runs.words(tmp_path, *words, base=BASE))
     assert unknown["status"] == 2
     assert "core_attention: DSAttention has the softmax scale 0.25, the rules say 0.5" in unknown["said"]
 
@@ -144,7 +144,7 @@ def test_the_softmax_scale_of_sparse_attention(ranks: Ranks, tmp_path: Path) -> 
 def _without_the_class(rank: Any, *, words: list[str]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(attach, "_latent_attention", lambda: (attach.MultiLatentAttention,))
-        return native.native(rank, words=words)
+        return megatron_runs.train(rank, words=words)
 
 
 @pytest.mark.slow
@@ -192,11 +192,11 @@ def test_without_its_patch_a_stage_of_prediction_does_not_run(ranks: Ranks, tmp_
     """Negative control of cpu-pipeline-shapes: the stages wait for CUDA, which is not there."""
     common: dict[str, Any] = {"base": QUARTER, "global_batch_size": 4, "pipeline_model_parallel_size": 2}
     words = [*AHEAD.split(), "--pipeline-model-parallel-layout", "Ettm|L"]
-    said = native.words(tmp_path, *words, train_iters=1, clip_grad=0, **common)
+    said = megatron_runs.words(tmp_path, *words, train_iters=1, clip_grad=0, **common)
     with pytest.raises(RankError, match=r"(?i)cuda"):
         ranks.run(2, _without_the_patch, words=said)
 
 
 def _without_the_patch(rank: Any, *, words: list[str]) -> dict[str, Any]:
     with break_("patch:cpu-pipeline-shapes"):
-        return native.native(rank, words=words)
+        return megatron_runs.train(rank, words=words)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from tests.mutants.bias_mutants import BIAS
 from tests.mutants.horizon_mutants import HORIZON
 from tests.mutants.input_mutants import INPUT
+from tests.mutants.megatron_mutants import NATIVE
 from tests.mutants.mutant import Mutant
 from tests.mutants.mutant import mutant as _mutant
-from tests.mutants.native_mutants import NATIVE
 from tests.mutants.proof_mutants import PROOF
 from tests.mutants.tuning_mutants import TUNING
 from tests.mutants.unit_mutants import UNIT

@@ -1,4 +1,4 @@
-"""What a mutant is: the lists are mutants.py and native_mutants.py, and mutate.py runs them."""
+"""What a mutant is: the lists are mutants.py and megatron_mutants.py, and mutate.py runs them."""
 
 from __future__ import annotations
 

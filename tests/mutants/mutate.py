@@ -1,6 +1,6 @@
 """`./dev mutants`: breaks the code in one small way after the other, and looks whether the tests notice.
 
-Each mutant of listed.py, and of native_mutants.py where there is megatron.training, is put into a copy of the tree,
+Each mutant of listed.py, and of megatron_mutants.py where there is megatron.training, is put into a copy of the tree,
 and the tests that must catch it run there. It is caught where a test that passes on the unbroken tree fails, and
 fails because it compared something: a test that dies of AttributeError or the like has compared nothing, and does not
 count. Exit status 0 where all are caught, else 1.
@@ -44,7 +44,7 @@ _LISTS = (
         "tests.mutants.horizon_mutants",
         "tests.mutants.input_mutants",
         "tests.mutants.proof_mutants",
-        "tests.mutants.native_mutants",
+        "tests.mutants.megatron_mutants",
     ),
 )
 # What a test raises that has compared nothing: it crashed on the way.
@@ -195,7 +195,7 @@ def verdict(result: dict[str, Any], wrong_before: set[str]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """The command."""
     from tests.mutants.listed import MUTANTS
-    from tests.mutants.native_mutants import NATIVE
+    from tests.mutants.megatron_mutants import NATIVE
 
     parser = argparse.ArgumentParser(prog="./dev mutants", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="Mutants whose names contain one of these; all if none is given.")
@@ -256,7 +256,7 @@ def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
         before: the page so far; a list that has not run whole keeps its table.
     """
     from tests.mutants.listed import MUTANTS
-    from tests.mutants.native_mutants import NATIVE
+    from tests.mutants.megatron_mutants import NATIVE
 
     lists = ([mutant.name for mutant in MUTANTS if mutant not in NATIVE], [mutant.name for mutant in NATIVE])
     known, _, native = before.partition(_NATIVE_HEADING)
@@ -270,11 +270,9 @@ def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
         "Each row is one small fault that somebody could make in the code, put into a copy of the tree; then the "
         "tests that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails "
         "because it compared something; a test that\ncrashes before it compares does not count. The lists are "
-        "[listed.py](../../tests/mutants/listed.py) and\n[native_mutants.py](../../tests/mutants/native_mutants.py), "
-        "whose faults need\nmegatron.training (megatron-core 0.19, Python 3.12).\n\n"
-        + tables[0]
-        + _NATIVE_HEADING
-        + tables[1]
+        "[listed.py](../../tests/mutants/listed.py) and\n"
+        "[megatron_mutants.py](../../tests/mutants/megatron_mutants.py), whose faults need\n"
+        "megatron.training (megatron-core 0.19, Python 3.12).\n\n" + tables[0] + _NATIVE_HEADING + tables[1]
     )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.mutants.listed import MUTANTS
+from tests.mutants.megatron_mutants import NATIVE
 from tests.mutants.mutant import Mutant
 from tests.mutants.mutate import broken, verdict
-from tests.mutants.native_mutants import NATIVE
 
 SAMPLE = ("rule: init without g",)
 

@@ -182,7 +182,7 @@ def test_a_tokenizer_in_a_folder(tmp_path: Path) -> None:
 # Files of this project's own making, in a folder that it made, and of packages of the system.
 OWN = {
     "util/files.py",
-    "tuning/native.py",
+    "tuning/megatron.py",
     "megatron_training/watched.py",
     "megatron_training/forked.py",
     "convert/importing/check.py",

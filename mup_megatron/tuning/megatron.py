@@ -1,9 +1,10 @@
 """A run of megatron.training in processes of its own: started as its command line says, heard and answered.
 
-Public names: `NativeProcess`, `process_for`, `own_process`, `own_launch`, `last_lines`. `NativeProcess` is what
+Public names: `MegatronProcess`, `process_for`, `own_process`, `own_launch`, `last_lines`. `MegatronProcess` is what
 process.py's `RunProcess` is for this project's own engine: it says the same messages. They go through files in a folder
-of the run (native_task.py), because a launcher stands between the two: the run's last rank (which has the loss) adds a
-line to SAID for each message, and waits for ANSWER after an evaluation. megatron_training/watched.py is the other end.
+of the run (megatron_task.py), because a launcher stands between the two: the run's last rank, which has the loss, adds
+a line to SAID for each message, and waits for ANSWER after an evaluation. The other end is
+megatron_training/watched.py.
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ from typing import IO
 
 from mup_megatron.config import Config
 from mup_megatron.parallel.ranks import Rank
-from mup_megatron.tuning.native_command import PLACES, NativeCommand, given_options, native_options, replaced
-from mup_megatron.tuning.native_task import ANSWER, FAILED, IDLE, LOG, NEXT, PROCESS, SAID, TASK, Task, said_by_options
+from mup_megatron.tuning.megatron_command import PLACES, MegatronCommand, given_options, megatron_options, replaced
+from mup_megatron.tuning.megatron_task import (
+    ANSWER,
+    FAILED,
+    IDLE,
+    LOG,
+    NEXT,
+    PROCESS,
+    SAID,
+    TASK,
+    Task,
+    said_by_options,
+)
 from mup_megatron.tuning.process import Answer, End, Evaluation, RunProcess, Said, Step, environment, receive
 from mup_megatron.util.errors import DiskFull, UserError
 from mup_megatron.util.files import as_yaml, write_whole
@@ -33,7 +45,7 @@ _END_SECONDS, _SAVE_SECONDS, _START_SECONDS, _POLL_SECONDS = 60.0, 600.0, 600, 0
 _LAST_LINES, _LAST_BYTES = 3, 1 << 14
 
 
-def process_for(config: Config, rank: Rank, log: Path) -> RunProcess | NativeProcess:
+def process_for(config: Config, rank: Rank, log: Path) -> RunProcess | MegatronProcess:
     """The process that trains a config's proxies: a run of megatron.training where `tuning.command` says one.
 
     Args:
@@ -41,10 +53,10 @@ def process_for(config: Config, rank: Rank, log: Path) -> RunProcess | NativePro
         rank: of the process that starts it.
         log: file for whatever libraries print; a run of megatron.training has one in its own folder.
     """
-    return NativeProcess(rank) if config.tuning.command else RunProcess(rank, log)
+    return MegatronProcess(rank) if config.tuning.command else RunProcess(rank, log)
 
 
-class NativeProcess:
+class MegatronProcess:
     """One run of megatron.training after the other. The methods are `RunProcess`'s.
 
     The launcher's processes live on from run to run (megatron_training/forked.py), where they can.
@@ -76,10 +88,10 @@ class NativeProcess:
             interval=config.training.eval_interval or config.training.train_steps,
             steps=config.training.train_steps,
         )
-        command = NativeCommand.read(config.tuning.command)
+        command = MegatronCommand.read(config.tuning.command)
         self.launch(command, trial_arguments(command, config), task, directory)
 
-    def launch(self, command: NativeCommand, arguments: list[str], task: Task, directory: Path) -> None:
+    def launch(self, command: MegatronCommand, arguments: list[str], task: Task, directory: Path) -> None:
         """Starts a watched run.
 
         Args:
@@ -250,7 +262,7 @@ class NativeProcess:
         self._talks = [talk for talk in self._talks if talk not in talks]
 
 
-def trial_arguments(command: NativeCommand, config: Config) -> list[str]:
+def trial_arguments(command: MegatronCommand, config: Config) -> list[str]:
     """Arguments of the user's script for a trial: the proxy's sizes, its schedule, its values; its own folder.
 
     Args:
@@ -259,7 +271,7 @@ def trial_arguments(command: NativeCommand, config: Config) -> list[str]:
     """
     directory = Path(config.run.dir)
     options = {
-        **native_options(config),
+        **megatron_options(config),
         "mup-config": str(write_sections(directory, config)),
         "save": str(directory / "checkpoints"),
         "load": str(directory / "checkpoints"),
@@ -302,9 +314,9 @@ def last_lines(log: Path) -> str:
 
 
 @contextmanager
-def own_process() -> Iterator[NativeProcess]:
+def own_process() -> Iterator[MegatronProcess]:
     """A process for watched runs; it ends with the block."""
-    process = NativeProcess(Rank())
+    process = MegatronProcess(Rank())
     try:
         yield process
     finally:
@@ -312,7 +324,7 @@ def own_process() -> Iterator[NativeProcess]:
 
 
 def own_launch(
-    command: NativeCommand, arguments: list[str], task: Task, directory: Path, process: NativeProcess | None = None
+    command: MegatronCommand, arguments: list[str], task: Task, directory: Path, process: MegatronProcess | None = None
 ) -> None:
     """Runs a watched run to its end, where nothing is said on the way.
 
@@ -336,7 +348,7 @@ def own_launch(
         raise UserError(end.reason)
 
 
-def _environment(command: NativeCommand, rank: Rank) -> dict[str, str]:
+def _environment(command: MegatronCommand, rank: Rank) -> dict[str, str]:
     """As of a trial (process.environment); with as many GPUs as its launcher starts processes."""
     parent = dict(os.environ)
     if command.processes == 1:

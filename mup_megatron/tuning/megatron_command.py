@@ -1,7 +1,7 @@
 """The command line of a run of megatron.training: its parts, and the same one for another run of the family.
 
-Public names: `NativeCommand`, `native_options`, `replaced`, `given_options`, `WATCHED`, `PLACES`. `tuning.command` of a
-config is such a command line, as a user types it:
+Public names: `MegatronCommand`, `megatron_options`, `replaced`, `given_options`, `WATCHED`, `PLACES`. `tuning.command`
+of a config is such a command line, as a user types it:
 
     torchrun --nproc-per-node 8 -m mup_megatron.run pretrain_gpt.py --mup-base base.yaml --num-layers 24 ...
     mup-megatron run pretrain_gpt.py ...
@@ -84,7 +84,7 @@ _LEFT_OUT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeCommand:
+class MegatronCommand:
     """A command line in parts.
 
     Args:
@@ -98,7 +98,7 @@ class NativeCommand:
     arguments: tuple[str, ...]
 
     @classmethod
-    def read(cls, words: Sequence[str]) -> NativeCommand:
+    def read(cls, words: Sequence[str]) -> MegatronCommand:
         """The parts of a command line as it was typed.
 
         Raises:
@@ -172,7 +172,7 @@ def without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
     return kept
 
 
-def native_options(config: Config) -> dict[str, str]:
+def megatron_options(config: Config) -> dict[str, str]:
     """Megatron's options that make a run of the family another one, by name without dashes.
 
     The four multipliers, the base and the parametrization are not among them: `--mup-config` says them.
@@ -194,7 +194,7 @@ def native_options(config: Config) -> dict[str, str]:
 
 
 def replaced(
-    command: NativeCommand, options: Mapping[str, str], flags: Sequence[str] = (), dropped: Sequence[str] = ()
+    command: MegatronCommand, options: Mapping[str, str], flags: Sequence[str] = (), dropped: Sequence[str] = ()
 ) -> list[str]:
     """The command's arguments with options in the place of its own.
 
@@ -213,7 +213,7 @@ def replaced(
     ]
 
 
-def given_options(command: NativeCommand, options: Sequence[str]) -> list[str]:
+def given_options(command: MegatronCommand, options: Sequence[str]) -> list[str]:
     """Those of some options that a command line has."""
     names = {word[2:].partition("=")[0] for word in command.arguments if word.startswith("--")}
     return [option for option in options if option in names]

@@ -1,4 +1,4 @@
-"""`stability --native` of a script that trains a HybridModel; `coord-check --native` refuses it."""
+"""`stability --megatron` of a script that trains a HybridModel; `coord-check --megatron` refuses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.commands import mup
 from tests.megatron_training.test_megatron_hybrid import SCRIPT, STACK
 from tests.megatron_training.test_megatron_run import needs_training
@@ -22,7 +22,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("hybrid")
     sizes: dict[str, Any] = {"train_iters": 8, "eval_iters": 2, "weight_decay": 0, "num_layers": None}
     sizes |= {"kv_channels": None, "ffn_hidden_size": None}
-    words = native.words(
+    words = megatron_runs.words(
         folder, *STACK, "--hybrid-layer-pattern", "*-*-", base="hidden_size: 32\nnum_attention_heads: 2\n", **sizes
     )
     return [str(folder), str(SCRIPT), *words]
@@ -32,7 +32,7 @@ def test_coordinates_are_refused(command: list[str], tmp_path: Path) -> None:
     """What is expected of each tensor comes from a table that only the run itself can make."""
     words: list[str | Path] = [
         "coord-check",
-        "--native",
+        "--megatron",
         Path(command[0]) / "proxy.yaml",
         f"run.dir={tmp_path / 'run'}",
     ]
@@ -44,7 +44,12 @@ def test_coordinates_are_refused(command: list[str], tmp_path: Path) -> None:
 
 def test_stability(command: list[str], tmp_path: Path) -> None:
     """Every run is the script at its size and rate, the pattern's layers of that width."""
-    words: list[str | Path] = ["stability", "--native", Path(command[0]) / "proxy.yaml", f"run.dir={tmp_path / 'run'}"]
+    words: list[str | Path] = [
+        "stability",
+        "--megatron",
+        Path(command[0]) / "proxy.yaml",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     words += ["--sizes", "1,2", "--values", "1e-3,2e-3,4e-3", "--seeds", "1", "--no-beside", "--", *command[1:]]
     found = mup(*words)
     assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mup_megatron.megatron_training.script import _announce_rank
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
 
 needs_training = pytest.mark.skipif(
@@ -25,7 +25,7 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_
 
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
     """The last rank's, where losses are logged."""
-    return ranks.run(count, native.native, words=native.words(folder, *extra, **changed))[-1]
+    return ranks.run(count, megatron_runs.train, words=megatron_runs.words(folder, *extra, **changed))[-1]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_padded_vocabulary(rows: int, status: int, ranks: Ranks, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def two(ranks: Ranks) -> Ranks:
-    ranks.run(2, native.warm)
+    ranks.run(2, megatron_runs.warm)
     return ranks
 
 

@@ -1,4 +1,4 @@
-"""`coord-check --native` and `stability --native`: the proofs in the user's own script, at several widths."""
+"""`coord-check --megatron` and `stability --megatron`: the proofs in the user's own script, at several widths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.commands import mup
 from tests.megatron_training.test_megatron_run import needs_training
 
@@ -26,11 +26,20 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "ffn_hidden_size": None,
     }
     base = "hidden_size: 32\nnum_attention_heads: 2\n"
-    return [str(folder), str(native.SCRIPT), *native.words(folder, "--recompute-activations", base=base, **sizes)]
+    return [
+        str(folder),
+        str(megatron_runs.SCRIPT),
+        *megatron_runs.words(folder, "--recompute-activations", base=base, **sizes),
+    ]
 
 
 def check(folder: Path, command: list[str], *options: str) -> tuple[int, dict[str, Any]]:
-    words: list[str | Path] = ["coord-check", "--native", Path(command[0]) / "proxy.yaml", f"run.dir={folder / 'run'}"]
+    words: list[str | Path] = [
+        "coord-check",
+        "--megatron",
+        Path(command[0]) / "proxy.yaml",
+        f"run.dir={folder / 'run'}",
+    ]
     asked = ["--widths", "1,2,4", "--steps", "2", "--seeds", "1", "--no-beside", "--json"]
     found = mup(*words, *asked, *options, "--", *command[1:])
     assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]
@@ -61,7 +70,7 @@ def test_the_time_is_said(command: list[str], tmp_path: Path) -> None:
     """Before most of it has passed: what a run takes, and how long the others will."""
     words: list[str | Path] = [
         "coord-check",
-        "--native",
+        "--megatron",
         Path(command[0]) / "proxy.yaml",
         f"run.dir={tmp_path / 'run'}",
     ]
@@ -100,7 +109,12 @@ def test_a_wrong_rate_is_named(
 @needs_training
 def test_stability_in_the_users_script(command: list[str], tmp_path: Path) -> None:
     """Every run is the user's script at its size and value; a second command finds all of them there."""
-    words: list[str | Path] = ["stability", "--native", Path(command[0]) / "proxy.yaml", f"run.dir={tmp_path / 'run'}"]
+    words: list[str | Path] = [
+        "stability",
+        "--megatron",
+        Path(command[0]) / "proxy.yaml",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     words += ["--sizes", "1,2", "--values", "1e-3,2e-3,4e-3", "--seeds", "1", "--no-beside", "--", *command[1:]]
     found = mup(*words)
     assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]

@@ -1,7 +1,7 @@
 """What is asked of a watched run of megatron.training, and the files through which it is asked and answers.
 
 Public names: `Task`, `said_by_options`, `differing`; `SAID`, `ANSWER`, `FAILED`, `PROCESS`, `TASK`, `IDLE`, `NEXT`,
-`LOG`. native.py is one end, megatron_training/watched.py and forked.py are the other. Imports no torch.
+`LOG`. megatron.py is one end, megatron_training/watched.py and forked.py are the other. Imports no torch.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from mup_megatron.patches import trees
 from mup_megatron.util.errors import UserError
 from tests.convert.sources import deviation
 from tests.convert.test_hugging_face import load
-from tests.helpers import bodies, native
+from tests.helpers import bodies, megatron_runs
 from tests.helpers.distributed import Ranks
-from tests.helpers.native import SCRIPT
+from tests.helpers.megatron_runs import SCRIPT
 from tests.megatron_training.test_megatron_training import copy_of_megatron, saw
 
 pytestmark = [
@@ -115,7 +115,7 @@ def words_of(folder: Path, name: str) -> list[str]:
     base = BASE + ("moe_ffn_hidden_size: 64\n" if "mixtral" in name else "")
     base = OF_DEEPSEEK if name == "deepseek" else base
     valued = {"init_method_std": 0.15, "make_vocab_size_divisible_by": 64, "global_batch_size": 4, **changed}
-    words = native.words(folder, *options, "--mup-config", str(folder / "mup.yaml"), base=base, **valued)
+    words = megatron_runs.words(folder, *options, "--mup-config", str(folder / "mup.yaml"), base=base, **valued)
     return [word for word in words if (name, word) != (FUSED, "--no-bias-gelu-fusion")]
 
 
@@ -135,10 +135,10 @@ def ran(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
     def run(name: str) -> Native:
         if name not in made:
-            folder, count = tmp_path_factory.mktemp("native"), RUNS[name][0]
+            folder, count = tmp_path_factory.mktemp("runs"), RUNS[name][0]
             words = words_of(folder, name)
             told = [*words, "--save", str(folder / "saved"), "--save-interval", "100", "--train-iters", "3"]
-            found = ranks.run(count, native.native, words=told, tokens=TOKENS)[-1]
+            found = ranks.run(count, megatron_runs.train, words=told, tokens=TOKENS)[-1]
             assert found["status"] == 0, found["said"]
             made[name] = Native(folder / "saved", words, found["logits"][..., :ENTRIES])
         return made[name]
@@ -178,7 +178,7 @@ def test_generate_has_the_same_model(ran: Callable[[str], Native]) -> None:
     try:
         _, model, tokenizer = load_model(one.saved, torch.device("cpu"))
         assert tokenizer.vocab_size == ENTRIES
-        assert deviation(native._logits(model, TOKENS)[..., :ENTRIES], one.logits) < 1e-6
+        assert deviation(megatron_runs._logits(model, TOKENS)[..., :ENTRIES], one.logits) < 1e-6
         said = [token.id for token in generate(model, tokenizer, "3 14 15", max_new_tokens=8)]
     finally:
         runtime.stop_distributed()
@@ -208,7 +208,7 @@ def test_evaluate_has_the_same_model_in_any_layout(
     model, told = load_model(one.saved, torch.device("cpu"))[1:]
     try:
         begun = torch.cat([torch.full((4, 1), told.eod), TOKENS[:, 1:]], dim=1)
-        logits = native._logits(model, begun)[:, :-1, :ENTRIES].double()
+        logits = megatron_runs._logits(model, begun)[:, :-1, :ENTRIES].double()
     finally:
         runtime.stop_distributed()
     expected = logits.log_softmax(-1).gather(-1, begun[:, 1:, None]).sum().item()
@@ -254,7 +254,7 @@ def test_plain_megatron_goes_on_from_it(
     one = ran(name)
     (own,) = ranks.run(
         1,
-        native.native,
+        megatron_runs.train,
         words=[
             *without(one.words, "tensor-model-parallel-size"),
             "--load",
@@ -272,7 +272,9 @@ def test_plain_megatron_goes_on_from_it(
         export_megatron(open_source(one.saved), tmp_path / kind)
         told = (tmp_path / kind / "megatron_options.txt").read_text().split()
         words = without(one.words, "mup-base", "mup-config", "tensor-model-parallel-size")
-        (plain,) = ranks.run(1, native.native, words=[*words, *told, "--load", str(tmp_path / kind)], plainly=True)
+        (plain,) = ranks.run(
+            1, megatron_runs.train, words=[*words, *told, "--load", str(tmp_path / kind)], plainly=True
+        )
         assert plain["status"] == 0, plain["said"]
         losses[kind] = plain["steps"][0]
     assert losses["folded"] == pytest.approx(own["steps"][0], rel=1e-6)
@@ -303,7 +305,7 @@ def test_a_patched_trees_checkpoint(ran: Callable[[str], Native], tmp_path: Path
         assert deviation(load(tmp_path / "hf")(TOKENS).logits, one.logits) < 1e-5
     try:
         _, model, tokenizer = load_model(saved, torch.device("cpu"))
-        assert deviation(native._logits(model, TOKENS)[..., :ENTRIES], one.logits) < 1e-6
+        assert deviation(megatron_runs._logits(model, TOKENS)[..., :ENTRIES], one.logits) < 1e-6
         assert len(list(generate(model, tokenizer, "3 14 15", max_new_tokens=8))) == 8
     finally:
         runtime.stop_distributed()

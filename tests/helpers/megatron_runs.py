@@ -73,7 +73,7 @@ def warm(rank: Rank) -> None:
     import megatron.training.training  # noqa: F401
 
 
-def native(
+def train(
     rank: Rank,
     *,
     words: list[str],

@@ -1,4 +1,4 @@
-"""`mup-megatron tune --native`: the proxy is tuned by runs of the user's own script, from command line to target."""
+"""`mup-megatron tune --megatron`: the proxy is tuned by runs of the user's own script, from command line to target."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import yaml
 
 from mup_megatron.config import load_config, parse_config
 from mup_megatron.parallel.ranks import Rank
-from mup_megatron.tuning.native import (
-    NativeProcess,
+from mup_megatron.tuning.megatron import (
+    MegatronProcess,
     last_lines,
     own_launch,
     process_for,
     trial_arguments,
 )
-from mup_megatron.tuning.native_command import NativeCommand, native_options, replaced
-from mup_megatron.tuning.native_task import Task, differing, said_by_options
+from mup_megatron.tuning.megatron_command import MegatronCommand, megatron_options, replaced
+from mup_megatron.tuning.megatron_task import Task, differing, said_by_options
 from mup_megatron.tuning.process import RunProcess
 from mup_megatron.tuning.space import proxy_config
 from mup_megatron.util.errors import UserError
-from tests.helpers import native
+from tests.helpers import megatron_runs
 from tests.helpers.commands import Background, mup, run, until
 from tests.helpers.configs import MIXED, make
 from tests.megatron_training.test_megatron_as_built import TENSORS
@@ -67,7 +67,7 @@ TORCHRUN = ["torchrun", "--nproc-per-node", "2", "-m", "mup_megatron.run"]
     ],
 )
 def test_a_command_line_in_parts(words: str, launcher: list[str], arguments: list[str], processes: int | None) -> None:
-    found = NativeCommand.read(words.split())
+    found = MegatronCommand.read(words.split())
     assert (list(found.launcher), found.script, list(found.arguments)) == (launcher, "p.py", arguments)
     assert found.processes == processes
     assert found.words(["--x"], Path("t.json")) == [*launcher, "--watched", "t.json", "p.py", "--x"]
@@ -86,20 +86,20 @@ def test_a_command_line_in_parts(words: str, launcher: list[str], arguments: lis
 )
 def test_no_command_line(words: str, said: str) -> None:
     with pytest.raises(UserError) as error:
-        NativeCommand.read(words.split())
+        MegatronCommand.read(words.split())
     assert str(error.value).startswith(said)
 
 
 def test_options_take_the_place_of_the_users() -> None:
     """Whichever way a value was typed; what a trial has no use for is left out, the rest stays in its order."""
     typed = "p.py --lr=1 --window-size 127,0 --hidden-size 64 --train-samples 9 --load there --swiglu --lr 2 --seed 3"
-    assert replaced(NativeCommand.read(typed.split()), {"lr": "0.5", "hidden-size": "32"}, ["finetune"]) == (
+    assert replaced(MegatronCommand.read(typed.split()), {"lr": "0.5", "hidden-size": "32"}, ["finetune"]) == (
         ["--window-size", "127,0", "--swiglu", "--lr", "0.5", "--hidden-size", "32", "--finetune"]
     )
 
 
 def study(folder: Path, **keys: Any) -> Any:
-    """A config as `tune --native` writes it, of a target twice as wide as its base."""
+    """A config as `tune --megatron` writes it, of a target twice as wide as its base."""
     return make(
         MIXED,
         **{
@@ -119,14 +119,14 @@ def test_a_trial_by_hand(tmp_path: Path) -> None:
     config = study(tmp_path)
     values = {"lr": 0.25, "output_multiplier": 3.0}
     trial = proxy_config(config, values, seed=11, directory=tmp_path / "t", cache=None)
-    options = native_options(trial)
+    options = megatron_options(trial)
     assert trial.parallel == config.parallel
     base = config.base.sizes
     assert {name: options[name.replace("_", "-")] for name in base} == {name: str(size) for name, size in base.items()}
     expected = {"train-iters": "20", "lr-warmup-iters": "2", "eval-interval": "5", "lr": "0.25", "seed": "11"}
     expected["min-lr"] = repr(0.25 * config.training.min_lr_ratio)
     assert {name: options[name] for name in expected} == expected
-    words = trial_arguments(NativeCommand.read(config.tuning.command), trial)
+    words = trial_arguments(MegatronCommand.read(config.tuning.command), trial)
     assert words[:2] == ["--log-interval", "1"]
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(tmp_path / "t" / "checkpoints")
     assert words[words.index("--save-interval") + 1] == "5"
@@ -151,7 +151,7 @@ def test_another_run_than_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_whose_process_it_is(tmp_path: Path) -> None:
-    assert isinstance(process_for(study(tmp_path), Rank(), tmp_path / "log"), NativeProcess)
+    assert isinstance(process_for(study(tmp_path), Rank(), tmp_path / "log"), MegatronProcess)
     assert isinstance(process_for(make(MIXED), Rank(), tmp_path / "log"), RunProcess)
 
 
@@ -164,9 +164,12 @@ def test_the_last_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tune", "--native"], "--native: no command line; expected it behind --"),
-        (["tune", "--native", "a.yaml", "b.yaml", "--", "p.py"], "b.yaml: unexpected; expected one CONFIG"),
-        (["tune", "--native", "there.yaml", "--", "p.py", "--lr", "1"], "tuning.command: is another command line than"),
+        (["tune", "--megatron"], "--megatron: no command line; expected it behind --"),
+        (["tune", "--megatron", "a.yaml", "b.yaml", "--", "p.py"], "b.yaml: unexpected; expected one CONFIG"),
+        (
+            ["tune", "--megatron", "there.yaml", "--", "p.py", "--lr", "1"],
+            "tuning.command: is another command line than",
+        ),
         (["pipeline", "there.yaml"], "tuning.command: the target is a run of megatron.training, which its own command"),
     ],
 )
@@ -177,7 +180,7 @@ def test_bad_input(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.yaml").write_text(yaml.safe_dump(study(tmp_path).model_dump()))
-    config = ["unused.yaml"] if words == ["tune", "--native"] else []
+    config = ["unused.yaml"] if words == ["tune", "--megatron"] else []
     assert run_command([*words, *config]) == 2
     assert said in capsys.readouterr().err
 
@@ -198,14 +201,14 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "weight_decay": 0.01,
         "lr": "1e-2",
     }
-    return [str(native.SCRIPT), *native.words(folder, **sizes), "--eod-mask-loss"]
+    return [str(megatron_runs.SCRIPT), *megatron_runs.words(folder, **sizes), "--eod-mask-loss"]
 
 
 def tune(folder: Path, command: list[str], *overrides: str) -> list[str | Path]:
     settings = ["tuning.trials=3", "tuning.repeat_best=0", f"run.dir={folder / 'run'}", *overrides]
     return [
         "tune",
-        "--native",
+        "--megatron",
         folder / "proxy.yaml",
         *settings,
         f"tuning.record={folder / 'tuned.json'}",
@@ -351,7 +354,7 @@ def test_the_targets_size_is_seen(tuned: Path) -> None:
     config = load_config(tuned / "proxy.yaml")
     trial = proxy_config(config, {"lr": 0.01}, seed=7, directory=tuned / "control")
     large = trial.derive({"model.hidden_size": 64, "model.num_attention_heads": 4})
-    command = NativeCommand.read(config.tuning.command)
+    command = MegatronCommand.read(config.tuning.command)
     task = Task(kind="trial", path=str(tuned / "control"), expected=said_by_options(trial), steps=STEPS)
     with pytest.raises(UserError) as error:
         own_launch(command, trial_arguments(command, large), task, tuned / "control")

@@ -32,12 +32,12 @@ def read_command(words: Sequence[str]) -> tuple[str, list[str]]:
         UserError: there is no command line, it cannot be read, or the config is of another one.
     """
     from mup_megatron.config import load_config
-    from mup_megatron.tuning.native_command import NativeCommand
+    from mup_megatron.tuning.megatron_command import MegatronCommand
 
     line = typed.get()
     if "--" not in line or line[-1] == "--":
         raise UserError(
-            "--native: no command line; expected it behind --, as it starts the run: mup-megatron tune --native -- "
+            "--megatron: no command line; expected it behind --, as it starts the run: mup-megatron tune --megatron -- "
             "torchrun --nproc-per-node 2 -m mup_megatron.run pretrain_gpt.py --mup-base base.yaml ..."
         )
     command = line[line.index("--") + 1 :]
@@ -46,7 +46,7 @@ def read_command(words: Sequence[str]) -> tuple[str, list[str]]:
     if len(named) > 1:
         raise UserError(f"{named[1]}: unexpected; expected one CONFIG and KEY.PATH=VALUE before --")
     path = Path(named[0] if named else DEFAULT)
-    parts = NativeCommand.read(command)
+    parts = MegatronCommand.read(command)
     if not path.exists():
         _write(path, command, parts)
     found = load_config(path).tuning.command
@@ -60,9 +60,9 @@ def read_command(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def processes_of(settings: Any) -> int:
     """Of one run of a config's command line; one per GPU where its launcher says no number."""
-    from mup_megatron.tuning.native_command import NativeCommand
+    from mup_megatron.tuning.megatron_command import MegatronCommand
 
-    return NativeCommand.read(settings.tuning.command).processes or max(1, gpus())
+    return MegatronCommand.read(settings.tuning.command).processes or max(1, gpus())
 
 
 def default_workers(settings: Any) -> int:
@@ -73,8 +73,8 @@ def default_workers(settings: Any) -> int:
 def _write(path: Path, command: list[str], parts: Any) -> None:
     """Has the run itself say what it is; under a launcher of the user's its first rank asks for all."""
     from mup_megatron.parallel.ranks import read_rank
-    from mup_megatron.tuning.native import own_launch
-    from mup_megatron.tuning.native_task import Task
+    from mup_megatron.tuning.megatron import own_launch
+    from mup_megatron.tuning.megatron_task import Task
 
     rank = read_rank()
     if not rank.is_first:

@@ -1,7 +1,7 @@
 """The coordinate check's measurements from the user's own script: one run of megatron.training per size and seed,
 all in one process where it can fork.
 
-Public names: `native_measure`, `check_arguments`. The runs are those of `tuning.command` in its own layout, with the
+Public names: `megatron_measure`, `check_arguments`. The runs are those of `tuning.command` in its own layout, with the
 sizes of the family and few steps on one batch; megatron_training/watched_coordinates.py is what looks at them.
 """
 
@@ -19,9 +19,9 @@ from mup_megatron.proof.coordinates import Coordinates
 from mup_megatron.proof.family import Member
 from mup_megatron.proof.slopes import Measurement
 from mup_megatron.rules.table import Parametrization
-from mup_megatron.tuning.native import NativeProcess, own_launch, own_process, write_sections
-from mup_megatron.tuning.native_command import PLACES, NativeCommand, native_options, replaced
-from mup_megatron.tuning.native_task import Task, said_by_options
+from mup_megatron.tuning.megatron import MegatronProcess, own_launch, own_process, write_sections
+from mup_megatron.tuning.megatron_command import PLACES, MegatronCommand, megatron_options, replaced
+from mup_megatron.tuning.megatron_task import Task, said_by_options
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_text
 
@@ -33,7 +33,7 @@ _DROPPED = (
 )
 
 
-def native_measure(
+def megatron_measure(
     family: Sequence[Member],
     measured: Sequence[tuple[str, str, str | None]],
     steps: int,
@@ -82,9 +82,9 @@ def native_measure(
 
 
 def _run(
-    process: NativeProcess, config: Config, steps: int, broken: str | None, folder: Path, ranges: bool
+    process: MegatronProcess, config: Config, steps: int, broken: str | None, folder: Path, ranges: bool
 ) -> Coordinates:
-    command = NativeCommand.read(config.tuning.command)
+    command = MegatronCommand.read(config.tuning.command)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "coordinates.json"
     path.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def _run(
     return Coordinates(**{**held, "silent": tuple(held["silent"])})
 
 
-def check_arguments(command: NativeCommand, config: Config, folder: Path) -> list[str]:
+def check_arguments(command: MegatronCommand, config: Config, folder: Path) -> list[str]:
     """Arguments of the user's script for one model of a check.
 
     Args:
@@ -112,6 +112,6 @@ def check_arguments(command: NativeCommand, config: Config, folder: Path) -> lis
         config: of the model.
         folder: of the run.
     """
-    options = {**native_options(config), "mup-config": str(write_sections(folder, config))}
+    options = {**megatron_options(config), "mup-config": str(write_sections(folder, config))}
     options |= {"eval-iters": "0", "eval-interval": str(config.training.train_steps)}
     return replaced(command, options, dropped=_DROPPED)

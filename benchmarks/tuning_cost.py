@@ -25,7 +25,7 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import Config, load_config
+from mup_megatron.config import Config, derive, load_config
 from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.outcome import Trial
 from mup_megatron.tuning.record import read_record
@@ -113,7 +113,7 @@ def replay(
         search = {name: {"log_uniform": [known[0], known[-1]]} for name, known in table.values.items()}
         tuning = {"sampler": sampler, "pruner": pruner, "search": search, "trials": runs}
         keys = {f"tuning.{key}": value for key, value in tuning.items()}
-        study = Study.create(config.derive({**keys, "run.dir": directory, "run.seed": seed}))
+        study = Study.create(derive(config, {**keys, "run.dir": directory, "run.seed": seed}))
         cost, best, found = 0.0, math.inf, []
         while trials := [trial for _ in range(workers) if (trial := study.claim()) is not None]:
             for trial in trials:

@@ -27,6 +27,7 @@ from mup_megatron.cli.common import (
     stopped,
 )
 from mup_megatron.cli.megatron import default_workers, read_command
+from mup_megatron.config import derive
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_yaml, write_output
 
@@ -207,7 +208,7 @@ def transfer(
     ladder, over = ladder_of(transferred, record.ladder), moved(transferred)
     on_target = becomes(parametrize(transferred, known_vocab_size(settings)), layout)
     if output:
-        never = transferred.derive({"tuning.run": "never"})
+        never = derive(transferred, {"tuning.run": "never"})
         write_output(Path(output), as_yaml(never.model_dump()), "--output")
     said = [*remarks(record.study, extrapolated(transferred, record)), *told(transferred, ladder)]
     if (loss := predicted(transferred, ladder)) is not None:

@@ -4,7 +4,7 @@ An unknown key is an error that names the nearest known one. This package import
 """
 
 from mup_megatron.config.growth import GrowingSize, growing_sizes
-from mup_megatron.config.load import load_config, parse_config, parse_overrides, parse_yaml
+from mup_megatron.config.load import derive, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.model import OF_EXPERTS
 from mup_megatron.config.schema import Base, Config, Data, Growth, Hparams, Model, Optimizer, Parallel, Training
 
@@ -20,6 +20,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "Training",
+    "derive",
     "growing_sizes",
     "load_config",
     "parse_config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,24 @@ def parse_config(data: dict[str, Any], source: str | None = None) -> Config:
     config._source = source
     check(config)
     return config
+
+
+def derive(config: Config, keys: Mapping[str, Any]) -> Config:
+    """A config with dotted keys replaced, checked as a whole: the one way to make a config from another.
+
+    Args:
+        config: stays as it is.
+        keys: such as `{"run.seed": 7}`; a section's name replaces the whole section.
+
+    Raises:
+        ConfigError: the result is no config; names the key.
+    """
+    data = config.model_dump()
+    for key, value in keys.items():
+        override(data, key, value, config.source)
+    derived = parse_config(data, config.source)
+    derived._overrides = config._overrides
+    return derived
 
 
 def override(data: dict[str, Any], key: str, value: Any, source: str | None) -> None:

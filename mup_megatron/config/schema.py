@@ -5,9 +5,7 @@ Its sections are in model.py, training.py and study.py; section.py says how a ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from pydantic import PrivateAttr
 
@@ -150,24 +148,6 @@ class Config(Section):
     def is_overridden(self, key: str) -> bool:
         """Whether a dotted key was given beside the file (`key.path=value`), by itself or with its section."""
         return any(key == given or key.startswith(given + ".") for given in self._overrides)
-
-    def derive(self, keys: Mapping[str, Any]) -> Config:
-        """This config with dotted keys replaced, checked as a whole: the one way to make a config from another.
-
-        Args:
-            keys: such as `{"run.seed": 7}`; a section's name replaces the whole section.
-
-        Raises:
-            ConfigError: the result is no config; names the key.
-        """
-        from mup_megatron.config.load import override, parse_config  # they read this schema
-
-        data = self.model_dump()
-        for key, value in keys.items():
-            override(data, key, value, self._source)
-        derived = parse_config(data, self._source)
-        derived._overrides = self._overrides
-        return derived
 
     def needs_gpt(self, what: str) -> None:
         """Refuses a model that does not predict the next token, for what only such a model has.

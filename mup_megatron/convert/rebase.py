@@ -17,7 +17,7 @@ import torch
 
 from mup_megatron.checkpoints.checkpoint import Checkpoints, hash_files
 from mup_megatron.checkpoints.manifest import MANIFEST, make_manifest, settings_of
-from mup_megatron.config import Config, parse_config, parse_yaml
+from mup_megatron.config import Config, derive, parse_config, parse_yaml
 from mup_megatron.convert.export import Source, open_source
 from mup_megatron.convert.export.folder import new_folder, refuse_existing
 from mup_megatron.convert.reexpress import MULTIPLIERS, Reexpressed, kept_multipliers, reexpress
@@ -78,7 +78,7 @@ def rebase(
     if source.run.manifest.key_prefix is not None:
         raise UserError(f"{source.run.path}: written by megatron.training; expected a checkpoint of mup-megatron train")
     trials = {"tuning": _trials(source.run.manifest.config)}
-    before = parametrize(source.run.config.derive(trials), source.vocabulary)
+    before = parametrize(derive(source.run.config, trials), source.vocabulary)
     after = _under(before, {"base": _base_section(base), **overrides}, overrides, source.vocabulary)
     found = reexpress(before, after)
     needed = sum(path.stat().st_size for path in source.run.path.iterdir())
@@ -90,7 +90,7 @@ def rebase(
         checkpoints = Checkpoints(folder.path / "checkpoints", kept=1)
         begun = checkpoints.begin(source.run.manifest.step)
         _write(source.run.path, begun, found, before)
-        here = config.derive({"base.file": str(folder.path / BASE_FILE)})
+        here = derive(config, {"base.file": str(folder.path / BASE_FILE)})
         written = parametrize(here, source.vocabulary)
         made = make_manifest(written, resolve_layout(source.run.config, 1), "", 0)
         manifest = source.run.manifest.replaced(
@@ -131,7 +131,7 @@ def _under(
     """The new base's rules, with the multipliers that were named, and the others such that the forward pass is kept."""
     # Growth that the run declared for its proxy is of the old base; it has been tuned.
     betas = kept_betas(before.config, str(keys.get(f"{_FORM}batch", before.config.parametrization.batch)))
-    config = before.config.derive({"proxy": {}, "optimizer.betas": list(betas), **keys})
+    config = derive(before.config, {"proxy": {}, "optimizer.betas": list(betas), **keys})
     config.needs_plain_weights("rebase")
     rules = parametrize(config, vocabulary)
     if rules.carried:
@@ -139,7 +139,7 @@ def _under(
             f"--base {config.base.file}: written by a rebase of one checkpoint; expected a base of a family"
         )
     kept = kept_multipliers(before, rules)
-    return parametrize(config.derive({key: value for key, value in kept.items() if key not in overrides}), vocabulary)
+    return parametrize(derive(config, {key: value for key, value in kept.items() if key not in overrides}), vocabulary)
 
 
 def _config(source: Source, after: Parametrization, directory: Path) -> Config:
@@ -148,7 +148,8 @@ def _config(source: Source, after: Parametrization, directory: Path) -> Config:
     kept = {"tuning": _trials(run.manifest.config), "proxy": {}}
     original = parse_config({**run.manifest.config, **kept}, str(run.path / MANIFEST))
     depth = {"num_layers": new.base.num_layers} if new.base.num_layers is not None else {}
-    return original.derive(
+    return derive(
+        original,
         {
             "run.dir": str(directory.resolve()),
             "data.dir": str(data_directory(run.config).resolve()),
@@ -156,7 +157,7 @@ def _config(source: Source, after: Parametrization, directory: Path) -> Config:
             "parametrization": new.parametrization.model_dump(),
             "hparams": new.hparams.model_dump(),
             "optimizer.betas": list(new.optimizer.betas),
-        }
+        },
     )
 
 

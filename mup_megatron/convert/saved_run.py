@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mup_megatron.checkpoints.checkpoint import SUMS, Checkpoints
 from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest
-from mup_megatron.config import Config, Model, parse_config
+from mup_megatron.config import Config, Model, derive, parse_config
 from mup_megatron.config.study import Tokenizer
 from mup_megatron.data.prepare import prepared_tokenizer, tokenizer_file
 from mup_megatron.data.tokenizer import tokenizer_digest
@@ -77,7 +77,7 @@ def open_run(path: Path, tokenizer: str | None = None) -> SavedRun:
     manifest = CheckpointManifest.read(path)
     config = config_here(manifest, path)
     if tokenizer is not None:
-        config = config.derive({"data.tokenizer": _tokenizer_section(tokenizer)})
+        config = derive(config, {"data.tokenizer": _tokenizer_section(tokenizer)})
     elif manifest.tokenizer_type not in (None, *_NO_TEXT) and config.data.tokenizer.library == "null":
         raise UserError(
             f"{path}: its tokenizer, Megatron's {manifest.tokenizer_type}, is not known here; expected "
@@ -201,4 +201,4 @@ def config_here(manifest: CheckpointManifest, path: Path) -> Config:
         keys["data.dir"] = config.data.dir and str(
             path.parent.parent / config.data.dir
         )  # as checkpoints/manifest.py keeps it
-    return config.derive(keys)
+    return derive(config, keys)

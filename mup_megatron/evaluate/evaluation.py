@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.config import Config, Model
+from mup_megatron.config import Config, Model, derive
 from mup_megatron.convert.saved_model import load_saved
 from mup_megatron.convert.saved_run import SavedRun, check_same_tokenizer, open_run
 from mup_megatron.data.pairs import pair_files
@@ -194,7 +194,7 @@ def _config(run: SavedRun, ranks: int, overrides: dict[str, Any], batch_size: in
     own = run.manifest.config.get("parallel", {}) if ranks > 1 and run.manifest.key_prefix is None else {}
     batch = {"training.micro_batch_size": batch_size, "training.global_batch_size": batch_size * ranks}
     parallel = {"parallel": {**run.config.parallel.model_dump(), **own}}
-    return run.config.derive({**parallel, **batch, **overrides})
+    return derive(run.config, {**parallel, **batch, **overrides})
 
 
 def _lengths(config: Config, window: int | None, option: str = "--window") -> tuple[int, int | None]:

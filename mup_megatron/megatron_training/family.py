@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.tuning.record import read_record
 from mup_megatron.util.errors import UserError
 
@@ -36,10 +36,10 @@ def check_family(path: Path, config: Config) -> None:
     family = {} if record is None else record["family"]
     loaded = config.data.tokenizer.library in ("huggingface", "tiktoken")
     if record is not None and not loaded and family.get("data.tokenizer.path") is None:
-        config = config.derive({"data.tokenizer.path": None})
+        config = derive(config, {"data.tokenizer.path": None})
     multiple, entries = family.get(f"model.{MULTIPLE}"), config.vocab_size or 0
     if isinstance(multiple, int) and multiple > 0:
-        padded = config.derive({f"model.{MULTIPLE}": multiple})
+        padded = derive(config, {f"model.{MULTIPLE}": multiple})
         if padded.model.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
             config = padded
     read_record(path, config)

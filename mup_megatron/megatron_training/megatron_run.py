@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.engines.optim import megatron_overrides
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.megatron_training import watched
@@ -267,7 +267,7 @@ class MegatronRun:
         """The table with the digest of the script's layers in its config, where they are not megatron-core's own."""
         if not self._digests:
             return parametrization
-        config = parametrization.config.derive({"model.as_built": digest_of(parametrization, self._beyond)})
+        config = derive(parametrization.config, {"model.as_built": digest_of(parametrization, self._beyond)})
         return dataclasses.replace(parametrization, config=config)
 
     def _parametrize_chunk(self, built: BuiltModel, given: dict[str, Any], layout: Layout) -> Parametrization:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.optim import LearningRateSchedule
@@ -244,7 +244,7 @@ def _asked(
         )
     factors = factors or (broken.factors if broken is not None else ())
     # Rules over batch and tokens count from the run's own, and the check has others.
-    config = config.derive({**applied(config), "tuning.seq_length": None})
+    config = derive(config, {**applied(config), "tuning.seq_length": None})
     # Alike at every size, and nothing random or recomputed between the steps; a rate from the first step on.
     plain: dict[str, Any] = {
         "model.hidden_dropout": 0.0,
@@ -274,19 +274,19 @@ def _asked(
     else:
         points = own_path(config, rank.world_size)
     small = {f"model.{key}": size for key, size in {**config.base.width.sizes, **config.base.experts}.items()}
-    asked = config.derive({**plain, **small})
+    asked = derive(config, {**plain, **small})
     keys = regime.keys(asked, steps)
     if keys is None and broken is None:
         raise UserError(f"{regime.what}: the config is that already")
     keys = keys or {}
-    asked = resolve_auto(asked.derive(keys))
+    asked = resolve_auto(derive(asked, keys))
     if regime.regrows and regime.axis == "width":
         over = max(points[-1].sizes, key=lambda key: points[-1].sizes[key] / config.base.width.sizes[key])
         ratios = [point.sizes[over] / config.base.width.sizes[over] for point in points]
         points = scaled(asked, [max(1, round(ratio)) for ratio in ratios])
     growing = broken is not None and broken.growing_tensor
     if not own_batch:
-        asked = asked.derive(_few_tokens(asked, rank.world_size, growing=growing))
+        asked = derive(asked, _few_tokens(asked, rank.world_size, growing=growing))
     return _Asked(
         name=name,
         regime=regime,
@@ -303,7 +303,7 @@ def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, 
     """
     parallel, training = config.parallel, config.training
     if growing:  # with the ranks that are the most, at whose sizes a batch of the config's own may not be shared
-        config = config.derive({"parallel.tensor_model_parallel_size": 1, "training.micro_batch_size": 1})
+        config = derive(config, {"parallel.tensor_model_parallel_size": 1, "training.micro_batch_size": 1})
     layout = resolve_layout(config, world_size)
     least = layout.pipeline if layout.virtual_pipeline > 1 else 1
     micro_batches = min(layout.micro_batches, -(-2 // least) * least)
@@ -346,12 +346,12 @@ def _measure(
             prepared = prepare(member.config)
             tables.append(parametrize(member.config, prepared.vocab_size))
             for number in range(seeds):
-                seeded = dataclasses.replace(member, config=member.config.derive({"run.seed": seed + number}))
+                seeded = dataclasses.replace(member, config=derive(member.config, {"run.seed": seed + number}))
                 if number not in datasets:
                     datasets[number] = build_datasets(seeded.config, prepared)[0]
                 batch = Batches(datasets[number], seeded.config, member.layout, rank.rank, device)[0]
                 for each in measured:
-                    config = seeded.config.derive({"parametrization.name": each.name})
+                    config = derive(seeded.config, {"parametrization.name": each.name})
                     parametrization = parametrize(config, prepared.vocab_size)
                     if each.break_ is not None:
                         parametrization = each.break_(parametrization, member.layout)

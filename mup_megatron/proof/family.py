@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property, reduce
 from typing import Any, Literal, NamedTuple
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.engines.setup import Setup, refuse
 from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.util.errors import ConfigError, UserError
@@ -200,7 +200,7 @@ def _round(
     ordered = sorted(merged, key=lambda sizes: sum(math.log(sizes[key] / wanted[key]) ** 2 for key in sizes))
     for sizes in ordered[:_CANDIDATES]:
         try:
-            resolve_layout(config.derive({f"model.{key}": sizes[key] for key in base}), world_size)
+            resolve_layout(derive(config, {f"model.{key}": sizes[key] for key in base}), world_size)
         except ConfigError:
             continue
         return {key: sizes[key] for key in base}
@@ -257,7 +257,7 @@ def models(
             # Fitted once, to the smallest, so that all are split alike.
             keys["parallel.tensor_model_parallel_size"] = result[0].layout.tensor
         try:
-            member = config.derive(keys)
+            member = derive(config, keys)
             layout = resolve_layout(member, world_size)
         except ConfigError as error:
             raise UserError(f"{point.what}: {error}") from None

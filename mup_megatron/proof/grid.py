@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mup_megatron.checkpoints.run_directory import Busy, own_run_directory, write_whole
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.engines.setup import resolve
 from mup_megatron.parallel.ranks import Rank, stop_signal
@@ -76,12 +76,12 @@ def comparable(config: Config) -> Config:
         ConfigError: it has nothing to validate on, or every run would be refused.
     """
     if config.tuning.command:  # its script evaluates in its own way, on its own data
-        return one_process(config).derive({"training.eval_interval": config.training.train_steps})
+        return derive(one_process(config), {"training.eval_interval": config.training.train_steps})
     if not float([*config.data.split.split(","), "0"][1]):
         raise config.error("data.split", f"{config.data.split} holds nothing to validate on; expected 98,2,0")
     config = resolve(one_process(config), 1).config
     there = {"data.dir": str(data_directory(config)), "training.eval_interval": config.training.train_steps}
-    return config.derive(there)
+    return derive(config, there)
 
 
 @contextmanager
@@ -220,7 +220,7 @@ class _Slot:
         }
         if self._process is None:
             self._process = process_for(job.config, self._worker, self._log)
-        self._process.start(job.config.derive(there))
+        self._process.start(derive(job.config, there))
 
     def _hear(self, job: Job) -> None:
         if self._process is None:

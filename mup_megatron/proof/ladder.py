@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.parts import times_read
 from mup_megatron.data.prepare import prepare
 from mup_megatron.parallel import upstream
@@ -104,7 +104,7 @@ class _Runs:
                 name = f"{rung.name}-{self._over}-{value:.6g}-seed-{seed}"
                 self._known.setdefault(rung, {})[value, seed] = name
                 keys = {f"hparams.{self._over}": value, "run.seed": seed}
-                jobs.append((seed, Job(name=name, config=config.derive(keys), weight=_weight(config))))
+                jobs.append((seed, Job(name=name, config=derive(config, keys), weight=_weight(config))))
         return [job for _, job in sorted(jobs, key=lambda each: each[0])]
 
     def curve(self, rung: Rung) -> Curve:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.model.build import parametrize
 from mup_megatron.proof.coordinates import Coordinates
@@ -68,7 +68,7 @@ def megatron_measure(
     with own_process() as process:
         for number, (member, seed, label, name, broken) in enumerate(runs):
             began = time.monotonic()
-            config = member.config.derive({"run.seed": seed, "parametrization.name": name})
+            config = derive(member.config, {"run.seed": seed, "parametrization.name": name})
             folder = directory / f"{label.replace(' ', '-')}-{member.factor}-seed-{seed}"
             coordinates = _run(process, config, steps, broken, folder, ranges)
             measurements.append(Measurement(label=label, seed=seed, factor=member.factor, coordinates=coordinates))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.checkpoints.run_directory import write_whole
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import data_directory, prepare
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.ranks import Rank
@@ -53,7 +53,7 @@ def small_model(config: Config) -> Config:
         )
     keys = {f"base.{name}": size for name, size in large.items()}
     keys |= {f"model.{name}": size for name, size in small.items()}
-    return config.derive({**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
+    return derive(config, {**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
 
 
 def reverse(
@@ -90,17 +90,17 @@ def reverse(
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
     upstream.prepare_process()
     small = small_model(config)
-    large = config.derive({"parametrization.name": "standard"})
+    large = derive(config, {"parametrization.name": "standard"})
     models = {REVERSED: small}
     if compare:
-        models |= {LARGE: large, SMALL: small.derive({"parametrization.name": "standard"})}
+        models |= {LARGE: large, SMALL: derive(small, {"parametrization.name": "standard"})}
     jobs: dict[tuple[str, float, int], Job] = {}
     for label, model in models.items():
-        alike = comparable(model).derive({"data.dir": str(data_directory(config))})
+        alike = derive(comparable(model), {"data.dir": str(data_directory(config))})
         for lr in rates or [config.hparams.lr]:
             for seed in range(config.run.seed, config.run.seed + seeds):
                 name = f"{label.replace(', ', '-')}-lr-{lr:.6g}-seed-{seed}"
-                jobs[label, lr, seed] = Job(name=name, config=alike.derive({"hparams.lr": lr, "run.seed": seed}))
+                jobs[label, lr, seed] = Job(name=name, config=derive(alike, {"hparams.lr": lr, "run.seed": seed}))
     with alone(directory):
         prepare(next(iter(jobs.values())).config, say)
     outcomes = run_grid(list(jobs.values()), directory / "runs", rank, workers, say)

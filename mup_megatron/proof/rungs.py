@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.proof.family import Axis, members
 from mup_megatron.proof.grid import comparable
 from mup_megatron.rules.horizon import without_rules
@@ -98,7 +98,7 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
         UserError: a rung makes no config, or too few are left, or the largest is not.
     """
     found, short = {}, []
-    for (width, layers), model in _models(config.derive(without_rules(config)), asked).items():
+    for (width, layers), model in _models(derive(config, without_rules(config)), asked).items():
         for batch in asked.batch:
             for tokens in asked.tokens:
                 rung, steps = Rung(batch, tokens, width, layers), round(config.training.train_steps * tokens / batch)
@@ -137,7 +137,7 @@ def _sized(model: Config, rung: Rung, steps: int) -> Config:
         "training.eval_steps": math.ceil(training.eval_steps / rung.batch),
     }
     try:
-        return comparable(stretched(model, steps).derive(size))
+        return comparable(derive(stretched(model, steps), size))
     except ConfigError as error:
         raise UserError(f"ladder: batch {rung.batch}, tokens {rung.tokens}: {error}") from None
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mup_megatron.checkpoints.run_directory import write_whole
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import prepare
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.ranks import Rank
@@ -110,7 +110,7 @@ def grid(config: Config, asked: Question) -> list[_Run]:
                 for parametrization in parametrizations:
                     keys = {key_of(asked.over): value, "parametrization.name": parametrization}
                     try:
-                        made = sizes.derive({**keys, "run.seed": seed})
+                        made = derive(sizes, {**keys, "run.seed": seed})
                     except ConfigError as error:
                         raise UserError(f"--values: {value}: {error}") from None
                     shown = value if isinstance(value, str) else f"{value:.6g}"
@@ -134,7 +134,7 @@ def _sized(config: Config, asked: Question) -> list[Config]:
     else:
         key = _GROWS[asked.across]
         own = getattr(config.training, key.removeprefix("training."))
-        found = [_as_trials(config).derive({key: own * factor}) for factor in asked.factors]
+        found = [derive(_as_trials(config), {key: own * factor}) for factor in asked.factors]
     return [comparable(each) for each in found]
 
 
@@ -142,7 +142,7 @@ def _as_trials(config: Config) -> Config:
     """The config with its own batch and length as the trials', so that a rule over them has ratios to work with."""
     tuning, training = config.tuning, config.training
     own = ("global_batch_size", "seq_length", "train_steps")
-    return config.derive({f"tuning.{name}": getattr(tuning, name) or getattr(training, name) for name in own})
+    return derive(config, {f"tuning.{name}": getattr(tuning, name) or getattr(training, name) for name in own})
 
 
 def size_of(config: Config, across: Across) -> int:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.shapes import Init
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
@@ -183,7 +183,7 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
     repetitions = tuning.repeat_best * tuning.repeat_seeds
     whole = repetitions + tuning.descent.trials  # of which halving stops none
     proxy_parametrization, target_parametrization = (
-        parametrize(one.derive({"model.as_built": None, **without_fitted(one)}), vocab_size) for one in (proxy, config)
+        parametrize(derive(one, {"model.as_built": None, **without_fitted(one)}), vocab_size) for one in (proxy, config)
     )
     return Plan(
         trials=tuning.trials,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
-from mup_megatron.config import Config, growing_sizes
+from mup_megatron.config import Config, derive, growing_sizes
 from mup_megatron.rules.horizon import without_rules
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.loss_law import AXES, read_loss_law
@@ -185,7 +185,7 @@ def _read(config: Config, path: Path) -> Fitted:
 
 def _family(config: Config) -> dict[str, Any]:
     # Through JSON, as in the file, so that what is equal there is equal here.
-    found: dict[str, Any] = json.loads(json.dumps(digested(config.derive(without_rules(config)))))
+    found: dict[str, Any] = json.loads(json.dumps(digested(derive(config, without_rules(config)))))
     return found
 
 
@@ -225,7 +225,7 @@ def settled(config: Config, found: Fitted | None) -> Config:
                 f"{beyond.said}, to which {found.path} does not tell the exponent; expected at most {MOST_BEYOND:g} "
                 "times beyond it, a ladder that goes further, or tuning.allow_extrapolated_ladder: true",
             )
-    return config.derive(keys)
+    return derive(config, keys)
 
 
 def _rule(config: Config, found: Fitted, axis: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.engines.setup import Setup, resolve
 from mup_megatron.parallel.layout import smallest_world
@@ -311,7 +311,7 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
     vocab_size = known_vocab_size(config)
     plan = budget.plan(config, vocab_size, rank.world_size)
     unknown = without_fitted(chosen) if chosen.parametrization.unfitted else {}
-    table = parametrize(chosen.derive({"model.as_built": None, **unknown}), vocab_size)
+    table = parametrize(derive(chosen, {"model.as_built": None, **unknown}), vocab_size)
     found = {"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()}
     written = record.make_record(
         dataclasses.replace(table, config=chosen),

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from mup_megatron.checkpoints.run_directory import CONTROLS, own_run_directory
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import data_directory
 from mup_megatron.engines.setup import resolve
 from mup_megatron.parallel import runtime
@@ -50,7 +50,7 @@ def run_pipeline(config: Config, rank: Rank, *, control: bool = False, allowed_c
     setup = resolve(config, smallest_world(config) if only else rank.world_size, trains=not only)
     config = setup.config
     for name in controls(config) if control and not only else ():
-        config.derive(control_keys(config, name))  # refused now, not when the target has been paid for
+        derive(config, control_keys(config, name))  # refused now, not when the target has been paid for
     directory = Path(config.run.dir)
     with own_run_directory(directory, rank, ".pipeline.lock"), Progress(rank.is_first) as progress:
         meeting = runtime.Meeting(rank)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.config.per_tensor import split_name
 from mup_megatron.model.explain import explain, without_numbers
 from mup_megatron.parallel.layout import Layout
@@ -201,7 +201,7 @@ def make_record(
     config = parametrization.config
     chosen = config.parametrization.model_dump()
     if config.parametrization.unfitted:
-        config = config.derive(without_fitted(config))
+        config = derive(config, without_fitted(config))
         parametrization = replace(parametrization, config=config)
     settings = digested(config)
     made = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.record import TransferRecord, write_record
 from mup_megatron.util.errors import UserError, no_such_file
@@ -19,7 +19,7 @@ def record_of(path: Path, config: Config) -> TransferRecord:
     """
     # Without the rules that wait for the ladder: the ladder's config need not have the batch and tokens of trials.
     off = {f"parametrization.{axis}": "none" for axis in config.parametrization.fitted}
-    found = TransferRecord.read(path, config.derive(off))
+    found = TransferRecord.read(path, derive(config, off))
     if found is None:
         raise UserError(f"--record: {no_such_file(path)}; expected the transfer record of this family")
     return found
@@ -42,7 +42,7 @@ def keep(path: Path, config: Config, measured: Path) -> str:
         UserError: of `record_of`, or the file is no ladder of this family.
     """
     record = record_of(path, config)
-    ladder = ladder_of(config.derive({"tuning.ladder": str(measured)}), None)
+    ladder = ladder_of(derive(config, {"tuning.ladder": str(measured)}), None)
     if ladder is None:
         raise ValueError(f"{measured}: no ladder")
     if ladder.verdict != "passed" and not config.tuning.allow_failed_ladder:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.config import Config, Hparams, Training
+from mup_megatron.config import Config, Hparams, Training, derive
 from mup_megatron.config.per_tensor import PerTensor, config_key, flat, split_name
 from mup_megatron.data.prepare import data_directory
 
@@ -84,7 +84,7 @@ def with_values(config: Config, values: Mapping[str, Value]) -> Config:
         KeyError: a name is none of these.
         ConfigError: a value is none that the config may have.
     """
-    return config.derive(keys_of(values))
+    return derive(config, keys_of(values))
 
 
 def keys_of(values: Mapping[str, Value]) -> dict[str, Value]:
@@ -130,7 +130,8 @@ def proxy_config(
         cache: where megatron-core keeps the index of its samples; one per process that writes it.
     """
     tuning, training, interval = config.tuning, config.training, rung_interval(config)
-    return config.derive(
+    return derive(
+        config,
         {
             **keys_of(values),
             **_schedule(training, tuning_steps(config)),
@@ -152,7 +153,7 @@ def proxy_config(
             "training.checkpoints_kept": 1,
             "data.dir": str(data_directory(config)),
             "data.cache_dir": str(cache) if cache else None,
-        }
+        },
     )
 
 
@@ -163,7 +164,7 @@ def without_fitted(config: Config) -> dict[str, str]:
 
 def stretched(config: Config, steps: int) -> Config:
     """The config with another number of steps; warm-up and decay keep their share of them, and so their shape."""
-    return config.derive(_schedule(config.training, steps))
+    return derive(config, _schedule(config.training, steps))
 
 
 def _schedule(training: Training, steps: int) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def one_process(config: Config) -> Config:
 
     A run of megatron.training (`tuning.command`) stays in its own layout.
     """
-    return config.derive({"run.samples": []} if config.tuning.command else _one_process(config))
+    return derive(config, {"run.samples": []} if config.tuning.command else _one_process(config))
 
 
 def _one_process(config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mup_megatron import cli
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.corpus import cut, cuts_files, documents
 from mup_megatron.data.parts import part_bounds
 from mup_megatron.data.prepare import prepare
@@ -124,7 +124,7 @@ def test_a_text_that_is_too_short_is_refused_at_once(tmp_path: Path, capsys: pyt
     assert status == 2
     assert problem in said
     assert remedy in said
-    larger = short.derive({"data.split": "90,10,0", "data.dir": str(tmp_path / "larger")})
+    larger = derive(short, {"data.split": "90,10,0", "data.dir": str(tmp_path / "larger")})
     assert run(tmp_path, larger, capsys, "prepare")[0] == 0
 
 

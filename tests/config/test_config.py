@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mup_megatron.config import Config, growing_sizes, load_config, parse_config, parse_overrides, parse_yaml
+from mup_megatron.config import Config, derive, growing_sizes, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.load import override
 from mup_megatron.util.errors import ConfigError, UserError
 
@@ -281,12 +281,12 @@ def test_derive_replaces_checks_and_remembers(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump(GOOD))
     config = load_config(path, {"hparams.lr": 0.5})
-    derived = config.derive({"run.seed": 7, "model.normalization": "RMSNorm", "optimizer": {"name": "sgd"}})
+    derived = derive(config, {"run.seed": 7, "model.normalization": "RMSNorm", "optimizer": {"name": "sgd"}})
     assert (derived.run.seed, derived.model.normalization, derived.optimizer.name) == (7, "RMSNorm", "sgd")
     assert (derived.optimizer.momentum, derived.hparams.lr, derived.run.dir) == (0.9, 0.5, "runs/x")
     assert (derived.source, derived.is_overridden("hparams.lr")) == (str(path), True)
     assert (config.run.seed, config.model.normalization, config.optimizer.name) == (1234, "LayerNorm", "adamw")
-    assert config.derive({}) == config
+    assert derive(config, {}) == config
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_derive_replaces_checks_and_remembers(tmp_path: Path) -> None:
 def test_derive_refuses_what_a_file_may_not_say(keys: dict[str, Any], sentence: str) -> None:
     config = parse_config({**GOOD, "base": {**GOOD["base"], "num_layers": 2}}, "x.yaml")
     with pytest.raises(ConfigError) as error:
-        config.derive(keys)
+        derive(config, keys)
     assert f"x.yaml: {sentence}" in str(error.value)
 
 

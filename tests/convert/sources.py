@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.convert.export import Source
 from mup_megatron.engines.state import load_weights
 from mup_megatron.evaluate.generate import generate
@@ -100,7 +100,7 @@ def config_of(architecture: str, tied: bool, **overrides: Any) -> Config:
 def train(ranks: Ranks, folder: Path, config: Config, layout: str = "one rank") -> Path:
     """Three steps, so that no gain is 1 and no bias 0; the run's folder."""
     count, keys = LAYOUTS[layout]
-    config = config.derive({"run.dir": str(folder / "run"), **{k.replace("__", "."): v for k, v in keys.items()}})
+    config = derive(config, {"run.dir": str(folder / "run"), **{k.replace("__", "."): v for k, v in keys.items()}})
     (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
     ranks.run(count, bodies.train_file, path=folder / "run.yaml")
     return folder / "run"

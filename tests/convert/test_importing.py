@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mup_megatron.checkpoints.checkpoint import SUMS
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.convert.export import export_hugging_face, open_source
 from mup_megatron.convert.importing import import_checkpoint
 from mup_megatron.data.corpus import data_directory
@@ -42,7 +42,7 @@ def config_for(one: Trained, folder: Path, **keys: Any) -> Config:
     config = one.source.run.config
     own = {name: getattr(config.model, name) for name in config.base.width.sizes}
     data = {"run.dir": str(folder), "data.dir": str(Path(config.run.dir) / "data")}
-    return config.derive({**data, **(keys or {"base": own, "model.mtp_num_layers": None, **ITSELF})})
+    return derive(config, {**data, **(keys or {"base": own, "model.mtp_num_layers": None, **ITSELF})})
 
 
 @pytest.mark.parametrize("name", ["llama, untied", pytest.param("gpt3, tied", marks=pytest.mark.slow)])
@@ -131,7 +131,7 @@ def test_ten_more_steps_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
     of = make(MIXED, **keys, training__train_steps=4 + MORE, run__dir=str(tmp_path / "run"))
     own = {name: getattr(of.model, name) for name in of.base.sizes}
-    of = of.derive({"base": own, "training.checkpoint_interval": None})
+    of = derive(of, {"base": own, "training.checkpoint_interval": None})
     words = without(options(of, tmp_path), "mup-base")
     told = ["--save", str(tmp_path / "plain"), "--save-interval", "4", "--log-interval", "1", "--num-workers", "0"]
     (plain,) = ranks.run(1, megatron_runs.train, words=[*words, *told], plainly=True)
@@ -159,8 +159,8 @@ def test_data_of_another_run_are_not_replaced(
     before = {path.name: path.read_bytes() for path in data.iterdir() if path.is_file() and path.name[0] != "."}
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    same = config_for(one, tmp_path / "imported").derive({"data.dir": "../data"})
+    same = derive(config_for(one, tmp_path / "imported"), {"data.dir": "../data"})
     with pytest.raises(UserError, match=r"data\.dir: \.\./data holds data that were prepared with other settings"):
-        import_checkpoint(tmp_path / "first", same.derive({"data.tokenizer.vocab_size": 374}))
+        import_checkpoint(tmp_path / "first", derive(same, {"data.tokenizer.vocab_size": 374}))
     assert {name: (data / name).read_bytes() for name in before} == before
     assert import_checkpoint(tmp_path / "first", same)["step"] == 0

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.convert.export import open_source
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
@@ -147,7 +147,7 @@ def test_it_begins_where_the_source_ended(tuned: Callable[..., Config], source: 
     for name in first:
         torch.testing.assert_close(second[name], 5 * first[name].square(), rtol=1e-5, atol=1e-20)
     # Negative controls: without the source, loss and weights are others; the source's moments know three gradients.
-    assert begin(config.derive({"run.dir": str(tmp_path / "none")}), tmp_path) == 0
+    assert begin(derive(config, {"run.dir": str(tmp_path / "none")}), tmp_path) == 0
     assert abs(losses(tmp_path / "none")[0] / line["loss"] - 1) > 1e-2
     assert EMBEDDING in different(weights(tmp_path / "none"), weights(source))
     old = weights(source, "exp_avg")[EMBEDDING], weights(source, "exp_avg_sq")[EMBEDDING]
@@ -179,9 +179,9 @@ def test_a_run_that_goes_on_does_not_read_the_source(
     shutil.copytree(source, copy)
     words = ("--init-from", str(copy))
     config = tuned(training__train_steps=4)
-    whole = config.derive({"run.dir": str(tmp_path / "whole")})
+    whole = derive(config, {"run.dir": str(tmp_path / "whole")})
     assert begin(whole, tmp_path, *words) == 0
-    assert begin(config.derive({"training.train_steps": 2}), tmp_path, *words) == 0
+    assert begin(derive(config, {"training.train_steps": 2}), tmp_path, *words) == 0
     shutil.rmtree(copy)
     assert begin(config, tmp_path, *(words if again else ())) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -195,7 +195,7 @@ def test_new_embeddings(tuned: Callable[..., Config], source: Path, tmp_path: Pa
     config = tuned(data__tokenizer={"library": "sentencepiece", "vocab_size": 350})  # 384 rows too
     assert begin(config, tmp_path, "--init-from", str(source), "--new-embeddings") == 0
     assert different(weights(tmp_path / "run"), weights(source)) == {EMBEDDING}
-    fresh = config.derive({"run.dir": str(tmp_path / "fresh")})
+    fresh = derive(config, {"run.dir": str(tmp_path / "fresh")})
     assert begin(fresh, tmp_path) == 0
     assert EMBEDDING not in different(weights(tmp_path / "run"), weights(tmp_path / "fresh"))
 

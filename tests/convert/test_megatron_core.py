@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 
 from mup_megatron import cli
+from mup_megatron.config import derive
 from mup_megatron.convert import export
 from mup_megatron.convert.export import export_megatron, export_safetensors, open_source
 from mup_megatron.convert.export.megatron_core import megatron_options
@@ -227,7 +228,7 @@ def test_other_architectures(ranks: Ranks, name: str, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     plain = source.parametrization.replaced(softmax_scale=scale, readout=1.0, embedding=1.0, residual=1.0)
     if keys.get("model__norm_gains") == "none":
-        config = source.run.config.derive({"model.norm_gains": "trained"})
+        config = derive(source.run.config, {"model.norm_gains": "trained"})
         plain = dataclasses.replace(export.parametrize(config, VOCABULARY), forward=plain.forward)
     expected = own_logits(source)
     with own_model(source, plain, load=False) as model:

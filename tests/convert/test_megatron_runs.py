@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from mup_megatron import cli
+from mup_megatron.config import derive
 from mup_megatron.convert import export
 from mup_megatron.convert.export import export_hugging_face, export_megatron, open_source
 from mup_megatron.convert.saved_run import find_checkpoint, open_run
@@ -236,7 +237,7 @@ def test_fine_tuning_begins_with_its_weights(
         folder = tmp_path / f"tuned-{count}"
         folder.mkdir()
         given = {**keys, "run.dir": str(folder / "run"), "parallel.tensor_model_parallel_size": count}
-        (folder / "run.yaml").write_text(yaml.safe_dump(run.config.derive(given).model_dump()))
+        (folder / "run.yaml").write_text(yaml.safe_dump(derive(run.config, given).model_dump()))
         words = ["train", str(folder / "run.yaml"), "--init-from", str(run.path)]
         status, _, err = ranks.run(count, bodies.command, arguments=words)[0]
         assert status == 0, err

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from mup_megatron import cli
+from mup_megatron.config import derive
 from mup_megatron.convert import rebase as rebasing
 from mup_megatron.convert.export import open_source
 from mup_megatron.convert.rebase import rebase
@@ -100,7 +101,7 @@ def ran(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
             }
             folder = tmp_path_factory.mktemp("whole") / "run"
             more = {"model__num_query_groups": 4} if name in ("SGD", "Muon", "SOAP") else {}
-            config = config_of("llama", False, **{**steps, **keys, **more}).derive({"run.dir": str(folder)})
+            config = derive(config_of("llama", False, **{**steps, **keys, **more}), {"run.dir": str(folder)})
             (folder.parent / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
             ranks.run(count, bodies.train_file, path=folder.parent / "run.yaml")
             made[name] = folder
@@ -288,7 +289,7 @@ def reexpress_of(whole: Path) -> Reexpressed:
         "hparams.attention_multiplier": 1.75 * math.sqrt(2),
         **FORMS["multipliers of 1"],
     }
-    return reexpress(before, parametrize(before.config.derive(keys), VOCABULARY))
+    return reexpress(before, parametrize(derive(before.config, keys), VOCABULARY))
 
 
 def broken(found: Reexpressed, what: str) -> Reexpressed:
@@ -356,7 +357,7 @@ def test_what_cannot_be_kept(ran: Callable[[str], Path], tmp_path: Path, capfd: 
 def factors_of(tmp_path: Path, keys: Mapping[str, Any], **overrides: Any) -> Reexpressed:
     """What becomes of a model whose readout loses its multiplier, without a checkpoint."""
     before = parametrize(config_of("llama", **overrides), VOCABULARY)
-    after = parametrize(before.config.derive(keys), VOCABULARY)
+    after = parametrize(derive(before.config, keys), VOCABULARY)
     return reexpress(before, after)
 
 

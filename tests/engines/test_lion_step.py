@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mup_megatron.checkpoints.manifest import check_resume, make_manifest
+from mup_megatron.config import derive
 from mup_megatron.engines import lion
 from mup_megatron.engines.optim import build_optimizer, parameter_groups
 from mup_megatron.engines.setup import resolve_auto
@@ -53,7 +54,7 @@ def by_hand(value: np.ndarray, gradients: list[np.ndarray], lr: float, decay: fl
 def trained(implementation: str, broken: str = "") -> dict[str, float]:
     """How far each tensor ends from what its own rate and decay make of it by hand; of a rate unit."""
     config = make(MIXED, "gpt3", optimizer__name="lion", optimizer__implementation=implementation)
-    config = resolve_auto(config.derive({"hparams.lr": 1e-2, "hparams.weight_decay": 0.3}))
+    config = resolve_auto(derive(config, {"hparams.lr": 1e-2, "hparams.weight_decay": 0.3}))
     parametrization = parametrize(config, VOCABULARY)
     draw = np.random.default_rng(1)
     start = {name: draw.normal(size=(3, 5)) for name in parametrization.tensors}

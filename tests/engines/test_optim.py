@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mup_megatron.config import Training
+from mup_megatron.config import Training, derive
 from mup_megatron.engines.optim import LearningRateSchedule, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.model.build import parametrize
@@ -72,7 +72,7 @@ def test_frozen_gains_have_no_group() -> None:
 def test_a_name_without_a_builder_is_not_taken_for_adam() -> None:
     """Muon has no torch optimizer here; a name that the config learns before `build_optimizer` does stops alike."""
     config, result = groups()
-    config = config.derive({"optimizer.name": "muon", "parallel.engine": "megatron"})
+    config = derive(config, {"optimizer.name": "muon", "parallel.engine": "megatron"})
     with pytest.raises(KeyError, match="muon"):
         build_optimizer(config, result)
 

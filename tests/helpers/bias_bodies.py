@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.optim import LearningRateSchedule
@@ -84,7 +84,7 @@ def plain_and_ours(rank: Rank, *, config: Config, steps: int) -> dict[str, Any]:
     ours_config, layout, parametrization, ours = start(rank, config)
     keys = ("position_embedding_type", "relative_attention_num_buckets", "relative_attention_max_distance")
     without = dict(zip((f"model.{key}" for key in keys), ("none", 32, 128), strict=True))
-    bare = resolve_auto(config.derive({**without, "hparams.relative_bias_multiplier": 1.0}))
+    bare = resolve_auto(derive(config, {**without, "hparams.relative_bias_multiplier": 1.0}))
 
     def spec(**arguments: Any) -> Any:
         made = get_gpt_layer_local_spec(**arguments)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from mup_megatron.config import Config, Model
+from mup_megatron.config import Config, Model, derive
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.model.as_built.build import builds_of, join_builds, parametrize_builds
@@ -46,7 +46,7 @@ def prepare_with_it() -> None:
 def chosen(config: Config, *, grouped: bool = False) -> Config:
     """The config with Transformer Engine's kernels, which no machine without CUDA resolves to; experts `grouped`."""
     keys = {f"model.{key}": TE for key in Model.PLAIN_KERNELS}
-    return config.derive({**keys, "model.moe_grouped_gemm": grouped})
+    return derive(config, {**keys, "model.moe_grouped_gemm": grouped})
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from mup_megatron.config import derive
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import add_options, known, read_options
@@ -201,7 +202,7 @@ def test_translation_is_explain(name: str, tmp_path: Path) -> None:
     upstream.prepare_process()
     words, model, base, rates = ARCHITECTURES[name]
     ours, *_ = translated(words, base, tmp_path)
-    ours = ours.derive({"training.precision": "fp32"})
+    ours = derive(ours, {"training.precision": "fp32"})
     sizes = {key: value for key, value in model.items() if key != "architecture"}
     beta2 = {"optimizer__betas": [0.9, 0.999], "model__core_attention": "megatron"}
     config = make({"model": {"num_layers": 2, **sizes}, "base": base}, model.get("architecture", "gpt3"), **beta2)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron.config import load_config, parse_config
+from mup_megatron.config import derive, load_config, parse_config
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.tuning.megatron import (
     MegatronProcess,
@@ -145,7 +145,7 @@ def test_another_run_than_was_asked_for(tmp_path: Path) -> None:
     assert differing(expected, {**said_by_options(trial), "hparams.lr": 0.25 * (1 + 1e-15)}) == []
     small, large = trial.model.hidden_size, config.model.hidden_size
     assert small < large
-    found = differing(expected, said_by_options(trial.derive({"model.hidden_size": large})))
+    found = differing(expected, said_by_options(derive(trial, {"model.hidden_size": large})))
     assert found == [f"model.hidden_size: {large} by its options, {small} expected"]
     assert differing(expected, {**expected, "run.seed": 12}) == ["run.seed: 12 by its options, 11 expected"]
 
@@ -353,7 +353,7 @@ def test_the_targets_size_is_seen(tuned: Path) -> None:
     """Negative control: a run of the target's sizes in a trial's place."""
     config = load_config(tuned / "proxy.yaml")
     trial = proxy_config(config, {"lr": 0.01}, seed=7, directory=tuned / "control")
-    large = trial.derive({"model.hidden_size": 64, "model.num_attention_heads": 4})
+    large = derive(trial, {"model.hidden_size": 64, "model.num_attention_heads": 4})
     command = MegatronCommand.read(config.tuning.command)
     task = Task(kind="trial", path=str(tuned / "control"), expected=said_by_options(trial), steps=STEPS)
     with pytest.raises(UserError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.engines.setup import resolve
 from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
@@ -30,7 +30,7 @@ GROWS = {"base.num_moe_experts": 4, "parametrization.experts": "any_share"}
 def config_of(experts: int, topk: int = 2, **keys: Any) -> Config:
     """Hidden size 3/2, FFN of an expert 5/2 of the base's, as in `MOE`; experts grow from 4."""
     sizes = {"model.num_moe_experts": experts, "model.moe_router_topk": topk}
-    return make(MOE, "llama").derive({**sizes, **GROWS, **keys})
+    return derive(make(MOE, "llama"), {**sizes, **GROWS, **keys})
 
 
 def table(config: Config) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_by_hand() -> None:
 
 
 def test_under_sgd_by_hand() -> None:
-    config = config_of(32).derive({"optimizer.name": "sgd", "base.ffn_hidden_size": 32})
+    config = derive(config_of(32), {"optimizer.name": "sgd", "base.ffn_hidden_size": 32})
     found = table(config)
     # m_out · 8 / m_in, which is also the weight in the invariant gradient norm.
     for name, rate in (
@@ -155,7 +155,7 @@ def family(optimizer: str, experts: int, kind: str) -> Config:
     if kind == "finer":
         keys |= {"model.moe_ffn_hidden_size": 256 // experts, "base": {**keys["base"], "moe_ffn_hidden_size": 64}}
     start = make({**MOE, "base": {"num_moe_experts": 4}}, "llama", parametrization__experts="any_share")
-    return resolve(start.derive(keys), 1).config
+    return resolve(derive(start, keys), 1).config
 
 
 def slopes_of(ranks: Ranks, optimizer: str, kind: str, *, broken: bool) -> dict[str, float]:
@@ -232,7 +232,7 @@ def test_updates_over_4_to_32_experts(ranks: Ranks, optimizer: str, kind: str, f
 )
 def test_what_has_no_rule_is_refused(keys: dict[str, Any], key: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
-        config_of(32).derive(keys)
+        derive(config_of(32), keys)
     assert error.value.key == key
 
 
@@ -264,7 +264,7 @@ def test_a_family_without_the_rule_keeps_its_digest() -> None:
 
 def test_a_stability_check_grows_experts() -> None:
     config = config_of(32, 16, **{"base.moe_router_topk": 2, "parametrization.experts": "fixed_share"})
-    config = config.derive({"data.split": "98,2,0"})
+    config = derive(config, {"data.split": "98,2,0"})
     asked = question(config, over="lr", across="experts", values="1e-3,2e-3,4e-3", factors=[1, 4], seeds=1)
     runs = [run.job.config for run in grid(config, asked)]
     assert {(run.model.num_moe_experts, run.model.moe_router_topk) for run in runs} == {(4, 2), (16, 8)}
@@ -274,9 +274,9 @@ def test_a_stability_check_grows_experts() -> None:
 @pytest.mark.slow
 def test_expert_parallel_is_one_process(ranks: Ranks) -> None:
     """Two ranks with half of 16 experts each train as one process with all of them, 4 being the base's."""
-    config = config_of(16).derive({"parallel.engine": "megatron", "training.micro_batch_size": 4})
+    config = derive(config_of(16), {"parallel.engine": "megatron", "training.micro_batch_size": 4})
     alone = ranks.run(1, bodies.train, config=config, steps=10)[0]
-    both = ranks.run(2, bodies.train, config=config.derive({"parallel.expert_model_parallel_size": 2}), steps=10)
+    both = ranks.run(2, bodies.train, config=derive(config, {"parallel.expert_model_parallel_size": 2}), steps=10)
     assert both[0]["losses"] == pytest.approx(alone["losses"], abs=2e-5)
     assert both[0]["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-4)
     held = {**both[0]["initial"], **both[1]["initial"]}

@@ -9,8 +9,8 @@ HORIZON = (
         "horizon: a check counts from its own batch",
         "coord-check multiplies the rate by what a rule says of the check's few tokens",
         "mup_megatron/proof/coord_check.py",
-        'config.derive({**applied(config), "tuning.seq_length": None})',
-        'config.derive({"tuning.seq_length": None})',
+        'derive(config, {**applied(config), "tuning.seq_length": None})',
+        'derive(config, {"tuning.seq_length": None})',
         "proof/test_coord_check.py::test_rules_over_batch_and_tokens_are_the_run_s_own",
     ),
     _mutant(

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config, load_config
+from mup_megatron.config import Config, derive, load_config
 from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
@@ -67,7 +67,7 @@ def test_mup_passes_and_standard_fails(ranks: Ranks, architecture: str) -> None:
 @pytest.mark.parametrize("name", ["gpt3", "llama", "moe", "mla"])
 def test_the_families_of_the_evidence(ranks: Ranks, repository: Path, tmp_path: Path, name: str) -> None:
     """At their own values, over their own path, hidden size 32 to 512."""
-    config = load_config(repository / "configs" / "proof" / f"{name}.yaml").derive({"data.dir": str(tmp_path)})
+    config = derive(load_config(repository / "configs" / "proof" / f"{name}.yaml"), {"data.dir": str(tmp_path)})
     # Eight experts share 16 tokens, so a few tokens decide what one expert's weights get: more seeds.
     options = {"compare": False, "seeds": 6 if name == "moe" else 3}
     result = ranks.run(1, proof_bodies.check, config=config, options=options)[0]
@@ -83,7 +83,7 @@ def test_attention_that_grows_twice(ranks: Ranks, repository: Path, tmp_path: Pa
     keys |= {f"model.{name}": 16 * size for name, size in heads.items()}
     config = load_config(repository / "configs" / "proof" / "mla.yaml")
     # With 3 seeds four slopes are undecided; with 7 none (Python 3.12, megatron-core 0.19.2) or two (3.11, 0.16.1).
-    result = check(ranks, config.derive({"data.dir": str(tmp_path), **keys}), seeds=7)
+    result = check(ranks, derive(config, {"data.dir": str(tmp_path), **keys}), seeds=7)
     verdicts = {name: each["verdict"] for name, each in result["verdicts"]["mup"].items()}
     assert set(verdicts.values()) <= {"ok", "undecided"}, lines(result)
     assert sum(verdict == "undecided" for verdict in verdicts.values()) <= 2, lines(result)
@@ -360,7 +360,7 @@ def test_rules_over_batch_and_tokens_are_the_run_s_own() -> None:
         assert made.optimizer.eps == pytest.approx(config.optimizer.eps / 8**0.5)
         assert made.optimizer.betas == pytest.approx([0.2, 0.6])
     # Control: without rules nothing moves.
-    free = _asked(config.derive(horizon.without_rules(config)), Rank(), None, "plain", FACTORS, {}, 4, False)
+    free = _asked(derive(config, horizon.without_rules(config)), Rank(), None, "plain", FACTORS, {}, 4, False)
     assert (free.family[0].config.hparams.lr, free.family[0].config.optimizer.betas) == (2e-3, [0.9, 0.95])
 
 
@@ -537,7 +537,7 @@ def test_growth_of_its_own() -> None:
 def test_the_family() -> None:
     config = config_of()
     assert default_factors(config) == [1, 2, 4, 8]
-    assert default_factors(config.derive({"model.hidden_size": 1024, "model.num_attention_heads": 64})) == [
+    assert default_factors(derive(config, {"model.hidden_size": 1024, "model.num_attention_heads": 64})) == [
         *(1, 2, 4, 8, 16),
         32,
     ]

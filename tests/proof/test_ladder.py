@@ -12,6 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from mup_megatron import cli
+from mup_megatron.config import derive
 from mup_megatron.data.parts import times_read
 from mup_megatron.data.prepare import prepare
 from mup_megatron.proof.halving import wanted
@@ -204,7 +205,7 @@ def config_of_ladder(tmp_path: Path) -> Any:
         "training.global_batch_size": 8,
         "data.split": "98,2,0",
     }
-    return make(MIXED, "gpt3").derive({**keys, "run.dir": str(tmp_path), "parametrization.tokens": "power:-0.3"})
+    return derive(make(MIXED, "gpt3"), {**keys, "run.dir": str(tmp_path), "parametrization.tokens": "power:-0.3"})
 
 
 def test_repeated_text_is_known() -> None:
@@ -214,8 +215,8 @@ def test_repeated_text_is_known() -> None:
     dataset = IndexedDataset(prefixes[0])
     tokens = sum(len(dataset[number]) for number in range(len(dataset)))
     steps = round(3 * tokens / (8 * 32))
-    assert times_read(config.derive({"training.train_steps": steps}), prefixes) == pytest.approx(3, rel=1e-3)
-    half = config.derive({"training.train_steps": steps, "data.split": "50,50,0"})
+    assert times_read(derive(config, {"training.train_steps": steps}), prefixes) == pytest.approx(3, rel=1e-3)
+    half = derive(config, {"training.train_steps": steps, "data.split": "50,50,0"})
     assert times_read(half, prefixes) > 3.5
 
 
@@ -245,7 +246,7 @@ def test_rungs_of_several_depths(config_of_ladder: Any) -> None:
     """A base of 2 layers under CompleteP, times 1 and 4, and widths times 1 and 2; the largest of all comes last."""
     rule = {"base.num_layers": 2, "model.num_layers": 8, "parametrization.depth": "completep"}
     asked = Ladder(batch=[1], tokens=[1, 2], width=[1, 2], layers=[1, 4], values=[1.0, 2.0, 4.0], seeds=1)
-    made = rungs(config_of_ladder.derive(rule), asked, print)
+    made = rungs(derive(config_of_ladder, rule), asked, print)
     base = config_of_ladder.base.hidden_size
     sizes = {rung.name: (each.model.hidden_size / base, each.model.num_layers) for rung, each in made.items()}
     assert sizes == {
@@ -320,7 +321,7 @@ def test_a_ladder_over_the_decay() -> None:
 )
 def test_what_is_varied(config_of_ladder: Any, over: Over, varied: list[tuple[float, float]]) -> None:
     """Rate and decay of the first rung's runs; the other of the two is the config's own."""
-    config = config_of_ladder.derive({"hparams.lr": 0.008, "hparams.weight_decay": 0.1})
+    config = derive(config_of_ladder, {"hparams.lr": 0.008, "hparams.weight_decay": 0.1})
     asked = Ladder(batch=[1, 2], tokens=[1, 2, 4], width=[], values=[0.5, 1.0, 2.0], seeds=1, over=over)
     made = rungs(config, asked, lambda line: None)
     jobs = _Runs(over, asked.values, [1]).missing(made)[:3]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
@@ -302,10 +302,10 @@ def test_reversing_swaps_model_and_base(tmp_path: Path) -> None:
     assert small.base.width.sizes == {name: MIXED["model"][name] for name in MIXED["base"]}
     assert {name: getattr(small.model, name) for name in MIXED["base"]} == MIXED["base"]
     assert small.parametrization.name == "mup"
-    grown = small_model(small.derive({"parametrization.name": "mup"}))  # twice is where it began
-    ours, theirs = parametrize(grown, 375), parametrize(large.derive({"parametrization.name": "mup"}), 375)
+    grown = small_model(derive(small, {"parametrization.name": "mup"}))  # twice is where it began
+    ours, theirs = parametrize(grown, 375), parametrize(derive(large, {"parametrization.name": "mup"}), 375)
     assert ours.tensors == theirs.tensors
-    at_base = small.derive({f"model.{name}": size for name, size in small.base.width.sizes.items()})
+    at_base = derive(small, {f"model.{name}": size for name, size in small.base.width.sizes.items()})
     assert [(each.lr, each.init_std) for each in parametrize(at_base, 375).tensors.values()] == [
         (each.lr, each.init_std) for each in parametrize(large, 375).tensors.values()
     ]

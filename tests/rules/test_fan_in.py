@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import prepare
 from mup_megatron.model.build import parametrize
 from mup_megatron.proof.reverse import small_model
@@ -87,7 +87,7 @@ def test_one_rate_and_no_multipliers(growth: dict[str, Any], architecture: str) 
 
 def test_deviations_fall_as_the_root_of_the_fan_in() -> None:
     """Over widths 32 to 512 each product's deviation has slope -1/2, whatever else grows; all else stays."""
-    grown = [make(PLAIN, "llama").derive(grow(factor)) for factor in (1, 4, 16)]
+    grown = [derive(make(PLAIN, "llama"), grow(factor)) for factor in (1, 4, 16)]
     tables = [stds(parametrize(config, VOCABULARY)) for config in grown]
     for name, first in tables[0].items():
         product = first and "embedding" not in name

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mup_megatron.checkpoints.manifest import check_resume, make_manifest
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.engines.megatron_config import optimizer_config
 from mup_megatron.engines.optim import build_optimizer
 from mup_megatron.engines.setup import resolve
@@ -33,7 +33,7 @@ SDE = {"parametrization.batch": "sqrt_sde", "tuning.global_batch_size": 2, "tuni
 
 def config_of(**keys: Any) -> Config:
     """The config of sizes that grow by different ratios, with dotted keys replaced."""
-    return make(MIXED, "gpt3").derive(keys)
+    return derive(make(MIXED, "gpt3"), keys)
 
 
 def test_by_hand() -> None:
@@ -123,7 +123,7 @@ def test_the_square_root_rule_is_adam_on_noise() -> None:
 
     # By another rule of decay: a quarter of the steps, of twice the rate times decay. a = rate · decay · steps is half
     # of what it was, and steps of noise that decay have the variance (1 - exp(-2a)) / 2a of what they have without.
-    other = horizon.horizon(equal_tokens.derive({"parametrization.weight_decay": "independent"}))
+    other = horizon.horizon(derive(equal_tokens, {"parametrization.weight_decay": "independent"}))
     moved, kept = _walk(4, other)
     one, half = (_LR * _DECAY * _SAMPLES / part for part in (1, 2))
     assert kept == pytest.approx(math.exp(-half), rel=0.01)
@@ -149,7 +149,7 @@ def test_the_table_takes_them() -> None:
     assert tensor.eps_multiplier == pytest.approx((plain.eps_multiplier or 0) / 2, rel=1e-15)
     assert tensor.weight_decay_multiplier == plain.weight_decay_multiplier
     assert tensor.init_std == plain.init_std
-    timescale = parametrize(config.derive({"parametrization.weight_decay": "timescale"}), 256).tensors[name]
+    timescale = parametrize(derive(config, {"parametrization.weight_decay": "timescale"}), 256).tensors[name]
     # 4 times the tokens in as many steps: lr · decay · steps stays if decay is halved.
     assert timescale.weight_decay_multiplier == pytest.approx(plain.weight_decay_multiplier / 2, rel=1e-15)
 
@@ -159,7 +159,7 @@ def test_both_engines_take_the_betas() -> None:
     optimizer = build_optimizer(config, [{"params": [torch.nn.Parameter(torch.zeros(2))]}])
     assert optimizer.defaults["betas"] == pytest.approx((0.6, 0.8))
     assert horizon.betas(config) == pytest.approx((0.6, 0.8))
-    setup = resolve(config.derive({"parallel.engine": "megatron"}), 1)
+    setup = resolve(derive(config, {"parallel.engine": "megatron"}), 1)
     made = optimizer_config(setup.config, setup.layout)
     assert (made.adam_beta1, made.adam_beta2) == pytest.approx((0.6, 0.8))
 
@@ -210,12 +210,12 @@ def test_explain_tells_them() -> None:
 def test_another_trial_is_refused_on_resume(tmp_path: Path) -> None:
     """`tuning:` may change in a run that goes on, unless a rule counts from it."""
     config = config_of(**SDE)
-    setups = [_manifest(each) for each in (config, config.derive({"tuning.global_batch_size": 4}))]
+    setups = [_manifest(each) for each in (config, derive(config, {"tuning.global_batch_size": 4}))]
     with pytest.raises(UserError) as refused:
         check_resume(setups[0], setups[1], tmp_path)
     assert any("horizon.lr" in line for line in str(refused.value).splitlines())
     free = config_of()
-    assert check_resume(_manifest(free), _manifest(free.derive({"tuning.global_batch_size": 4})), tmp_path) == []
+    assert check_resume(_manifest(free), _manifest(derive(free, {"tuning.global_batch_size": 4})), tmp_path) == []
 
 
 def _manifest(config: Config) -> Any:
@@ -235,7 +235,7 @@ def test_a_record_of_other_trials_is_refused(tmp_path: Path) -> None:
     write_record(path, record_of(config))
     assert TransferRecord.read(path, config) is not None
     with pytest.raises(UserError, match=r"found at global_batch_size 2.*expected tuning.global_batch_size: 2"):
-        TransferRecord.read(path, config.derive({"tuning.global_batch_size": 4}))
+        TransferRecord.read(path, derive(config, {"tuning.global_batch_size": 4}))
 
 
 _STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed": 7, "trials": [], "values": {}}

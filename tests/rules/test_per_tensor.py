@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mup_megatron.config import Config, load_config
+from mup_megatron.config import Config, derive, load_config
 from mup_megatron.config.load import parse_overrides
 from mup_megatron.config.per_tensor import KINDS
 from mup_megatron.data.prepare import prepare
@@ -359,7 +359,7 @@ def test_keys_on_the_command_line() -> None:
     key = key_of("per_tensor.*.mlp.*.lr")
     assert key == 'hparams.per_tensor."*.mlp.*".lr'
     overrides = parse_overrides([f"{key}=2.0", "hparams.per_tensor.gains.lr=0.5"])
-    config = make(MIXED, "gpt3").derive(overrides)
+    config = derive(make(MIXED, "gpt3"), overrides)
     assert {entry: said.lr for entry, said in config.hparams.per_tensor.items()} == {"*.mlp.*": 2.0, "gains": 0.5}
 
 

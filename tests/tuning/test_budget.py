@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import load_config
+from mup_megatron.config import derive, load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
@@ -147,7 +147,7 @@ def test_bytes_under_soap_by_hand() -> None:
     )
     soap, adamw = (
         state_bytes(parametrize(each, 375), resolve_layout(each, 1))
-        for each in (config, config.derive({"optimizer.name": "adamw"}))
+        for each in (config, derive(config, {"optimizer.name": "adamw"}))
     )
     matrices = ((128, 96), (96, 64), (160, 96), (96, 160))  # QKV, projection, fc1, fc2
     assert soap - adamw == 2 * 2 * 4 * sum(rows**2 + columns**2 for rows, columns in matrices)
@@ -209,12 +209,12 @@ def test_activations_of_both_stacks_by_hand() -> None:
     parametrization = parametrize(config, VOCABULARY)
     assert activation_bytes(parametrization, layout) == 2 * 4 * (3 * encoder + 2 * decoder + ends)
     # Attention that keeps no scores; then of every layer its input alone, and all of the one that is computed again.
-    sdpa = config.derive({"model.core_attention": "sdpa"})
+    sdpa = derive(config, {"model.core_attention": "sdpa"})
     scores = 3 * 40 * 8 * 40 + 2 * 24 * 8 * (24 + 40)
     found = activation_bytes(parametrize(sdpa, VOCABULARY), layout)
     assert found == 2 * 4 * (3 * encoder + 2 * decoder + ends - scores)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    again = config.derive({f"training.{key}": value for key, value in full.items()})
+    again = derive(config, {f"training.{key}": value for key, value in full.items()})
     inputs = 3 * 40 * 96 + 2 * 24 * 96
     assert activation_bytes(parametrize(again, VOCABULARY), layout) == 2 * 4 * (inputs + max(encoder, decoder) + ends)
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config, load_config
+from mup_megatron.config import Config, derive, load_config
 from mup_megatron.megatron_training.family import check_family
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
@@ -35,7 +35,7 @@ STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed"
 
 def config_of(**keys: Any) -> Config:
     """Sequences of 32 tokens, 8 a step, 200 steps, as the ladder's own; with dotted keys replaced."""
-    return make(MIXED, "gpt3", training__train_steps=200, data__split="98,2,0").derive(keys)
+    return derive(make(MIXED, "gpt3", training__train_steps=200, data__split="98,2,0"), keys)
 
 
 def target_of(path: Path | None, **keys: Any) -> Config:
@@ -266,7 +266,7 @@ def test_a_number_that_is_not_the_ladders_is_refused(ladder: Path) -> None:
 def record_in(folder: Path, config: Config) -> Path:
     """A record of values found with this config."""
     layout = resolve_layout(config, 1)
-    with_numbers = config if not config.parametrization.unfitted else config.derive(dict.fromkeys(FITTED, "none"))
+    with_numbers = config if not config.parametrization.unfitted else derive(config, dict.fromkeys(FITTED, "none"))
     table = dataclasses.replace(parametrize(with_numbers, 375), config=config)
     made = make_record(table, layout, {"lr": 0.004}, study=STUDY, budget={"spent": {}}, ladder=ladder_of(config, None))
     write_record(folder / "transfer.json", made)
@@ -302,9 +302,9 @@ def test_the_record_takes_and_gives_it(ladder: Path, tmp_path: Path, capsys: pyt
     assert "tokens: the rate goes as its ratio to the power -0.3" in " ".join(out.split())
     # The record's own ladder is asked as the file is: too far, another number.
     with pytest.raises(ConfigError, match=r"lie 17.5 times"):
-        decide.apply_record(config.derive({"training.train_steps": 14_000}))
+        decide.apply_record(derive(config, {"training.train_steps": 14_000}))
     with pytest.raises(ConfigError, match=r"fitted:0.1, but .* says fitted:0"):
-        decide.apply_record(config.derive({"parametrization.batch": "fitted:0.1"}))
+        decide.apply_record(derive(config, {"parametrization.batch": "fitted:0.1"}))
     assert TransferRecord.read(path, config) == record
 
 
@@ -318,7 +318,7 @@ def test_a_record_without_a_ladder(tmp_path: Path, ladder: Path) -> None:
     transferred, _ = decide.apply_record(config)
     with pytest.raises(ConfigError, match="fitted takes its exponent from a ladder, and there is none"):
         parametrize(transferred, 375)
-    transferred, _ = decide.apply_record(config.derive({"tuning.ladder": str(ladder)}))
+    transferred, _ = decide.apply_record(derive(config, {"tuning.ladder": str(ladder)}))
     parametrize(transferred, 375)
 
 
@@ -349,7 +349,7 @@ def test_what_a_record_does_not_take(tmp_path: Path, ladder: Path, capsys: pytes
     assert keep(path, config, failed).startswith(f"{path}: stays as it was, since the ladder did not pass")
     assert path.read_text() == before
     with pytest.raises(UserError, match=r"belongs to another family than .*base.hidden_size: 64 in the record, 32 in"):
-        keep(path, config.derive({"base.hidden_size": 32}), ladder)
+        keep(path, derive(config, {"base.hidden_size": 32}), ladder)
     # Said before a rung is trained.
     source = tmp_path / "run.yaml"
     source.write_text(yaml.safe_dump(config.model_dump()))
@@ -357,7 +357,7 @@ def test_what_a_record_does_not_take(tmp_path: Path, ladder: Path, capsys: pytes
     said = " ".join(capsys.readouterr().err.split())
     assert "--record: no such file" in said
     assert "expected the transfer record of this family" in said
-    keep(path, config.derive({"tuning.allow_failed_ladder": True}), failed)
+    keep(path, derive(config, {"tuning.allow_failed_ladder": True}), failed)
     assert json.loads(path.read_text())["ladder"]["verdict"] == "failed"
 
 
@@ -456,7 +456,7 @@ def test_another_schedule_is_told(ladder: Path, tmp_path: Path) -> None:
     earlier = json.loads(ladder.read_text())
     kept = {key: said for key, said in earlier["measured"].items() if key != "training.lr_schedule"}
     (tmp_path / "earlier.json").write_text(json.dumps({**earlier, "measured": kept}))
-    found = ladder_of(config.derive({"tuning.ladder": str(tmp_path / "earlier.json")}), None)
+    found = ladder_of(derive(config, {"tuning.ladder": str(tmp_path / "earlier.json")}), None)
     assert len(told(config, found)) == 2
     assert "loss" in (predicted(config, found) or {})
 
@@ -475,7 +475,7 @@ def test_what_train_is_told(ladder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "predicted loss of the target: 3.51" in capsys.readouterr().out
     assert decide.told_by_a_ladder(config, Progress(True))["predicted"] == predicted(config, found)
     capsys.readouterr()
-    other = target.derive({"base.hidden_size": 32})
+    other = derive(target, {"base.hidden_size": 32})
     assert decide.told_by_a_ladder(other, Progress(True)) == {}
     assert "no predicted loss: " in (said := capsys.readouterr().out)
     assert "base.hidden_size" in said
@@ -484,7 +484,7 @@ def test_what_train_is_told(ladder: Path, tmp_path: Path, capsys: pytest.Capture
         folder.mkdir()
         if silent == "plain":
             record_in(folder, target_of(None, **dict.fromkeys(FITTED, "none")))
-        assert decide.told_by_a_ladder(target.derive({"run.dir": str(folder)}), Progress(True)) == {}
+        assert decide.told_by_a_ladder(derive(target, {"run.dir": str(folder)}), Progress(True)) == {}
         assert capsys.readouterr().out == ""
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config, load_config
+from mup_megatron.config import Config, derive, load_config
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.family import differences, digest, digested
@@ -70,7 +70,7 @@ def test_what_it_says(record: TransferRecord) -> None:
 
 def test_rules_over_batch_and_tokens_are_those_of_the_config(tmp_path: Path) -> None:
     chosen = {"parametrization.batch": "sqrt_sde", "parametrization.tokens": "power:-0.32"}
-    config = with_values(config_in(tmp_path), VALUES).derive(chosen)
+    config = derive(with_values(config_in(tmp_path), VALUES), chosen)
     layout = resolve_layout(config, 1)
     made = make_record(parametrize(config, 375), layout, VALUES, study=STUDY, budget={"spent": {}})
     assert {f"parametrization.{name}": made.rules[name] for name in ("batch", "tokens")} == chosen

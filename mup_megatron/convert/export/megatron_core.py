@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron.config import Config, Model
+from mup_megatron.config import Config, Model, derive
 from mup_megatron.convert.export.fold import EXPERT_BIAS, FoldedWeights
 from mup_megatron.convert.export.folder import Part
 from mup_megatron.model.build import dry_run, parametrize
@@ -142,7 +142,7 @@ def save_release(config: Config, vocab_size: int, weights: FoldedWeights, direct
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    plain = config.derive({f"model.{name}": value for name, value in _PLAIN.items()})
+    plain = derive(config, {f"model.{name}": value for name, value in _PLAIN.items()})
     layout = resolve_layout(plain, 1)
     runtime.start_distributed(layout, Rank(), config.run.seed)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import Checkpoints, hash_files
 from mup_megatron.checkpoints.manifest import CheckpointManifest, make_manifest
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.convert.export.unfinished import LIST
 from mup_megatron.convert.importing.check import compare
 from mup_megatron.convert.importing.hugging_face import read_hugging_face
@@ -91,7 +91,7 @@ def _write(begun: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _as_saved(manifest: CheckpointManifest, begun: Path) -> SavedRun:
     """The checkpoint that is not whole yet as one process opens it, in float32: bf16 would hide what differs."""
-    config = config_here(manifest, begun).derive({"training.precision": "fp32"})
+    config = derive(config_here(manifest, begun), {"training.precision": "fp32"})
     tokenizer = prepared_tokenizer(config, manifest.data_digest)
     return SavedRun(path=begun, manifest=manifest, config=config, tokenizer=tokenizer)
 

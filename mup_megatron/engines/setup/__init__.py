@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.engines.setup.auto import resolve_auto
 from mup_megatron.parallel.layout import Layout, resolve_layout
 
@@ -54,7 +54,7 @@ class Setup:
 
     def derive(self, keys: Mapping[str, Any]) -> Setup:
         """This run with dotted keys replaced, resolved again only where a value differs. Raises ConfigError."""
-        config = self.config.derive(keys)
+        config = derive(self.config, keys)
         return self if config == self.config else resolve(config, self.layout.world_size, trains=self.trains)
 
 

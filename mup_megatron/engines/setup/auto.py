@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.parallel.upstream import CUDA_ONLY, importable
 
 _TE = "transformer_engine"
@@ -40,7 +40,8 @@ def resolve_auto(config: Config) -> Config:
             )
     if kernels["model.norm_implementation"] == "apex" and model.normalization != "LayerNorm":
         raise config.error("model.norm_implementation", f"apex has no {model.normalization}; expected torch")
-    return config.derive(
+    return derive(
+        config,
         {"training.precision": precision, "optimizer.implementation": implementation, **kernels},
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from mup_megatron.config import derive
 from mup_megatron.engines import WEIGHT, Engine
 from mup_megatron.engines.setup import Setup
 from mup_megatron.evaluate.translation.bleu import bleu, check_installed
@@ -82,7 +83,7 @@ class Validation:
 
     def _plain_copy(self) -> Any:
         """The model with the weights of now, for one evaluation. Collective."""
-        config = self._setup.config.derive({"parallel.sequence_parallel": False})
+        config = derive(self._setup.config, {"parallel.sequence_parallel": False})
         layout = dataclasses.replace(self._setup.layout, sequence_parallel=False)
         trained = dict(named_parameters(self._engine.chunks))
         device = next(iter(trained.values())).device

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from mup_megatron.config import derive
 from mup_megatron.data.prepare import prepare
 from tests.helpers import t5_bodies
 from tests.helpers.comparison import Difference, compare_initial
@@ -71,7 +72,7 @@ def test_tensor_parallel_ranks_hold_heads(ranks: Ranks, broken: str, why: str | 
     """The wrong record: all keys before all values, of which each rank takes a half, as of gate|up."""
     config = make_t5(parallel__tensor_model_parallel_size=2, parallel__zero_stage=0)
     prepare(config)
-    whole = ranks.run(1, t5_bodies.initial, config=config.derive({"parallel.tensor_model_parallel_size": 1}))[0]
+    whole = ranks.run(1, t5_bodies.initial, config=derive(config, {"parallel.tensor_model_parallel_size": 1}))[0]
     results = ranks.run(2, t5_bodies.initial, config=config, broken=broken)
     own = [{"initial": {n: v for n, v in held.items() if "cross_attention" in n}} for held in results]
     assert len(own[0]["initial"]) == 12

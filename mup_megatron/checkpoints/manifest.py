@@ -291,7 +291,7 @@ def check_settings(
     allowed: Iterable[str] = (),
     advice: str = _ADVICE,
 ) -> list[tuple[str, Any, Any]]:
-    """The same of settings alone, of which there may be no manifest.
+    """The guard of `check_resume` on settings alone, of which there may be no manifest.
 
     A key that the run does not say came with a later version. By default it leaves runs as they were, so then it is no
     difference.

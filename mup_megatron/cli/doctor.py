@@ -82,7 +82,7 @@ def _version(package: str) -> str | None:
 
 
 def print_examination(examination: dict[str, Any], console: Any) -> None:
-    """The same for people. `console` is a rich Console."""
+    """Prints what `examine` found. `console` is a rich Console."""
     from rich.table import Table
 
     installed = Table("package", "version", box=None, title="installed", title_justify="left")

@@ -29,7 +29,7 @@ class BertBatch(Batch):
         loss_mask: [b, s] float32, 1 where a token is to be predicted.
         attention_mask: [b, s] int64, 0 where a position is padding, which no position attends to.
         types: [b, s] int64, 0 in the first segment and 1 in the second; None without next-sentence prediction.
-        is_random: [b] int64, 1 where the second segment does not follow the first; None likewise.
+        is_random: [b] int64, 1 where the second segment does not follow the first; None without that.
     """
 
     tokens: torch.Tensor

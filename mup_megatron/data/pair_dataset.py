@@ -91,7 +91,7 @@ class PairDataset(MegatronDataset):
             labels: [t] int64, target and end, padded.
             loss_mask: [t] float32, 1 where a label counts.
             enc_mask: [s] bool, True on tokens, False on what pads.
-            dec_mask: [t] bool, likewise.
+            dec_mask: [t] bool, True on tokens, False on what pads.
             mean_labels: [] float32, labels that count in its global batch over the batch's samples.
         """
         number = self._pair(index)

@@ -30,7 +30,8 @@ class Prepared:
 
     Args:
         blend: megatron-core's (prefixes, weights or None), as seen from the working directory.
-        tokenizer: path of the trained SentencePiece model, likewise; None if the config names a tokenizer.
+        tokenizer: path of the trained SentencePiece model, as seen from the working directory; None if the config names
+            a tokenizer.
         vocab_size: entries of the tokenizer, before padding.
         documents: number of documents written; 0 for existing datasets.
         tokens: number of tokens, end-of-document tokens included.

@@ -68,7 +68,7 @@ def _stages_1_and_2(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.
 
 
 def _stage_3(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
-    """The same where every parameter is cut into as many parts as there are ranks, the last one padded."""
+    """As `_stages_1_and_2`; every parameter is cut into as many parts as there are ranks, the last one padded."""
     rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
     for number, parameters in enumerate(optimizer.fp16_groups):
         at = 0

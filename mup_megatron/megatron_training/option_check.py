@@ -173,9 +173,9 @@ def refused_in_a_run(args: Namespace, defaults: Mapping[str, Any], known: Known)
     """What a run would refuse of options that can be explained all the same, a sentence each.
 
     Args:
-        args: see `check_options`, as the others.
-        defaults: see there.
-        known: see there.
+        args: Megatron's.
+        defaults: that the script gives in the place of Megatron's.
+        known: options of this Megatron, and those that were accepted by name.
     """
     sentences = []
     for name, value, rule in _values(args, defaults, known):
@@ -190,9 +190,9 @@ def unsaid_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -
     """Options at other values than their defaults that change what is trained, and that no config of ours says.
 
     Args:
-        args: see `check_options`, as the others.
-        defaults: see there.
-        known: see there.
+        args: Megatron's.
+        defaults: that the script gives in the place of Megatron's.
+        known: options of this Megatron, and those that were accepted by name.
     """
     found = []
     for name, value, _ in _values(args, defaults, known):

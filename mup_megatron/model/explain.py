@@ -151,7 +151,7 @@ def _factors(tensor: TensorHyperparameters) -> dict[str, Any] | None:
 
 
 def print_table(parametrization: Parametrization, layout: Layout, console: Any, rank: int = 0) -> None:
-    """The same for people: forward multipliers, then tensors grouped by rule; repeated layers and experts are one row.
+    """Prints what `explain` says: forward multipliers, then tensors by rule; repeated layers and experts are one row.
 
     Args:
         parametrization: of the run.

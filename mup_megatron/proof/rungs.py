@@ -29,9 +29,9 @@ class Ladder:
     """What is asked. Factors are of the config's own batch and tokens, and of the base's width and layers.
 
     Args:
-        batch: factors, ascending, from 1 on, as the others.
-        tokens: of the run.
-        width: of the base sizes; empty for the config's own model alone.
+        batch: factors, ascending, from 1 on.
+        tokens: factors of the run's tokens, ascending, from 1 on.
+        width: factors of the base sizes, ascending, from 1 on; empty for the config's own model alone.
         values: to begin with, ascending, three or more.
         seeds: repetitions.
         min_steps: rungs of fewer optimizer steps are left out.
@@ -61,10 +61,10 @@ class Rung:
     """One size of the run.
 
     Args:
-        batch: factor, as the others.
-        tokens: see `Ladder`.
-        width: 1 where the model's is the config's own.
-        layers: the same.
+        batch: factor of the config's.
+        tokens: factor of the config's.
+        width: factor of the base's; 1 where the model's is the config's own.
+        layers: factor of the base's; 1 where the model's are the config's own.
     """
 
     batch: int

@@ -57,10 +57,10 @@ class Slope:
         quantity: initial, output, change, gradient, update, rate, drawn (initial values over what the
             config says) or copies (how far they are apart, over an update).
         step: before which the coordinates were looked at; of an update the one that made it.
-        slope: see `Fit`, as `confidence` and `bend`.
+        slope: of the size over the width, with `confidence` and `bend` as `Fit` has them.
         expected: what it should be.
         low: how far below that it may be; None: as far as it likes.
-        high: how far above; None likewise.
+        high: how far above; None: as far as it likes.
         zero: some size is exactly 0: a parameter that does not move, an activation that is not there.
     """
 

@@ -101,9 +101,9 @@ class Rules:
     """The rules of one run, which make the table's rows.
 
     Args:
-        config: see `apply_rules`, as the others.
-        shapes: see there.
-        base_head_size: see there.
+        config: the run.
+        shapes: of every tensor, by name.
+        base_head_size: d of the base model.
     """
 
     def __init__(self, config: Config, shapes: Mapping[str, TensorShape], base_head_size: int) -> None:

@@ -101,7 +101,7 @@ def is_output_like(
 
     Args:
         fan_in_grows: whether the fan-in is declared to grow (whatever its ratio is here).
-        fan_out_grows: the same of the fan-out.
+        fan_out_grows: whether the fan-out is.
         fixed_fan_out: the rule for a growing fan-in with a fixed fan-out; `hidden_like` means g = 1.
     """
     return fan_in_grows and not fan_out_grows and fixed_fan_out == "output_like"

@@ -80,9 +80,9 @@ class Carried(NamedTuple):
     """Factors on what the rules say of one tensor: base values of its own, which `rebase` carries to another base.
 
     Args:
-        lr: of the learning rate, as the others above 0.
-        eps: of Adam's epsilon.
-        weight_decay: of the decay.
+        lr: of the learning rate, above 0.
+        eps: of Adam's epsilon, above 0.
+        weight_decay: of the decay, above 0.
     """
 
     lr: float
@@ -170,9 +170,9 @@ class TensorHyperparameters:
         """The same tensor with other multipliers, in the optimizer group that these make.
 
         Args:
-            lr: multiplier instead of the rule's, as the others; None keeps it.
-            eps: ignored where the optimizer has no epsilon.
-            decay: ignored where the tensor is not decayed.
+            lr: multiplier of the rate instead of the rule's; None keeps it.
+            eps: of epsilon; None keeps it, and it is ignored where the optimizer has no epsilon.
+            decay: of the decay; None keeps it, and it is ignored where the tensor is not decayed.
         """
         group = self.group
         changed = dataclasses.replace(

@@ -87,7 +87,7 @@ def masked(text: str) -> str:
 
 
 def masked_value(text: str) -> str:
-    """The same of a text that is nothing but a URL or an option, where a password may hold spaces."""
+    """`masked` of a text that is nothing but a URL or an option, where a password may hold spaces."""
     return masked(_masked(text, _ANY_PASSWORD))
 
 

@@ -116,11 +116,11 @@ class Parts:
         """A tensor that the class always has: zeros where the model has none.
 
         Args:
-            name: as of `add`, as `source` and `blocks`.
-            source: see there.
+            name: in the exported file.
+            source: the tensor of the checkpoint that it is made of, where that is there.
             shape: of the zeros.
-            blocks: see there.
-            dtype: see `add`.
+            blocks: of the source; all of it unless given.
+            dtype: of the exported tensor; the export's unless given.
         """
         if source in self._weights.specs:
             self.add(name, source, *blocks, dtype=dtype)

@@ -86,8 +86,8 @@ def evaluate_pairs(
 
     Args:
         model: this rank's part, in evaluation mode.
-        pairs: of `read_tokens`.
-        tokens: likewise.
+        pairs: text of source and target, from `read_tokens`.
+        tokens: of the same pairs, from `read_tokens`.
         tokenizer: megatron-core's tokenizer object.
         settings: how to search.
         layout: how ranks split the model; each data-parallel replica takes its share of the pairs.

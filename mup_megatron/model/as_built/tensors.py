@@ -42,7 +42,7 @@ class Entry:
         kind: one of `KINDS`.
         source: who says so, for messages.
         fan_in: dimension of the fan-in, where it is not the kind's.
-        fan_out: the same of the fan-out.
+        fan_out: dimension of the fan-out, where it is not the kind's.
         init: base distribution, where it is not the kind's.
         blocks: names of equal blocks of dimension 0.
         fixed_fan_out: as TensorSpec has it.

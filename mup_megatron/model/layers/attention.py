@@ -48,8 +48,8 @@ class SdpaAttention(MegatronModule):
         softmax_scale: of the logits; 1/sqrt(d) unless given.
         cp_comm_type: unused: keys and values are gathered (as `all_gather` of Transformer Engine).
         pg_collection: whose `cp` splits the sequence; parallel_state's unless given.
-        k_channels: unused, as `v_channels`: MLA's head sizes come with the tensors.
-        v_channels: see there.
+        k_channels: unused: MLA's head sizes come with the tensors.
+        v_channels: unused for the same reason.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ def decoder_spec(model: Model, *, layers: int, residual_multiplier: float) -> Tr
     """The spec of the decoder, whose layers attend to the encoder's output between self-attention and MLP.
 
     Args:
-        model: see `encoder_spec`, as the others.
-        layers: see there.
-        residual_multiplier: see there.
+        model: as the run's config has it.
+        layers: how many to build.
+        residual_multiplier: on the output of each residual branch.
     """
     layer = t5_spec.decoder_model_with_local_spec()
     dense_layer(layer, model, residual_multiplier)

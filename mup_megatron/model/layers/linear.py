@@ -200,27 +200,27 @@ class ColumnParallelLinear(ColumnSpecs, tensor_parallel.ColumnParallelLinear):
 
 
 class QKVColumnParallelLinear(QKV, ColumnParallelLinear):
-    """The same for queries, keys and values."""
+    """Of queries, keys and values in one weight."""
 
 
 class QueryColumnParallelLinear(Query, ColumnParallelLinear):
-    """The same for the queries of cross-attention."""
+    """Of the queries of cross-attention."""
 
 
 class KeyValueColumnParallelLinear(KeyValue, ColumnParallelLinear):
-    """The same for the keys and values of cross-attention."""
+    """Of the keys and values of cross-attention."""
 
 
 class QueryUpColumnParallelLinear(QueryUp, ColumnParallelLinear):
-    """The same for MLA's queries."""
+    """Of MLA's queries, from their latent vector."""
 
 
 class KeyValueUpColumnParallelLinear(KeyValueUp, ColumnParallelLinear):
-    """The same for MLA's keys and values."""
+    """Of MLA's keys and values, from their latent vector."""
 
 
 class FC1ColumnParallelLinear(FC1, ColumnParallelLinear):
-    """The same for the MLP's first layer."""
+    """Of the MLP's first layer."""
 
 
 class RowParallelLinear(RowSpecs, tensor_parallel.RowParallelLinear):

@@ -28,8 +28,8 @@ def set_gain_specs(
         norm: with `weight` and `bias`, either of which may be absent.
         size: of the last dimension.
         sequence_parallel: whether it sees a part of the sequence on each tensor-parallel rank.
-        gains: see `norm_class`, as `per_head`.
-        per_head: see there.
+        gains: whether they are trained, kept at their initial values, or absent.
+        per_head: whether it is of single heads, as a norm of queries or keys.
         zero_centered: whether it scales by 1 + gain.
     """
     gain = Init.ZEROS if zero_centered else Init.ONES

@@ -49,7 +49,7 @@ def block_spec(
 
     Args:
         config: of the model.
-        model: the same as the run's config has it; what its `transformer_impl`, `norm_implementation` and
+        model: section of the run's config; what its `transformer_impl`, `norm_implementation` and
             `core_attention` leave open is megatron-core's or torch's.
         layers: global numbers of the layers to build, from 0.
         residual_multiplier: on the output of each residual branch.
@@ -74,10 +74,10 @@ def mtp_spec(
     """The spec of multi-token prediction; None without it. Its layers are of the decoder's last kind.
 
     Args:
-        config: as there, as `model`.
-        model: see there.
+        config: of the model.
+        model: section of the run's config, as in `block_spec`.
         residual_multiplier: without the depth factor, which is the decoder's.
-        one_expert: see there.
+        one_expert: builds the first expert alone.
         unsharded: groups of an unsharded build; megatron-core 0.16 hands its own to the decoder alone.
     """
     if model.mtp_num_layers is None:

@@ -26,8 +26,8 @@ from mup_megatron.parallel.ranks import Rank, stop_signal
 from mup_megatron.rules.horizon import said
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.family import digest
-from mup_megatron.tuning.megatron import MegatronProcess, process_for
-from mup_megatron.tuning.process import ATTEMPTS, RunProcess
+from mup_megatron.tuning.megatron import process_for
+from mup_megatron.tuning.process import ATTEMPTS, TrialProcess
 from mup_megatron.tuning.space import one_process
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_text
@@ -174,7 +174,7 @@ class _Slot:
         name = f"{os.uname().nodename}-{rank.rank}-{number}"
         self._cache = directory / f"cache-{name}"
         self._worker, self._log = worker, directory / f"worker-{name}.log"
-        self._process: RunProcess | MegatronProcess | None = None
+        self._process: TrialProcess | None = None
         self._job: Job | None = None
         self._held = ExitStack()
         self._began = 0.0

@@ -1,10 +1,9 @@
 """A run of megatron.training in processes of its own: started as its command line says, heard and answered.
 
-Public names: `MegatronProcess`, `process_for`, `own_process`, `own_launch`, `last_lines`. `MegatronProcess` is what
-process.py's `RunProcess` is for this project's own engine: it says the same messages. They go through files in a folder
-of the run (megatron_task.py), because a launcher stands between the two: the run's last rank, which has the loss, adds
-a line to SAID for each message, and waits for ANSWER after an evaluation. The other end is
-megatron_training/watched.py.
+Public names: `MegatronProcess`, `process_for`, `own_process`, `own_launch`, `last_lines`. `MegatronProcess` has
+the messages of process.py. They go through files in a folder of the run (megatron_task.py), because a launcher stands
+between the two: the run's last rank, which has the loss, adds a line to SAID for each message, and waits for ANSWER
+after an evaluation. The other end is megatron_training/watched.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -36,16 +35,27 @@ from mup_megatron.tuning.megatron_task import (
     Task,
     said_by_options,
 )
-from mup_megatron.tuning.process import Answer, End, Evaluation, RunProcess, Said, Step, environment, receive
-from mup_megatron.util.errors import DiskFull, UserError
+from mup_megatron.tuning.process import (
+    Answer,
+    End,
+    Evaluation,
+    RunProcess,
+    Said,
+    TrialProcess,
+    environment,
+    exit_of,
+    gpus,
+    receive,
+)
+from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_yaml, write_whole
 from mup_megatron.util.secrets import masked
 
-_END_SECONDS, _SAVE_SECONDS, _START_SECONDS, _POLL_SECONDS = 60.0, 600.0, 600, 0.05
+_END_SECONDS, _START_SECONDS, _POLL_SECONDS = 60.0, 600, 0.05
 _LAST_LINES, _LAST_BYTES = 3, 1 << 14
 
 
-def process_for(config: Config, rank: Rank, log: Path) -> RunProcess | MegatronProcess:
+def process_for(config: Config, rank: Rank, log: Path) -> TrialProcess:
     """The process that trains a config's proxies: a run of megatron.training where `tuning.command` says one.
 
     Args:
@@ -56,8 +66,8 @@ def process_for(config: Config, rank: Rank, log: Path) -> RunProcess | MegatronP
     return MegatronProcess(rank) if config.tuning.command else RunProcess(rank, log)
 
 
-class MegatronProcess:
-    """One run of megatron.training after the other. The methods are `RunProcess`'s.
+class MegatronProcess(TrialProcess):
+    """One run of megatron.training after the other, whose messages are files of its own folder.
 
     The launcher's processes live on from run to run (megatron_training/forked.py), where they can.
 
@@ -65,18 +75,17 @@ class MegatronProcess:
         rank: of the process that starts them; its local rank chooses the GPUs.
     """
 
+    _SAVE_SECONDS = 600.0
+
     def __init__(self, rank: Rank) -> None:
+        super().__init__()
         self._rank = rank
-        self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self._directory = self._talk = Path()
         self._launched: list[str] = []
         self._talks: list[Path] = []
         self._read = 0
         self._buffer = b""
-        self._heard = False
-        self._owed: Evaluation | None = None
-        self._silence, self._looked = 0.0, 0.0
 
     def start(self, config: Config) -> None:
         """Has megatron.training run a config: of a trial, as space.proxy_config makes it."""
@@ -110,8 +119,8 @@ class MegatronProcess:
             if old.absolute() not in self._talks:
                 shutil.rmtree(old, ignore_errors=True)
         self._directory, self._talk = directory, Path(tempfile.mkdtemp(prefix="talk-", dir=directory)).absolute()
-        self._read, self._buffer, self._heard, self._owed = 0, b"", False, None
-        self._silence, self._looked = 0.0, time.monotonic()
+        self._read, self._buffer, self._heard = 0, b"", False
+        self._told()
         self._talks.append(self._talk)
         task = Task.model_validate({**task.model_dump(), "arguments": arguments})
         write_whole(self._talk / TASK, task.model_dump_json(indent=1))
@@ -133,49 +142,17 @@ class MegatronProcess:
         except OSError as error:
             raise UserError(f"tuning.command: {command.launcher[0]}: cannot be started: {error.strerror}") from None
 
-    def listen(
-        self,
-        seconds: float,
-        hang_timeout: int,
-        *,
-        evaluated: Callable[[Evaluation], bool] = lambda _evaluation: True,
-        stepped: Callable[[Step], None] = lambda _step: None,
-    ) -> End | None:
-        """As `RunProcess.listen`."""
-        alive = self._alive and not self._is_idle
-        messages = self._messages()
-        for message in messages:
-            if isinstance(message, Step):
-                stepped(message)
-            elif isinstance(message, Evaluation):
-                self._owed = message
-                go_on = evaluated(message)
-                self._answer(message, go_on)
-            elif isinstance(message, End) and message.state != "terminated":
-                return self._ended(message)
-        if not messages and not alive:
-            return self._ended(self._how_it_ended())
-        if not messages:
-            time.sleep(seconds)
-        limit = hang_timeout if self._heard else max(hang_timeout, _START_SECONDS)
-        if self._silence > limit:
-            return self._ended(End(state="died", reason=f"no step in {limit} s (tuning.hang_timeout)"))
-        return None
-
-    @property
-    def _alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def _ended(self, end: End) -> End:
+    def _settle(self, end: End) -> None:
         if end.state in ("complete", "stopped", "diverged"):
             until = time.monotonic() + _END_SECONDS
-            while self._alive and not self._is_idle and time.monotonic() < until:
+            while self._is_running and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
         if not self._is_idle:
             self.stop()
-        if end.state == "disk_full":
-            raise DiskFull(end.reason)
-        return end
+
+    @property
+    def _is_running(self) -> bool:
+        return self._alive and not self._is_idle
 
     @property
     def _is_idle(self) -> bool:
@@ -188,51 +165,31 @@ class MegatronProcess:
         for path in sorted(self._talk.glob(FAILED.format("*"))):
             with suppress(ValueError, OSError):
                 return End.model_validate_json(path.read_text(encoding="utf-8"))
-        status = 0 if self._is_idle else self._process.poll() if self._process is not None else None
-        named = signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
+        named = "exit status 0" if self._is_idle else exit_of(self._process)
         said = last_lines(self._directory / LOG)
         return End(state="died", reason=f"its process ended ({named})" + (f": {said}" if said else ""))
 
-    def _messages(self) -> list[Said]:
+    def _messages(self, seconds: float) -> list[Said]:
         with suppress(FileNotFoundError), (self._talk / SAID).open("rb") as file:
             file.seek(self._read)
             data = file.read()
             self._read += len(data)
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
-        messages = [receive(line.decode()) for line in lines]
-        now = time.monotonic()
-        # Of the seconds in which this process was awake; it may have been stopped itself.
-        self._silence = 0.0 if messages else self._silence + min(now - self._looked, 5.0)
-        self._looked, self._heard = now, self._heard or bool(messages)
-        return messages
+        if not lines:
+            time.sleep(seconds)
+        return [receive(line.decode()) for line in lines]
 
-    def _answer(self, evaluation: Evaluation, go_on: bool) -> None:
-        self._owed, self._silence, self._looked = None, 0.0, time.monotonic()
-        write_whole(self._talk / ANSWER.format(evaluation.step), Answer(go_on=go_on).line())
-
-    def save_and_stop(self, report: Callable[[Evaluation], None] = lambda _evaluation: None) -> None:
-        """As `RunProcess.save_and_stop`: Megatron saves at SIGTERM (--exit-signal-handler)."""
-        if self._process is None:
-            return
-        if not self._is_idle:
-            self._terminate()
-        if self._owed is not None:
-            self._answer(self._owed, True)
-        until = time.monotonic() + _SAVE_SECONDS
-        while self._alive and not self._is_idle and time.monotonic() < until:
-            messages = self._messages()
-            for message in messages:
-                if isinstance(message, Evaluation):
-                    report(message)
-                    self._answer(message, True)
-            if any(isinstance(message, End) for message in messages):
-                break
-            time.sleep(0.1)
-        self.stop()
+    def _send(self, evaluation: Evaluation, answer: Answer) -> None:
+        write_whole(self._talk / ANSWER.format(evaluation.step), answer.line())
 
     def _terminate(self) -> None:
-        """SIGTERM to every rank; to the launcher where none is known yet. torchrun would kill ranks that still save."""
+        """SIGTERM to every rank, at which Megatron saves (--exit-signal-handler); to the launcher where none is known.
+
+        At the launcher's, torchrun would kill ranks that still save.
+        """
+        if self._is_idle:
+            return
         found = False
         for path in self._talk.glob(PROCESS.format("*")):
             with suppress(ValueError, ProcessLookupError, PermissionError):
@@ -357,7 +314,7 @@ def _environment(command: MegatronCommand, rank: Rank) -> dict[str, str]:
         found = environment(rank, {**parent, "CUDA_VISIBLE_DEVICES": ""})
         found.pop("CUDA_VISIBLE_DEVICES", None)
         visible = parent.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(number) for number in range(_gpus())]
+        devices = visible.split(",") if visible else [str(number) for number in range(gpus())]
         if command.processes is not None and len(devices) > command.processes:
             first = rank.local_rank * command.processes % len(devices)
             devices = devices[first : first + command.processes]
@@ -367,9 +324,3 @@ def _environment(command: MegatronCommand, rank: Rank) -> dict[str, str]:
     if command.is_srun:
         found |= {name: value for name, value in parent.items() if name.startswith("SLURM_")}
     return found
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -1,8 +1,9 @@
 """A run in a process of its own: how it is started, what is said to it and what it says.
 
-Public names: `RunProcess`, `Start`, `Answer`, `Ready`, `Step`, `Evaluation`, `End`, `receive`, `ATTEMPTS`,
-`environment`. The trials of tuning (worker.py) and the runs of a stability grid (proof/grid.py) are such runs; trial.py
-is the program of the process. Each message is one line of JSON, on the process's standard input and output:
+Public names: `TrialProcess`, `RunProcess`, `Start`, `Answer`, `Ready`, `Step`, `Evaluation`, `End`, `receive`,
+`ATTEMPTS`, `environment`, `exit_of`, `gpus`. The trials of tuning (worker.py) and the runs of a stability grid
+(proof/grid.py) are such runs; trial.py is the program of the process. Each message is one line of JSON, on the
+process's standard input and output:
 
     Start                to the process: the config of its next run
     Ready                from it, once: it has imported what every run needs
@@ -21,10 +22,11 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -38,7 +40,6 @@ ATTEMPTS = 2
 # What a launcher tells its ranks; a trial is a run of one process and must not take itself for one of them.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK")
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "GROUP_WORLD", "ROLE_", "CROSS_")
-_SAVE_SECONDS = 120.0
 _START_SECONDS = 600
 _AWAKE_SECONDS = 5.0  # between two looks; beyond it this process itself was stopped, not the other silent
 
@@ -131,58 +132,69 @@ def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
     devices = visible.split(",") if visible else None
     if devices:
         kept["CUDA_VISIBLE_DEVICES"] = devices[rank.local_rank % len(devices)]
-    elif visible is None and (gpus := _gpus()):
-        kept["CUDA_VISIBLE_DEVICES"] = str(rank.local_rank % gpus)
+    elif visible is None and (count := gpus()):
+        kept["CUDA_VISIBLE_DEVICES"] = str(rank.local_rank % count)
     return kept
 
 
-def _gpus() -> int:
+def gpus() -> int:
+    """Of this machine."""
     import torch
 
     return torch.cuda.device_count()  # asks the driver, makes no context
 
 
-class RunProcess:
-    """The process that takes one run after the other (trial.py): started when needed, again after it died.
+class TrialProcess(ABC):
+    """A process that takes one run after the other, is heard, and is answered: the one loop that listens.
 
-    Args:
-        rank: of the process that starts it; its local rank chooses the GPU.
-        log: file for whatever libraries print.
+    What carries the messages is its subclass's: pipes (`RunProcess`), or files (megatron.py).
     """
 
-    def __init__(self, rank: Rank, log: Path) -> None:
-        self._rank, self._log = rank, log
-        self._process: subprocess.Popen[str] | None = None
-        self._in: IO[str] = io.StringIO()
-        self._out: IO[str] = io.StringIO()
-        self._buffer = ""
-        self._looked = 0.0
-        self._owes_answer = False
-        self._ready = False
-        # Seconds, of those in which this process was awake, since the other one said or was told something.
-        self._silence = 0.0
+    _SAVE_SECONDS: ClassVar[float]
+    """How long saving may take."""
 
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[Any] | None = None
+        self._owed: Evaluation | None = None
+        self._heard = False
+        # Seconds, of those in which this process was awake, since the other one said or was told something.
+        self._silence, self._looked = 0.0, 0.0
+
+    @abstractmethod
     def start(self, config: Config) -> None:
         """Has it run a config; starts the process where none is there. It may die at any time, as `listen` says."""
-        if not self._alive:
-            self._launch()
-        self._send(Start.of(config))
 
-    def _launch(self) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._buffer, self._ready, self._owes_answer = "", False, False
-        with self._log.open("a", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "mup_megatron.tuning.trial"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**environment(self._rank, dict(os.environ)), "PYTHONPATH": _python_path()},
-            )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("no pipes")
-        self._in, self._out = self._process.stdin, self._process.stdout
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends it at once."""
+
+    @abstractmethod
+    def _messages(self, seconds: float) -> list[Said]:
+        """What it said; where that is nothing, after so long."""
+
+    @abstractmethod
+    def _send(self, evaluation: Evaluation, answer: Answer) -> None: ...
+
+    @abstractmethod
+    def _terminate(self) -> None:
+        """Asks a run that is under way to save and end."""
+
+    @abstractmethod
+    def _settle(self, end: End) -> None:
+        """After a run's end: stops the process where no other run can start in it."""
+
+    @abstractmethod
+    def _how_it_ended(self) -> End:
+        """Of a run that is gone without a word."""
+
+    @property
+    def _alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether there may be more to hear of its run."""
+        return self._alive
 
     def listen(
         self,
@@ -206,57 +218,22 @@ class RunProcess:
         Raises:
             DiskFull: the run could not write.
         """
-        messages = self._messages(seconds)
+        running = self._is_running
+        messages = self._hear(seconds)
         for message in messages:
             if isinstance(message, Step):
                 stepped(message)
             elif isinstance(message, Evaluation):
-                self._send(Answer(go_on=evaluated(message)))
+                self._owed = message
+                self._answer(message, go_on=evaluated(message))
             elif isinstance(message, End) and message.state != "terminated":  # SIGTERM: its process dies
                 return self._ended(message)
-        if not messages and not self._alive:
-            return self._ended(End(state="died", reason=self._how_it_died()))
-        limit = hang_timeout if self._ready else max(hang_timeout, _START_SECONDS)
+        if not messages and not running:
+            return self._ended(self._how_it_ended())
+        limit = hang_timeout if self._heard else max(hang_timeout, _START_SECONDS)
         if self._silence > limit:
             return self._ended(End(state="died", reason=f"no step in {limit} s (tuning.hang_timeout)"))
         return None
-
-    def _ended(self, end: End) -> End:
-        if end.state == "disk_full":
-            raise DiskFull(end.reason)
-        if end.state in ("failed", "died", "busy"):
-            self.stop()
-        return end
-
-    @property
-    def _alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def _how_it_died(self) -> str:
-        status = self._process.poll() if self._process is not None else None
-        named = signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
-        return f"its process died ({named})"
-
-    def _send(self, message: Start | Answer) -> None:
-        self._owes_answer, self._silence, self._looked = False, 0.0, time.monotonic()
-        with suppress(BrokenPipeError):  # a process that is gone shows in `listen`
-            self._in.write(message.line())
-            self._in.flush()
-
-    def _messages(self, seconds: float) -> list[Said]:
-        """What it said, after waiting for at most so long."""
-        handle = self._out.fileno()
-        looked = time.monotonic()
-        if select.select([handle], [], [], seconds)[0]:
-            self._buffer += os.read(handle, 1 << 16).decode("utf-8")
-        *lines, self._buffer = self._buffer.split("\n")
-        messages = [receive(line) for line in lines]
-        self._ready = self._ready or any(isinstance(message, Ready) for message in messages)
-        self._owes_answer = self._owes_answer or any(isinstance(message, Evaluation) for message in messages)
-        now = time.monotonic()
-        self._silence = 0.0 if messages else self._silence + min(now - min(self._looked, looked), _AWAKE_SECONDS)
-        self._looked = now
-        return messages
 
     def save_and_stop(self, report: Callable[[Evaluation], None] = lambda _evaluation: None) -> None:
         """Has it save its run and end; ends it at once if that takes too long.
@@ -267,22 +244,109 @@ class RunProcess:
         """
         if self._process is None:
             return
-        if self._alive:
-            self._process.send_signal(signal.SIGTERM)
-        if self._owes_answer:
-            self._send(Answer(go_on=True))  # one that waits for an answer would not hear the signal
-        until = time.monotonic() + _SAVE_SECONDS
+        self._terminate()
+        if self._owed is not None:
+            self._answer(self._owed, go_on=True)  # one that waits for an answer would not hear the signal
+        until = time.monotonic() + self._SAVE_SECONDS
         ended = False
         while not ended and time.monotonic() < until:
-            alive = self._alive
-            messages = self._messages(0.2)
+            running = self._is_running
+            messages = self._hear(0.2)
             for message in messages:
                 if isinstance(message, Evaluation):
                     report(message)
-                    self._send(Answer(go_on=True))
+                    self._answer(message, go_on=True)
             # One that has come to its end already waits for the next run, and not for a signal.
-            ended = any(isinstance(message, End) for message in messages) or not (alive or messages)
+            ended = any(isinstance(message, End) for message in messages) or not (running or messages)
         self.stop()
+
+    def _hear(self, seconds: float) -> list[Said]:
+        messages = self._messages(seconds)
+        now = time.monotonic()
+        self._silence = 0.0 if messages else self._silence + min(now - self._looked, _AWAKE_SECONDS)
+        self._looked, self._heard = now, self._heard or bool(messages)
+        return messages
+
+    def _answer(self, evaluation: Evaluation, *, go_on: bool) -> None:
+        self._told()
+        self._send(evaluation, Answer(go_on=go_on))
+
+    def _told(self) -> None:
+        """It was told something just now, and owes the next word."""
+        self._owed, self._silence, self._looked = None, 0.0, time.monotonic()
+
+    def _ended(self, end: End) -> End:
+        self._settle(end)
+        if end.state == "disk_full":
+            raise DiskFull(end.reason)
+        return end
+
+
+class RunProcess(TrialProcess):
+    """The process of this project's own engine (trial.py), whose messages are lines on its pipes.
+
+    Args:
+        rank: of the process that starts it; its local rank chooses the GPU.
+        log: file for whatever libraries print.
+    """
+
+    _SAVE_SECONDS = 120.0
+
+    def __init__(self, rank: Rank, log: Path) -> None:
+        super().__init__()
+        self._rank, self._log = rank, log
+        self._in: IO[str] = io.StringIO()
+        self._out: IO[str] = io.StringIO()
+        self._buffer = ""
+
+    def start(self, config: Config) -> None:
+        """Has it run a config; starts the process where none is there. It may die at any time, as `listen` says."""
+        if not self._alive:
+            self._launch()
+        self._told()
+        self._write(Start.of(config))
+
+    def _launch(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._buffer, self._heard = "", False
+        with self._log.open("a", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mup_megatron.tuning.trial"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**environment(self._rank, dict(os.environ)), "PYTHONPATH": _python_path()},
+            )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("no pipes")
+        self._in, self._out = self._process.stdin, self._process.stdout
+
+    def _settle(self, end: End) -> None:
+        if end.state in ("failed", "died", "busy"):
+            self.stop()
+
+    def _how_it_ended(self) -> End:
+        return End(state="died", reason=f"its process died ({exit_of(self._process)})")
+
+    def _send(self, evaluation: Evaluation, answer: Answer) -> None:
+        self._write(answer)
+
+    def _write(self, message: Start | Answer) -> None:
+        with suppress(BrokenPipeError):  # a process that is gone shows in `listen`
+            self._in.write(message.line())
+            self._in.flush()
+
+    def _messages(self, seconds: float) -> list[Said]:
+        handle = self._out.fileno()
+        if select.select([handle], [], [], seconds)[0]:
+            self._buffer += os.read(handle, 1 << 16).decode("utf-8")
+        *lines, self._buffer = self._buffer.split("\n")
+        return [receive(line) for line in lines]
+
+    def _terminate(self) -> None:
+        if self._process is not None and self._alive:
+            self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
         """Ends it at once."""
@@ -295,6 +359,12 @@ class RunProcess:
             with suppress(BrokenPipeError):
                 pipe.close()
         self._process = None
+
+
+def exit_of(process: subprocess.Popen[Any] | None) -> str:
+    """How a process ended, in words."""
+    status = process.poll() if process is not None else None
+    return signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
 
 
 def _python_path() -> str:

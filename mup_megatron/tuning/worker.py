@@ -21,9 +21,9 @@ from mup_megatron.config import Config
 from mup_megatron.parallel.ranks import Rank, stop_signal
 from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
-from mup_megatron.tuning.megatron import MegatronProcess, process_for
+from mup_megatron.tuning.megatron import process_for
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, RunProcess, Step
+from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, Step, TrialProcess
 from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.disk import full_disk
@@ -72,7 +72,7 @@ def _run(
     config: Config,
     study: Study,
     rank: Rank,
-    process: RunProcess | MegatronProcess,
+    process: TrialProcess,
     trial: Trial,
     done: Callable[[], bool],
     terminated: Callable[[], bool],
@@ -162,7 +162,7 @@ def _free_directory(directory: Path, alive: Callable[[], None], say: Callable[[s
 def _follow(
     config: Config,
     study: Study,
-    process: RunProcess | MegatronProcess,
+    process: TrialProcess,
     trial: Trial,
     alive: Callable[[], None],
     say: Callable[[str], None],

@@ -9,6 +9,8 @@ import platform
 from collections.abc import Iterable
 from typing import Any
 
+from tests.helpers.slices import commit
+
 _PACKAGES = ("torch", "megatron-core", "deepspeed")
 
 
@@ -80,7 +82,7 @@ def summary(stats: dict[str, list[Any]], command: str, seconds: float, known: di
     lines = [
         f"# The last run of {'the slow tests' if command.startswith('./dev test') else f'`{command}`'}",
         "",
-        f"Made by `{command}` on {datetime.date.today()} ({versions()}; {machine()}): "
+        f"Made by `{command}` on {datetime.date.today()} at commit {commit()} ({versions()}; {machine()}): "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         + f" in {seconds / 60:.1f} minutes.",
         *(

@@ -117,8 +117,6 @@ def _worst(verdict: Mapping[str, Any], axis: str) -> str:
 def bound_of(verdict: Mapping[str, Any]) -> str:
     """The expected slope and how far from it is allowed: `0.00 (-0.25 to 0.25)`."""
     expected = verdict["expected"]
-    if "high" not in verdict:  # written by a version before 0.2
-        return f"{expected:.2f}"
     low = "any" if verdict["low"] is None else f"{expected - verdict['low']:.2f}"
     high = "any" if verdict["high"] is None else f"{expected + verdict['high']:.2f}"
     return f"{expected:.2f} ({low} to {high})"

@@ -170,9 +170,8 @@ def _read(config: Config, path: Path) -> Fitted:
         raise UserError(f"{path}: not a ladder: it names no rate; expected what mup-megatron ladder writes")
     if not isinstance(family := found.get("family"), dict) or found.get("digest") != digest(family):
         raise UserError(
-            f"{path}: does not say of which family it is, as ladders of earlier versions, or its digest does not "
-            "match; expected mup-megatron ladder with the same options and --output again, which takes the runs that "
-            "are there"
+            f"{path}: does not say of which family it is, or its digest does not match; expected mup-megatron ladder "
+            "with the same options and --output again, which takes the runs that are there"
         )
     exponents = {name: found["rate"][name] for name in AXES if name in found["rate"]}
     try:
@@ -327,12 +326,6 @@ def told(config: Config, found: Fitted | None) -> list[str]:
 
 
 def _other_schedule(config: Config, found: Fitted) -> list[str]:
-    """In what the rate falls otherwise than in the ladder's runs, in words.
-
-    A ladder of an earlier version does not say how its rates fell, and is held to nothing.
-    """
-    here = measured(config)
-    said = [key for key in _SCHEDULE if key in found.measured]
-    return differences(
-        {key: found.measured[key] for key in said}, {key: here[key] for key in said}, "in the ladder", "in the config"
-    )
+    """In what the rate falls otherwise than in the ladder's runs, in words."""
+    there, here = ({key: said.get(key) for key in _SCHEDULE} for said in (found.measured, measured(config)))
+    return differences(there, here, "in the ladder", "in the config")

@@ -27,7 +27,6 @@ def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
     if found is None:
         return None
     here = json.loads(json.dumps(measured(config)))  # as it was written: tuples are lists
-    here = {key: value for key, value in here.items() if key in found.measured}  # what an earlier version wrote
     law = read_loss_law(found.loss)
     there = found.measured
     if {"layers", "power_of_layers"} & law.terms.keys():  # its rungs were of several depths

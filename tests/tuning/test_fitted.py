@@ -223,7 +223,7 @@ def test_another_family_is_refused(ladder: Path, tmp_path: Path) -> None:
     ("changed", "sentence"),
     [
         ({"family": None}, "does not say of which family it is"),
-        ({"digest": "0"}, "does not say of which family it is, .* or its digest does not match"),
+        ({"digest": "0"}, "does not say of which family it is, or its digest does not match"),
         ({"rate": []}, "not a ladder: it names no rate"),
         ({"over": "weight_decay"}, "a ladder over weight_decay, and a config takes exponents of the rate alone"),
         ({"verdict": "great"}, "verdict: expected what mup-megatron ladder writes there"),
@@ -446,19 +446,13 @@ def test_a_loss_that_is_not_comparable_is_not_predicted(ladder: Path, keys: dict
     assert in_words(found).startswith(f"not told by the ladder: {why_not}")
 
 
-def test_another_schedule_is_told(ladder: Path, tmp_path: Path) -> None:
-    """The ladder's runs fall to a tenth by a cosine. A ladder that does not say how is held to nothing."""
+def test_another_schedule_is_told(ladder: Path) -> None:
+    """The ladder's runs fall to a tenth by a cosine."""
     config = taken(target_of(ladder, **{"training.lr_schedule": "constant"}))
     found = ladder_of(config, None)
     line = "training.lr_schedule: 'cosine' in the ladder, 'constant' in the config"
     assert told(config, found)[2] == f"{line}, and the ladder's exponents are of runs under its own"
     assert predicted(config, found) == {"why_not": line}
-    earlier = json.loads(ladder.read_text())
-    kept = {key: said for key, said in earlier["measured"].items() if key != "training.lr_schedule"}
-    (tmp_path / "earlier.json").write_text(json.dumps({**earlier, "measured": kept}))
-    found = ladder_of(derive(config, {"tuning.ladder": str(tmp_path / "earlier.json")}), None)
-    assert len(told(config, found)) == 2
-    assert "loss" in (predicted(config, found) or {})
 
 
 def test_what_train_is_told(ladder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

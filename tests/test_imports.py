@@ -154,6 +154,20 @@ def test_the_page_lists_every_room(repository: Path) -> None:
     assert "\n".join(rows) + "\n\n" in text, "\n".join(rows)
 
 
+def test_tests_lie_in_the_folder_of_a_room(repository: Path) -> None:
+    """But for what they share, and for faults that are put into a copy of the tree."""
+    folders = {path.parent.relative_to(repository / "tests") for path in (repository / "tests").rglob("test_*.py")}
+    rooms = set().union(*FLOORS) | {"mutants"}
+    assert not [str(folder) for folder in folders if folder.parts and folder.parts[0] not in rooms]
+    inner = [folder for folder in folders if len(folder.parts) > 1]
+    assert inner
+    assert not [
+        str(folder)
+        for folder in inner
+        if not (repository / "mup_megatron" / folder).is_dir() and folder != Path("model", "bert")
+    ]
+
+
 def test_directions(repository: Path) -> None:
     assert not wrong_imports(repository / "mup_megatron")
 

@@ -51,6 +51,14 @@ def outcome(study: Study) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_a_trial() -> Iterator[None]:
+    """As tests/helpers/commands.py has it: to the last bit, a loss depends on the number of threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")

@@ -63,7 +63,7 @@ def entry_patches(entry: ModuleType) -> tuple[Patch, ...]:
             "mup-model",
             "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
             entry.builds_model,
-            "the shims go into the layer specs, multipliers and layout-invariant initial values into the model",
+            "records, multipliers and layout-invariant initial values go into the model that the script builds",
             "`--spec` reaches the layers alone; embedding, readout and softmax scale are the constructor's, and every "
             "script's own model provider calls it",
         ),

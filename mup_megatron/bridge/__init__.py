@@ -21,7 +21,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mup_megatron.util.errors import UserError
 
@@ -52,7 +52,6 @@ def apply_mup(
     hparams: str | Path | None = None,
     multipliers: Mapping[str, float] | None = None,
     parametrization: Mapping[str, Any] | None = None,
-    model: Literal["auto", "recorded", "as-built"] = "auto",
     tensors: str | Path | None = None,
     allow_change: Sequence[str] = (),
     accept: Sequence[str] = (),
@@ -70,8 +69,6 @@ def apply_mup(
             to `lr`.
         multipliers: those of `hparams:` in a config that Megatron has no option for, such as `output_multiplier`.
         parametrization: as `parametrization:` in a config.
-        model: `recorded`: shims in megatron-core's own layer spec; `as-built`: the provider's own layers; `auto`:
-            recorded where the spec is megatron-core's own.
         tensors: YAML that says what tensors of layers of your own are.
         allow_change: keys that may differ from the checkpoint's.
         accept: fields that are not known here, to take unchecked.
@@ -90,7 +87,6 @@ def apply_mup(
         base,
         record=None if hparams is None else Path(hparams),
         sections={"hparams": dict(multipliers or {}), "parametrization": dict(parametrization or {})},
-        model=model,
         tensors=None if tensors is None else str(tensors),
         allowed=tuple(allow_change),
         accepted=tuple(accept),

@@ -22,7 +22,6 @@ from mup_megatron.megatron_training.models import chunks_of
 from mup_megatron.megatron_training.option_check import check_config, check_options, check_table, unsaid_options
 from mup_megatron.megatron_training.options import (
     DERIVED_SIZES,
-    MODELS,
     Settings,
     check_keys,
     check_sizes,
@@ -94,7 +93,6 @@ def put_into(
     *,
     record: Path | None,
     sections: Mapping[str, dict[str, Any]],
-    model: str,
     tensors: str | None,
     allowed: tuple[str, ...],
     accepted: tuple[str, ...],
@@ -108,7 +106,6 @@ def put_into(
         base: sizes, or a file of them.
         record: the transfer record.
         sections: `hparams` (multipliers alone) and `parametrization`.
-        model: how the model is parametrised.
         tensors: file of a user's entries.
         allowed: keys that may differ from the checkpoint's.
         accepted: fields that no table has, and that the user takes all the same.
@@ -119,10 +116,6 @@ def put_into(
         UserError: see `apply_mup`.
     """
     refuse(config, first=True)
-    if model not in MODELS:
-        raise UserError(f"model {model!r}: expected one of {', '.join(MODELS)}")
-    if tensors is not None and model == "recorded":
-        raise UserError("tensors: model recorded knows every tensor; expected one of the two")
     sizes = dict(base) if isinstance(base, Mapping) else read_base(str(base))
     check_sizes("base", {name: size for name, size in sizes.items() if name != "file"})
     check_keys("apply_mup", sections)
@@ -142,7 +135,6 @@ def put_into(
         allowed=allowed,
         accepted=accepted,
         sizes=given,
-        model=model,
         tensors=() if tensors is None else read_tensors(tensors, READY_MADE.get(tensors) or text_of(tensors)),
     )
     try:

@@ -26,7 +26,6 @@ _OWN = {
     "--mup-config": "multipliers and parametrization",
     "--mup-allow-change KEY": "allow_change=[KEY]",
     "--mup-accept ": "accept=",
-    "--mup-model": "model=",
     "--mup-tensors": "tensors",
     "--mup-write-config": "write_config",
 }

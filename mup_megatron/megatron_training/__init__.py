@@ -128,7 +128,7 @@ def reads_arguments(validate_args: Function) -> Function:
 
 @_once
 def builds_model(init: Function) -> Function:
-    """On `megatron.core.models.gpt.gpt_model.GPTModel.__init__`: shims, multipliers and initial values.
+    """On `megatron.core.models.gpt.gpt_model.GPTModel.__init__`: records, multipliers and initial values.
 
     Ends the process where the model has no rules here, or does not belong to the base.
     """

@@ -72,7 +72,6 @@ def explain_elsewhere(
     asked = {
         "--spec": getattr(args, "spec", None),
         "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
-        "--mup-model as-built": settings.model == "as-built",
     }
     asked |= {"--mup-tensors": settings.tensors, **{f"base.{name}": True for name in settings.base_sizes.named}}
     _check_recorded(asked)

@@ -32,21 +32,17 @@ from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.telemetry import accepted_names, applied, standard_tensors, tell
 from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
-from mup_megatron.model.architectures.gpt import attach
 from mup_megatron.model.as_built.chunks import BuiltModel, digest_of
+from mup_megatron.model.as_built.given import OtherLayers, norms_left_out
 from mup_megatron.model.as_built.hybrid import PATTERN
-from mup_megatron.model.build import check_specs, initialise, parametrize
+from mup_megatron.model.build import check_specs, initialise
 from mup_megatron.model.global_names import named_parameters
-from mup_megatron.model.layers.given import norms_left_out
-from mup_megatron.model.layers.spec import block_spec, mtp_spec
-from mup_megatron.model.transformer_config import INIT_METHODS, core_config
+from mup_megatron.model.transformer_config import core_config
 from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.parallel.runtime import point_to_point
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.record import write_record
 from mup_megatron.util.errors import UserError
-
-_AS_ASKED = "--mup-model as-built"
 
 
 class MegatronRun:
@@ -62,7 +58,7 @@ class MegatronRun:
         self._made: tuple[Config, Parametrization, Layout] | None = None
         self._fused: bool | None = None
         self._built: BuiltModel | None = None
-        self._digests = False
+        self._own_layers = True
         self._beyond: dict[str, Any] = {}
         self.building = False
         """Whether the models at hand are the unsharded ones that shapes are read from."""
@@ -97,7 +93,7 @@ class MegatronRun:
         return self.parametrization.tensors[WORD_EMBEDDINGS].shape.spec.shape[0]
 
     def build(self, init: Callable[..., None], model: LanguageModule, *args: Any, **kwargs: Any) -> None:
-        """Builds a chunk of the model, with shims in its layer specs or as it is; then multipliers and initial values.
+        """Builds a chunk of the model as the script asks for it; then records, multipliers and initial values.
 
         Args:
             init: upstream's.
@@ -110,26 +106,23 @@ class MegatronRun:
         """
         bound = inspect.signature(init).bind(model, *args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
         config, chunk = given["config"], given["vp_stage"] or 0
-        if self._made is None:
+        built = self._built
+        if built is None:
             self.check_given(given)
-            self._begin(given)
-        if self._built is None:
-            self._check_norms(given)
-        elif chunk:  # the first one's tensors came with the run
-            table = self._parametrize_chunk(self._built, given, self.layout)
+            built = self._begin(given)
+        else:  # the first chunk's tensors came with the run
+            self._check_layers(given)
+            table = self._parametrize_chunk(built, given, self.layout)
             self._made = self.config, watched.without_rule(table, self.layout), self.layout
         if self._settings.explain:
-            self._explain_and_leave()
+            if chunk == self.layout.virtual_pipeline - 1:
+                self._explain_and_leave()
+            torch.nn.Module.__init__(model)  # an empty chunk: the table needs those that follow, and no weights
+            return
         self._fused = bool(config.bias_activation_fusion and (config.gated_linear_unit or config.add_bias_linear))
-        if self._built is None:
-            self._put_shims(given, chunk)
-            init(*bound.args, **bound.kwargs)
-            attach(model, self.parametrization.forward)
-        else:
-            arguments = {name: value for name, value in given.items() if name != "self"}
-            self._built.construct(init, model, arguments, self.parametrization, self.layout)
+        built.construct(init, model, given, self.parametrization, self.layout)
         rank = torch.distributed.get_rank()
         name_in_checkpoints(model)
         check_specs(model, self.parametrization, self.layout, rank, chunk)
@@ -150,56 +143,75 @@ class MegatronRun:
         """
         check_config(given["config"], known())
 
-    def _begin(self, given: dict[str, Any]) -> None:
-        """Decides which way the model is parametrised (on all ranks alike), and makes what the run is in our terms."""
+    def _begin(self, given: dict[str, Any]) -> BuiltModel:
+        """Decides whether a config says the script's layers (on all ranks alike), and makes what the run is."""
+        from megatron.training.global_vars import get_tokenizer
+
         self._beyond = built_alone(given["config"])
-        left_out, reason = self._compare(given)
         everyones: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyones, (left_out, reason))
-        reason = next((reason for _, reason in everyones if reason), None)
+        torch.distributed.all_gather_object(everyones, self._compare(given))
+        left_out, reason = next((found for found in everyones if found[1]), everyones[0])
+        if any(found[0] != left_out for found in everyones) and not reason:
+            reason = "the script's layer specs leave out other norms on some ranks than on others"
+        self._own_layers = reason is None
         if reason is not None:
-            self._check_as_built(reason)
-        self._made = self._parametrize(given, everyones[0][0] if reason is None else [], as_built=reason is not None)
+            self._check_other_layers(reason)
+        elif named := self._settings.base_sizes.named:
+            raise UserError(
+                f"base.{named[0]}: the model is megatron-core's own, which has no such size; expected its option, or "
+                "no such base size"
+            )
+        vocab_size = self._args.vocab_size or get_tokenizer().vocab_size
+        config = resolve_auto(
+            config_of(self._args, given, self._settings, vocab_size, left_out if reason is None else ())
+        )
+        layout = resolve_layout(config, torch.distributed.get_world_size(), stages=stages_of(given))
+        built = self._built = BuiltModel(config, self._settings.tensors, self._settings.base_sizes)
+        parametrization = self._named(self._parametrize_chunk(built, given, layout))
+        ours = core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
+        check_translation(given["config"], ours)
+        self._made = parametrization.config, watched.without_rule(parametrization, layout), layout
+        if not self._in_parts:
+            self._check_asked()
+        return built
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether what tells the model's family is known once every chunk is there, and not before."""
+        return not self._own_layers and self.layout.virtual_pipeline > 1
 
     def _compare(self, given: dict[str, Any]) -> tuple[list[str], str | None]:
-        """The norms that the script's layer spec leaves out; or why the model is parametrised as it is built."""
+        """The norms that the script's layer spec leaves out; or why no config says its layers."""
+        if PATTERN in given:
+            return [], f"it is a HybridModel, of the layers {given[PATTERN]}"
+        if self._beyond:
+            return [], f"no key of model: says {next(iter(self._beyond))}"
         try:
-            if PATTERN in given:
-                raise UserError(f"it is a HybridModel, of the layers {given[PATTERN]}; expected a GPTModel")
-            if self._beyond:
-                raise UserError(f"{next(iter(self._beyond))} is in no shim; expected none, or --mup-model auto")
-            left_out = self._norms_left_out(given)
-            return (left_out, None) if self._settings.model != "as-built" else ([], _AS_ASKED)
-        except UserError as error:
-            if self._settings.model == "recorded":
-                raise
-            return [], str(error).partition("; expected")[0]
+            left_out = norms_left_out(
+                given["config"],
+                given["transformer_layer_spec"],
+                given["mtp_block_spec"],
+                transformer_engine=self._args.transformer_impl == "transformer_engine",
+                stage=given["vp_stage"],
+            )
+        except OtherLayers as difference:
+            return [], str(difference)
+        return left_out, "no key of model: says what --mup-tensors does" if self._settings.tensors else None
 
-    def _norms_left_out(self, given: dict[str, Any]) -> list[str]:
-        return norms_left_out(
-            given["config"],
-            given["transformer_layer_spec"],
-            given["mtp_block_spec"],
-            transformer_engine=self._args.transformer_impl == "transformer_engine",
-            stage=given["vp_stage"],
-        )
-
-    def _check_norms(self, given: dict[str, Any]) -> None:
-        left_out = self._norms_left_out(given)
-        if left_out != self.config.model.without_norms:
+    def _check_layers(self, given: dict[str, Any]) -> None:
+        """Whether a further chunk of a model whose layers a config says is made as the first is."""
+        if self._own_layers and (found := self._compare(given)) != (self.config.model.without_norms, None):
             raise UserError(
-                "the script's layer specs leave out other norms on this rank than on rank 0; expected the same "
-                "everywhere"
+                "the script's layer specs differ from one virtual stage to another "
+                f"({found[1] or 'they leave out other norms'}); expected the same in all of them"
             )
 
-    def _check_as_built(self, reason: str) -> None:
+    def _check_other_layers(self, reason: str) -> None:
         """Refuses what knows the model by its options alone, where the script builds another.
 
         Raises:
             UserError: names the option.
         """
-        if reason == _AS_ASKED:
-            return
         if self._settings.written is not None and not self._settings.command:
             raise UserError(
                 f"--mup-write-config: no config says the script's layers ({reason}); expected none, or mup-megatron "
@@ -211,61 +223,18 @@ class MegatronRun:
                 f"{named[0]}: tune --megatron and coord-check --megatron put other sizes in the place of the options', "
                 "and do not know this one; expected a proxy that you type as a run of its own"
             )
-        self._digests = True
         if torch.distributed.get_rank() == 0:
-            print(f"mup-megatron: the model is parametrised as the script builds it: {reason}", file=sys.stderr)
+            print(f"mup-megatron: no config says the script's layers: {reason}", file=sys.stderr)
 
-    def _parametrize(
-        self, given: dict[str, Any], left_out: list[str], *, as_built: bool
-    ) -> tuple[Config, Parametrization, Layout]:
-        from megatron.training.global_vars import get_tokenizer
-
-        if self._settings.tensors and not as_built:
-            raise UserError(
-                "--mup-tensors: the layer spec is megatron-core's own, whose tensors are known; expected none, or "
-                "--mup-model as-built"
-            )
-        if (named := self._settings.base_sizes.named) and not as_built:
-            raise UserError(
-                f"base.{named[0]}: the model is megatron-core's own, which has no such size; expected its option, or "
-                "no such base size"
-            )
-        vocab_size = self._args.vocab_size or get_tokenizer().vocab_size
-        config = resolve_auto(config_of(self._args, given, self._settings, vocab_size, left_out))
-        layout = resolve_layout(
-            config,
-            torch.distributed.get_world_size(),
-            stages=stages_of(given),
-        )
-        if as_built:
-            self._built = BuiltModel(config, self._settings.tensors, self._settings.base_sizes)
-            parametrization = self._named(self._parametrize_chunk(self._built, given, layout))
-        else:
-            self.building = True
-            try:
-                parametrization = parametrize(config, given["vocab_size"])
-            finally:
-                self.building = False
-        self._check_asked(parametrization.config, layout)
-        ours = core_config(config, config.model, parametrization.forward, layout, torch.device("cpu"))
-        check_translation(given["config"], ours)
-        return parametrization.config, watched.without_rule(parametrization, layout), layout
-
-    def _check_asked(self, config: Config, layout: Layout) -> None:
+    def _check_asked(self) -> None:
         """Whether the run is the one that a study asked for, and of the record's family."""
-        compared = self._settings.record is not None or watched.task() is not None
-        if compared and self._digests and layout.virtual_pipeline > 1:
-            raise UserError(
-                "--mup-hparams, tune --megatron: of a model as built a rank knows one chunk at a time, and a record is "
-                "compared with all of them; expected no virtual pipeline, or the values as options"
-            )
-        watched.check(config)
+        watched.check(self.config)
         if self._settings.record is not None:
-            check_family(self._settings.record, config)
+            check_family(self._settings.record, self.config)
 
     def _named(self, parametrization: Parametrization) -> Parametrization:
-        """The table with the digest of the script's layers in its config, where they are not megatron-core's own."""
-        if not self._digests:
+        """The table with the digest of the script's layers in its config, where that does not say them."""
+        if self._own_layers:
             return parametrization
         config = derive(parametrization.config, {"model.as_built": digest_of(parametrization, self._beyond)})
         return dataclasses.replace(parametrization, config=config)
@@ -273,49 +242,26 @@ class MegatronRun:
     def _parametrize_chunk(self, built: BuiltModel, given: dict[str, Any], layout: Layout) -> Parametrization:
         """The table with one more chunk of the model as it is built."""
         stage, chunk = parallel_state.get_pipeline_model_parallel_rank(), given["vp_stage"] or 0
-        arguments = {name: value for name, value in given.items() if name != "self"}
         self.building = True
         try:
-            return built.parametrize(arguments, layout.stages[stage][chunk], first=not chunk)
+            return built.parametrize(given, layout.stages[stage][chunk], first=not chunk)
         finally:
             self.building = False
 
-    def _put_shims(self, given: dict[str, Any], chunk: int) -> None:
-        """Layer specs with shims; softmax scale and names of distributions in the TransformerConfig."""
-        config, model, forward = given["config"], self.config.model, self.parametrization.forward
-        config.perform_initialization = False
-        config.softmax_scale = forward.softmax_scale
-        for name, method in INIT_METHODS.items():
-            setattr(config, name, method)
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        given["transformer_layer_spec"] = block_spec(
-            config,
-            model,
-            layers=self.layout.stages[stage][chunk],
-            residual_multiplier=forward.residual,
-        )
-        if given["mtp_block_spec"] is not None:
-            given["mtp_block_spec"] = mtp_spec(
-                config,
-                model,
-                residual_multiplier=self.config.hparams.residual_multiplier,
-            )
-
     def _finish(self) -> None:
-        """Makes the table of a model as built whole; all ranks call it once every chunk is there."""
-        if self._built is not None:
-            table = watched.without_rule(self._named(self._built.finish()), self.layout)
-            self._made = table.config, table, self.layout
+        """Makes the table of the model whole; all ranks call it once every chunk is there."""
+        if self._built is None:
+            return
+        table = watched.without_rule(self._named(self._built.finish()), self.layout)
+        self._made = table.config, table, self.layout
+        if self._in_parts:
+            self._check_asked()
 
     def _explain_and_leave(self) -> None:
-        if self._built is not None and self.layout.virtual_pipeline > 1:
-            raise UserError(
-                "--mup-explain: of a model as built, a rank knows one chunk at a time; expected no virtual pipeline, "
-                "on which the table does not depend"
-            )
         self._finish()
         if torch.distributed.get_rank() == 0:
-            show(self.config, self.parametrization, self.layout, settings=self._settings, built=self._built)
+            built = None if self._own_layers else self._built
+            show(self.config, self.parametrization, self.layout, settings=self._settings, built=built)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.exit(0)
@@ -432,5 +378,5 @@ class MegatronRun:
             tokenizer_type=args.tokenizer_type,
             applied=applied(self.parametrization),
             accepted=list(self._settings.accepted) or None,
-            as_built=None if self._built is None else [str(entry) for entry in self._built.own_entries],
+            as_built=None if self._own_layers else [str(entry) for entry in self._settings.tensors],
         )

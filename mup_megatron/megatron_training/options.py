@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change"),
-    *("--mup-accept", "--mup-model", "--mup-tensors"),
+    *("--mup-accept", "--mup-tensors"),
 )
-MODELS = ("auto", "recorded", "as-built")
 _SECTIONS = ("base", "parametrization", "hparams")
 # Hyperparameters that are Megatron's own options, by our name: its name, and its default.
 _MEGATRONS: dict[str, tuple[str, Any]] = {
@@ -63,8 +62,6 @@ class Settings:
         written: the file to write a config for tuning to, before leaving; None without one.
         unsaid: the options that it cannot say.
         command: the command line that its trials are; empty where this project's engine trains them.
-        model: `recorded` (by shims in megatron-core's own layer spec), `as-built` (the script's own spec), or `auto`:
-            recorded where the script's spec is megatron-core's own, as built elsewhere.
         tensors: what a user says of tensors.
         base_sizes: what the base says of models as built alone.
     """
@@ -80,7 +77,6 @@ class Settings:
     unsaid: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    model: str = "auto"
     tensors: tuple[Entry, ...] = ()
     base_sizes: BaseSizes = NO_OTHERS
 
@@ -107,12 +103,6 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--mup-accept", metavar="NAME", action="append", help="An option that is not known here, to take unchecked."
-    )
-    group.add_argument(
-        "--mup-model",
-        choices=MODELS,
-        default="auto",
-        help="Keep the script's layer spec (as-built), or put shims into megatron-core's own (recorded).",
     )
     group.add_argument(
         "--mup-tensors",
@@ -201,7 +191,6 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         record=Path(args.mup_hparams) if args.mup_hparams else None,
         explain=bool(args.mup_explain or args.mup_write_config),
         written=Path(args.mup_write_config) if args.mup_write_config else None,
-        model=args.mup_model,
         tensors=_read_tensors(args),
         unsaid=tuple(unsaid_options(args, defaults, known())) if args.mup_write_config else (),
         allowed=tuple(args.mup_allow_change or ()),
@@ -242,8 +231,6 @@ def _read_tensors(args: Namespace) -> tuple[Entry, ...]:
     """What --mup-tensors says."""
     if not args.mup_tensors:
         return ()
-    if args.mup_model == "recorded":
-        raise UserError("--mup-tensors: --mup-model recorded knows every tensor; expected one of the two")
     from mup_megatron.model.as_built.ready_made import READY_MADE
     from mup_megatron.model.as_built.tensors_file import read_tensors
 

@@ -36,7 +36,7 @@ IMPOSSIBLE: tuple[tuple[str, str], ...] = (
 
 # Names, why, values that are taken beside the default.
 UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("transformer-impl", "no shims are known for its layers", ("local",)),
+    ("transformer-impl", "its layers are not tested in µP", ("local",)),
     (
         "use-legacy-models",
         "its models are not megatron-core's; leave it out",
@@ -55,13 +55,13 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "mla-down-proj-fusion use-kitchen-attention moe-single-grouped-weight moe-single-grouped-bias "
         "moe-use-legacy-grouped-gemm",
-        "it asks for other modules than the shims are of; leave it out",
+        "it builds other modules, which are not tested in µP; leave it out",
         (),
     ),
     (
         "use-te-activation-func use-transformer-engine-op-fuser fused-residual-rmsnorm use-grouped-gemm-for-dense-mlp "
         "use-grouped-gemm-for-shared-expert moe-paged-stash",
-        "it asks for fused modules, and the shims compute the same unfused; leave it out",
+        "it builds fused modules, which are not tested in µP, and others compute the same; leave it out",
         (),
     ),
     ("attention-backend", "megatron-core takes it with --spec local alone", ("flash", "fused", "unfused")),
@@ -80,8 +80,8 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "fp8-output-proj",
-        "under mxfp8 it makes the readout a module of Transformer Engine's, in which the shims and the readout's "
-        "multiplier are not tested; leave it out, and the readout is computed in bf16",
+        "under mxfp8 it makes the readout a module of Transformer Engine's, in which the readout's multiplier is not "
+        "tested; leave it out, and the readout is computed in bf16",
         (),
     ),
     ("te-precision-config-file", "recipes by module are not read here; give --fp8-format or --fp4-format", ()),

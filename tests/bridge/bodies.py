@@ -53,7 +53,6 @@ def _apply(config: Any, recipe: str, base: Any, **options: Any) -> None:
 
     given: dict[str, Any] = {
         "record": None,
-        "model": "auto",
         "tensors": None,
         "allowed": (),
         "accepted": (),

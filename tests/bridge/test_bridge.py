@@ -46,7 +46,7 @@ def _unpatched() -> Iterator[None]:
 def put(config: Any, base: Any = BASE, **options: Any) -> None:
     from mup_megatron.bridge.run import put_into
 
-    given: dict[str, Any] = {"record": None, "model": "auto", "tensors": None, "allowed": (), "accepted": ()}
+    given: dict[str, Any] = {"record": None, "tensors": None, "allowed": (), "accepted": ()}
     given |= {"explain": False, "written": None, "sections": {"hparams": {}, "parametrization": {}}}
     put_into(config, base, **{**given, **options})
 
@@ -122,17 +122,6 @@ def test_two_ranks_are_one(layout: dict[str, Any], ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_the_model_as_built_is_the_recorded_one(ranks: Ranks) -> None:
-    """The model as built trains the same numbers as shims in megatron-core's own layers."""
-    way = {"base": BASE, "hparams": {"residual_multiplier": 0.5, "output_multiplier": 3.0}}
-    (built,) = ranks.run(1, bodies.trained, mup={**way, "model": "as-built"})
-    (recorded,) = ranks.run(1, bodies.trained, mup={**way, "model": "recorded"})
-    assert built["status"] == 0, built["said"]
-    assert built["losses"] == recorded["losses"]
-    assert built["groups"] == recorded["groups"]
-
-
-@pytest.mark.slow
 def test_a_layer_spec_of_the_recipes_own(ranks: Ranks, tmp_path: Path) -> None:
     """A layer that only the recipe knows, said in a file; rates by hand."""
     (tmp_path / "tensors.yaml").write_text(
@@ -142,7 +131,7 @@ def test_a_layer_spec_of_the_recipes_own(ranks: Ranks, tmp_path: Path) -> None:
     way = {"base": BASE, "tensors": str(tmp_path / "tensors.yaml")}
     (ours,) = ranks.run(1, bodies.trained, mup=way, spec="extra_mlp")
     assert ours["status"] == 0, ours["said"]
-    assert "parametrised as the script builds it: the script's layer spec: layer 0: mlp" in ours["said"]
+    assert "no config says the script's layers: the script's layer spec: layer 0: mlp" in ours["said"]
     assert ours["groups"]["decoder.layers.1.mlp.beside.weight"]["max_lr"] == pytest.approx(1e-2 / 4)
     assert ours["groups"]["decoder.layers.1.mlp.beside_gain"]["max_lr"] == pytest.approx(1e-2)
     (unsaid,) = ranks.run(1, bodies.trained, mup={"base": BASE}, spec="extra_mlp")
@@ -315,8 +304,6 @@ def test_keys_that_are_not_known() -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             put(of_megatron(), sections=sections)
-    with pytest.raises(UserError, match="model 'shims': expected one of auto, recorded, as-built"):
-        put(of_megatron(), model="shims")
 
 
 def test_values_of_a_record(tmp_path: Path) -> None:

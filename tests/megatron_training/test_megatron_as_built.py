@@ -1,4 +1,4 @@
-"""`mup-megatron run` with the script's own layer spec: --spec, --mup-model as-built, --mup-tensors."""
+"""`mup-megatron run` with the script's own layer spec: --spec, --mup-tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 import yaml
 
+from mup_megatron.checkpoints.manifest import CheckpointManifest
+from mup_megatron.config import derive, parse_config
 from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.options import Settings
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.tuning.record import make_record, write_record
+from mup_megatron.tuning.space import values_of
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
@@ -25,7 +31,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
     reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
 )
-BUILT = ("--mup-model", "as-built")
 # Every size of the model; ratios 1.
 BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
 EXTRA = ("--spec", "tests.model.as_built.own_layers", "extra_mlp")
@@ -43,11 +48,6 @@ ARCHITECTURES = {
     "latent": "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
     "--v-head-dim 12 --position-embedding-type rope",
 }
-LAYOUTS = {
-    "tensor": (2, {"tensor_model_parallel_size": 2}),
-    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
-    "experts": (2, {"expert_model_parallel_size": 2}),
-}
 
 
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
@@ -63,48 +63,12 @@ def tensors(folder: Path, text: str = TENSORS) -> tuple[str, str]:
     return "--mup-tensors", str(folder / "tensors.yaml")
 
 
-def alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Initial and final values, losses and groups of every rank, to the last bit."""
-    for built, recorded in zip(ours, theirs, strict=True):
-        assert built["status"] == recorded["status"] == 0, (built["said"], recorded["said"])
-        assert len(built["steps"]) > 0 or not recorded["steps"]
-        assert built["steps"] == recorded["steps"]
-        assert built["groups"] == recorded["groups"]
-        for part in ("initial", "final"):
-            assert built[part].keys() == recorded[part].keys()
-            for name, value in recorded[part].items():
-                assert np.array_equal(built[part][name], value), (part, name)
-
-
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
 )
-def test_as_built_is_as_recorded(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    """At twice the base's width both ways train the same numbers, multipliers off their neutral values."""
-    (tmp_path / "mup.yaml").write_text(
-        "hparams: {residual_multiplier: 0.5, embedding_multiplier: 2.0, output_multiplier: 3.0, "
-        "attention_multiplier: 0.5}\n"
-    )
-    words = [*ARCHITECTURES[name].split(), "--mup-config", str(tmp_path / "mup.yaml")]
-    alike(run(ranks, tmp_path, *words, *BUILT), run(ranks, tmp_path, *words))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, ranks: Ranks, tmp_path: Path) -> None:
-    count, sizes = LAYOUTS[layout]
-    words = ARCHITECTURES["experts"].split() if layout == "experts" else []
-    sizes = {**sizes, "global_batch_size": 4}
-    alike(
-        run(ranks, tmp_path, *words, *BUILT, count=count, **sizes), run(ranks, tmp_path, *words, count=count, **sizes)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt3", "experts", "latent"])
 def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path) -> None:
     words = ARCHITECTURES[name].split()
-    (ours,) = run(ranks, tmp_path, *words, *BUILT, base=BASE)
+    (ours,) = run(ranks, tmp_path, *words, base=BASE)
     (plain,) = run(ranks, tmp_path, *words, base=BASE, plainly=True, initial=ours["initial"])
     assert plain["status"] == ours["status"] == 0, ours["said"]
     assert plain["steps"] == ours["steps"]
@@ -134,12 +98,12 @@ BEYOND = {
 def test_what_no_shim_has(option: str, ranks: Ranks, tmp_path: Path) -> None:
     """At the base the plain run to the last bit; at twice its width the rates of what reads hidden vectors are halved.
 
-    Shims are refused, and so is a checkpoint of a run without the option.
+    A checkpoint of a run without the option is refused.
     """
     words, without, named = BEYOND[option][0].split(), BEYOND[option][1].split(), BEYOND[option][2]
     (ours,) = run(ranks, tmp_path, *words, base=BASE)
     assert ours["status"] == 0, ours["said"]
-    assert f"the model is parametrised as the script builds it: {option} is in no shim" in ours["said"]
+    assert f"no config says the script's layers: no key of model: says {option}" in ours["said"]
     (plain,) = run(ranks, tmp_path, *words, base=BASE, plainly=True, initial=ours["initial"])
     assert plain["steps"] == ours["steps"]
     for tensor, value in plain["final"].items():
@@ -149,32 +113,58 @@ def test_what_no_shim_has(option: str, ranks: Ranks, tmp_path: Path) -> None:
     read = [name for name in rates if name.endswith(("linear_qkv.weight", "router.weight", "eh_proj.weight"))]
     assert len(read) == 4
     assert {rates[name] for name in read} == {1e-2 / 2}
-    (recorded,) = run(ranks, tmp_path, *words, "--mup-model", "recorded")
-    assert recorded["status"] == 2
-    assert f"{option} is in no shim; expected none, or --mup-model auto" in recorded["said"]
     (other,) = run(ranks, tmp_path, *without, "--load", str(tmp_path / "saved"), "--ckpt-step", "2")
     assert other["status"] == 2
     assert named in other["said"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [((), BUILT), (BUILT, ())])
-def test_a_checkpoint_of_the_other_way(
-    before: tuple[str, ...], after: tuple[str, ...], ranks: Ranks, tmp_path: Path
-) -> None:
-    """Its record says which way it was parametrised; where the change is named it goes on to the last bit."""
-    (whole,) = run(ranks, tmp_path, *before, "--save", str(tmp_path / "saved"), "--save-interval", "2", train_iters=4)
-    assert whole["status"] == 0, whole["said"]
-    loads = (*after, "--load", str(tmp_path / "saved"), "--ckpt-step", "2")
-    (refused,) = run(ranks, tmp_path, *loads, train_iters=4)
-    assert refused["status"] == 2
-    assert "iter_0000002: the checkpoint does not belong to this config" in refused["said"]
-    assert [line.split()[0] for line in refused["said"].splitlines() if line.startswith("  ")] == ["key", "as_built"]
-    (rest,) = run(ranks, tmp_path, *loads, "--mup-allow-change", "as_built", train_iters=4)
-    assert rest["status"] == 0, rest["said"]
-    assert rest["steps"] == whole["steps"][2:]
-    for tensor, value in whole["final"].items():
-        assert np.array_equal(rest["final"][tensor], value), tensor
+@pytest.mark.parametrize("name", ["gpt3", "latent"])
+def test_sequences_that_ranks_share(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Under context parallelism, which megatron-core's local attention refuses, one process's losses."""
+    words = ARCHITECTURES[name].split()
+    (one,) = run(ranks, tmp_path, *words)
+    two = run(ranks, tmp_path, *words, count=2, context_parallel_size=2)
+    assert [one["status"], *(rank["status"] for rank in two)] == [0, 0, 0], two[0]["said"]
+    assert len(one["losses"]) == 3
+    assert two[1]["losses"] == pytest.approx(one["losses"], rel=1e-5)
+
+
+VIRTUAL = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+
+
+@pytest.mark.parametrize("spec", [(), EXTRA], ids=["own", "other"])
+def test_virtual_stages_are_explained(spec: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
+    """A rank sees one chunk after the other; the table is that of one process."""
+    words = (*spec, *(tensors(tmp_path) if spec else ()), "--mup-explain")
+    (whole,) = run(ranks, tmp_path, *words, num_layers=4)
+    first, second = run(ranks, tmp_path, *words, count=2, global_batch_size=4, **VIRTUAL)
+    assert whole["status"] == first["status"] == second["status"] == 0, first["said"]
+    assert "decoder.layers" not in second["printed"]
+    (whole_rows, rows) = (re.findall(r"decoder\.layers\.\S+.*", found["printed"]) for found in (whole, first))
+    assert len(whole_rows) > 8
+    assert rows == [row.replace("(4×)", "(2×)") for row in whole_rows]  # two layers of the four are on its stage
+    assert ("ExtraMLP" in first["printed"]) is bool(spec)
+
+
+def test_a_record_of_these_layers_under_virtual_stages(ranks: Ranks, tmp_path: Path) -> None:
+    """The digest of a script's layers is that of one process, and a record of other layers is refused."""
+    words = (*EXTRA, *tensors(tmp_path))
+    (saved,) = run(ranks, tmp_path, *words, "--save", str(tmp_path / "saved"), "--save-interval", "3", num_layers=4)
+    assert saved["status"] == 0, saved["said"]
+    config = parse_config(CheckpointManifest.read(tmp_path / "saved" / "iter_0000003").config, "mup.json")
+    assert config.model.as_built is not None
+    for digest, status in ((config.model.as_built, 0), ("0" * 16, 2)):
+        own = parametrize(derive(config, {"model.as_built": None}), 128)
+        table = dataclasses.replace(own, config=derive(config, {"model.as_built": digest}))
+        study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
+        record = make_record(table, resolve_layout(config, 1), values_of(config), study=study, budget={})
+        write_record(tmp_path / "transfer.json", record)
+        taken = ("--mup-hparams", str(tmp_path / "transfer.json"), "--mup-explain")
+        sizes = {**VIRTUAL, "lr": None, "init_method_std": None}
+        found = run(ranks, tmp_path, *words, *taken, count=2, global_batch_size=4, **sizes)
+        assert [rank["status"] for rank in found] == [status] * 2, found[0]["said"]
+    assert f"model.as_built: '{'0' * 16}' in the record, '{config.model.as_built}' in the config" in found[0]["said"]
 
 
 @pytest.mark.slow
@@ -225,7 +215,7 @@ def test_a_spec_of_the_users_own(ranks: Ranks, tmp_path: Path) -> None:
     (plain,) = run(ranks, tmp_path, *EXTRA, base=BASE, plainly=True, initial=ours["initial"])
     assert plain["status"] == ours["status"] == 0, ours["said"] + plain["said"]
     assert plain["steps"] == ours["steps"]
-    assert "parametrised as the script builds it: the script's layer spec: layer 0: mlp" in ours["said"]
+    assert "no config says the script's layers: the script's layer spec: layer 0: mlp" in ours["said"]
 
     (wide,) = run(ranks, tmp_path, *words)  # from hidden 32, two heads
     rates = {name: group["max_lr"] for name, group in wide["groups"].items()}
@@ -244,7 +234,7 @@ def test_no_config_of_ours_says_these_layers() -> None:
     run_of = MegatronRun(Namespace(), dataclasses.replace(plain, written=Path("x")))
     said = r"--mup-write-config: no config says the script's layers \(layer 0: mlp is ExtraMLP"
     with pytest.raises(UserError, match=said):
-        run_of._check_as_built("layer 0: mlp is ExtraMLP")
+        run_of._check_other_layers("layer 0: mlp is ExtraMLP")
 
 
 @pytest.mark.parametrize(
@@ -256,8 +246,7 @@ def test_no_config_of_ours_says_these_layers() -> None:
             f"{TENSORS}- {{name: '*.nowhere', kind: gain}}",
             "entry 3: *.nowhere: no tensor of this model is meant",
         ),
-        ((), TENSORS, "--mup-tensors: the layer spec is megatron-core's own"),
-        ((*EXTRA, "--mup-model", "recorded"), "", "layer 0: mlp is ExtraMLP"),
+        ((), TENSORS, "entry 1: ExtraMLP.beside.weight: no tensor of this model is meant"),
     ],
 )
 def test_refused(words: tuple[str, ...], text: str, said: str, ranks: Ranks, tmp_path: Path) -> None:

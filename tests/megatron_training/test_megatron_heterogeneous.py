@@ -75,7 +75,7 @@ def rates(found: dict[str, Any]) -> dict[str, float]:
 def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     (ours,) = run(ranks, tmp_path)
     assert ours["status"] == 0, ours["said"]
-    assert "parametrised as the script builds it: --heterogeneous-layers-config-path is in no shim" in ours["said"]
+    assert "no key of model: says --heterogeneous-layers-config-path" in ours["said"]
     (plain,) = run(ranks, tmp_path, plainly=True, initial=ours["initial"])
     assert plain["status"] == 0, plain["said"]
     assert len(plain["steps"]) == 2

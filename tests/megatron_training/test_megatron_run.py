@@ -20,6 +20,7 @@ from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.models import KEY_PREFIX
 from mup_megatron.megatron_training.options import Settings
 from mup_megatron.megatron_training.script import run_script
+from mup_megatron.model.as_built.chunks import BuiltModel
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import resolve_layout
@@ -61,19 +62,21 @@ def test_an_optimizer_that_the_options_do_not_name() -> None:
         run_of().overrides([torch.nn.Linear(2, 2)], "sgd")
 
 
-def test_other_norms_here_than_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another chunk, or another rank, has left out none."""
+def test_other_norms_in_another_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk has left out none."""
     upstream.prepare_process()
     config = make(MIXED)
     run = run_of()
     run._made = (config, parametrize(config, 384), resolve_layout(config, 1))
+    run._built = BuiltModel(config)
     # What megatron-core's specs ask of the pipeline, without process groups.
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 1)
     transformer = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False)
     spec.layer_norm = None
-    with pytest.raises(UserError, match="the script's layer specs leave out other norms on this rank than on rank 0"):
+    said = r"layer specs differ from one virtual stage to another \(they leave out other norms\); expected the same"
+    with pytest.raises(UserError, match=said):
         run.build(GPTModel.__init__, GPTModel.__new__(GPTModel), transformer, spec, 384, 32)
 
 

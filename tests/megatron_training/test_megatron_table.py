@@ -133,22 +133,22 @@ def refusal(*words: str) -> str:
 
 # Every option that no machine takes in 0.19, as it is typed, with the words that say why.
 REFUSED = """
---transformer-impl inference_optimized | no shims are known
+--transformer-impl inference_optimized | not tested in µP
 --heterogeneous-layers-config-encoded-json {} | builds equal layers all the same
 --hybrid-override-pattern M*M* | give that
 --mtp-hybrid-override-pattern MM | behind /; give that
 --dsa-indexer-topk-freq 2 | differ by their number alone
 --mla-down-proj-fusion | other modules
 --use-kitchen-attention | other modules
---use-te-activation-func | the same unfused; leave it out
---use-transformer-engine-op-fuser | the same unfused; leave it out
---fused-residual-rmsnorm | the same unfused; leave it out
---use-grouped-gemm-for-dense-mlp | the same unfused; leave it out
---use-grouped-gemm-for-shared-expert | the same unfused; leave it out
+--use-te-activation-func | others compute the same; leave it out
+--use-transformer-engine-op-fuser | others compute the same; leave it out
+--fused-residual-rmsnorm | others compute the same; leave it out
+--use-grouped-gemm-for-dense-mlp | others compute the same; leave it out
+--use-grouped-gemm-for-shared-expert | others compute the same; leave it out
 --moe-single-grouped-weight | other modules
 --moe-single-grouped-bias | other modules
 --attention-backend local | --spec local alone
---moe-paged-stash | the same unfused; leave it out
+--moe-paged-stash | others compute the same; leave it out
 --fp8-param-gather | quantized where it is made
 --fp4-param-gather | quantized where it is made
 --fp8-output-proj | makes the readout a module of Transformer Engine's

@@ -370,13 +370,3 @@ def test_a_spec_without_norms_keeps_none(tmp_path: Path) -> None:
     # fc2's fan-in grows from 64 to 160.
     assert found["groups"]["decoder.layers.1.mlp.linear_fc2.weight"][1] == pytest.approx(64 / 160)
     assert np.isfinite(found["losses"]).all()
-
-
-@pytest.mark.slow
-def test_a_spec_that_the_shims_would_undo_is_refused(tmp_path: Path) -> None:
-    words = options(config(), tmp_path)
-    script = own_spec(tmp_path, "layer.self_attention.submodules.q_layernorm = torch.nn.LayerNorm")
-    status, said, _ = saw(tmp_path, "run", script, *words, "--mup-model", "recorded")
-    assert status == 2, said[-4000:]
-    assert "layer 0: self_attention.q_layernorm is LayerNorm, and megatron-core's own for these options is Iden" in said
-    assert "Traceback" not in said

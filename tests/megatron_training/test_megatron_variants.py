@@ -158,18 +158,15 @@ def test_an_indexer_without_entries_is_refused(ranks: Ranks, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["recorded", "as-built"])
 @pytest.mark.parametrize(("layout", "count"), [("Ettm|L", 2), ("Ett|mL", 2), ("Ett|m|L", 3)])
 @pytest.mark.parametrize("head", ["", "--untie-embeddings-and-output-weights"])
-def test_prediction_on_a_stage_of_its_own(
-    head: str, layout: str, count: int, model: str, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_prediction_on_a_stage_of_its_own(head: str, layout: str, count: int, ranks: Ranks, tmp_path: Path) -> None:
     """Beside the head, before it, and alone: one rank's weights after a step of SGD, and its losses.
 
     The script names the ranks that hold embeddings, as upstream's does; megatron-core alone would leave out the stage
     of the prediction, whose copy of the embedding then drifts away.
     """
-    words = [*AHEAD.split(), *head.split(), "--mup-model", model, "--optimizer", "sgd"]
+    words = [*AHEAD.split(), *head.split(), "--optimizer", "sgd"]
     common: dict[str, Any] = {"base": QUARTER, "global_batch_size": 4, "sgd_momentum": 0, "lr": 0.1}
     (one,) = run(ranks, tmp_path, *words, **common)
     placed = ("--pipeline-model-parallel-layout", layout)

@@ -1185,12 +1185,12 @@ TORCH = (
 _MUP = "mup_megatron/mup"
 SCRIPTS = (
     _mutant(
-        "script: another spec is replaced in silence",
-        "the shims take the place of what a script put into its layer spec",
-        "mup_megatron/model/layers/given.py",
+        "script: another spec is taken for megatron-core's own",
+        "a config is said to say what a script put into its layer spec",
+        "mup_megatron/model/as_built/given.py",
         """raise _differs(f"{where}: {path or 'module'}", found, expected)""",
         "pass",
-        "model/layers/test_given_spec.py::test_what_the_shims_would_undo_is_refused",
+        "model/as_built/test_given_spec.py::test_other_layers",
     ),
     _mutant(
         "script: norms come back",
@@ -1198,7 +1198,7 @@ SCRIPTS = (
         "mup_megatron/model/layers/spec.py",
         "IdentityOp if place in model.without_norms else norm_of(model)",
         "norm_of(model)",
-        "model/layers/test_given_spec.py::test_without_norms_is_built_and_parametrised",
+        "model/as_built/test_given_spec.py::test_without_norms_is_built_and_parametrised",
     ),
     _mutant(
         "shim: multi-token prediction with the decoder's depth",

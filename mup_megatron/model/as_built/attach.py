@@ -1,6 +1,9 @@
 """Records and forward multipliers on the model that a script builds; its modules stay what they are.
 
-Public names: `prepare_config` and `own_softmax_scale` (before it is built), `attach_to_built` (afterwards).
+Two kinds of attention are replaced: multi-latent attention, which ignores the config's softmax scale, and
+megatron-core's own core attention under context parallelism, which it refuses.
+
+Public names: `prepare_config` and `replaced_attention` (before it is built), `attach_to_built` (afterwards).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,7 +26,7 @@ from mup_megatron.model import init
 from mup_megatron.model.architectures.gpt import attach
 from mup_megatron.model.as_built.tensors import stride_of
 from mup_megatron.model.global_names import global_names
-from mup_megatron.model.layers.attention import MLASelfAttention
+from mup_megatron.model.layers.attention import MLASelfAttention, SdpaAttention
 from mup_megatron.model.layers.residual import scaled_branch
 from mup_megatron.model.layers.tensor_spec import set_spec
 from mup_megatron.model.transformer_config import INIT_METHODS
@@ -73,30 +77,36 @@ def _with_configs_scale(kind: type) -> type:
     return type(kind.__name__, (_ConfigsScale, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def own_softmax_scale(spec: Any) -> Any:
-    """A layer spec whose multi-latent attention takes the config's softmax scale; everything else as it is.
+def replaced_attention(spec: Any, config: TransformerConfig) -> Any:
+    """A layer spec whose attention takes the config's softmax scale and split sequences; everything else as it is.
 
     Args:
         spec: of a layer, a block or multi-token prediction, or a part of one.
+        config: of the model.
     """
+    return _replaced(spec, SdpaAttention if config.context_parallel_size > 1 else DotProductAttention)
+
+
+def _replaced(spec: Any, core: type) -> Any:
+    """Args: a part of a spec; what takes the place of megatron-core's own core attention."""
     if isinstance(spec, type):
-        latent: Any = spec
-        return _with_configs_scale(latent) if issubclass(spec, _latent_attention()) else spec
+        kind: Any = core if spec is DotProductAttention else spec
+        return _with_configs_scale(kind) if issubclass(kind, _latent_attention()) else kind
     if isinstance(spec, list):
-        return [own_softmax_scale(part) for part in spec]
+        return [_replaced(part, core) for part in spec]
     if isinstance(spec, functools.partial):
-        named = {name: own_softmax_scale(part) for name, part in spec.keywords.items()}
-        return functools.partial(own_softmax_scale(spec.func), *map(own_softmax_scale, spec.args), **named)
+        named = {name: _replaced(part, core) for name, part in spec.keywords.items()}
+        return functools.partial(_replaced(spec.func, core), *(_replaced(part, core) for part in spec.args), **named)
     if not dataclasses.is_dataclass(spec):
         return spec
     made = copy.copy(spec)
     for field in dataclasses.fields(spec):
-        setattr(made, field.name, own_softmax_scale(getattr(spec, field.name)))
+        setattr(made, field.name, _replaced(getattr(spec, field.name), core))
     return made
 
 
 def attach_to_built(model: LanguageModule, parametrization: Parametrization, layout: Layout, rank: int) -> None:
-    """Puts the table's records and the multipliers on a chunk that was built, its specs with `own_softmax_scale`.
+    """Puts the table's records and the multipliers on a chunk that was built, its specs with `replaced_attention`.
 
     Args:
         model: the chunk.

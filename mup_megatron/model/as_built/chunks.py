@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from mup_megatron.config import Config
-from mup_megatron.model.as_built.attach import attach_to_built, own_softmax_scale, prepare_config
+from mup_megatron.model.as_built.attach import attach_to_built, prepare_config, replaced_attention
 from mup_megatron.model.as_built.base_sizes import NO_OTHERS, BaseSizes
 from mup_megatron.model.as_built.build import Builds, builds_of, join_builds, parametrize_builds
 from mup_megatron.model.as_built.tensors import Entry
@@ -43,11 +43,6 @@ class BuiltModel:
         self._parts: list[Builds] = []
         self._own: list[Builds] = []
         self._known: dict[str, Entry] = {}
-
-    @property
-    def own_entries(self) -> tuple[Entry, ...]:
-        """The user's entries."""
-        return self._entries
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -118,9 +113,10 @@ class BuiltModel:
             layout: how ranks split the model.
         """
         prepare_config(given["config"], parametrization)
+        config = given["config"]
         own = dict(given)
-        if given["config"].multi_latent_attention:
-            own |= {name: own_softmax_scale(given[name]) for name in _SPECS if name in given}
+        if config.multi_latent_attention or config.context_parallel_size > 1:
+            own |= {name: replaced_attention(given[name], config) for name in _SPECS if name in given}
         init(model, **own)
         attach_to_built(model, parametrization, layout, torch.distributed.get_rank())
 

@@ -1,4 +1,4 @@
-"""A script's own layer spec against megatron-core's: norms that it leaves out, and what is refused."""
+"""A script's own layer spec against megatron-core's: norms that it leaves out, and what else makes it another."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from mup_megatron.model.as_built.given import OtherLayers, norms_left_out
 from mup_megatron.model.build import parametrize, unsharded_model
 from mup_megatron.model.global_names import named_parameters
-from mup_megatron.model.layers.given import norms_left_out
 from mup_megatron.parallel import upstream
-from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, MOE, make
 
 PLAIN = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
@@ -133,25 +132,25 @@ def _unmasked(attention: Any) -> None:
         (lambda layer: setattr(layer, "module", torch.nn.Identity), "layer is Identity, and .* is TransformerLayer"),
     ],
 )
-def test_what_the_shims_would_undo_is_refused(change: Callable[[Any], None], said: str) -> None:
+def test_other_layers(change: Callable[[Any], None], said: str) -> None:
     layer = get_gpt_layer_local_spec()
     change(layer)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(OtherLayers, match=said):
         left_out(PLAIN, layer)
 
 
-def test_norms_of_some_layers_are_refused() -> None:
+def test_norms_of_some_layers() -> None:
     block = blocks(EXPERTS)
     layers = [copy.deepcopy(block.layer_specs[0]), block.layer_specs[1]]
     layers[0].submodules.input_layernorm = IdentityOp
-    with pytest.raises(UserError, match=r"no input_layernorm in some layers alone \(layer 1 of this rank differs"):
+    with pytest.raises(OtherLayers, match=r"no input_layernorm in some layers alone \(layer 1 of this rank differs"):
         left_out(EXPERTS, TransformerBlockSubmodules(layer_specs=layers, layer_norm=block.layer_norm))
     mtp = get_gpt_mtp_block_spec(EXPERTS, block, use_transformer_engine=False)
     for layer in (layers := [copy.deepcopy(layer) for layer in block.layer_specs]):
         layer.submodules.input_layernorm = IdentityOp
-    with pytest.raises(UserError, match=r"multi-token prediction differs from the first"):
+    with pytest.raises(OtherLayers, match=r"multi-token prediction differs from the first"):
         left_out(EXPERTS, TransformerBlockSubmodules(layer_specs=layers, layer_norm=block.layer_norm), mtp)
-    with pytest.raises(UserError, match="has 1 layers for this rank, the options give it 2"):
+    with pytest.raises(OtherLayers, match="has 1 layers for this rank, the options give it 2"):
         left_out(EXPERTS, TransformerBlockSubmodules(layer_specs=layers[:1], layer_norm=block.layer_norm))
 
 

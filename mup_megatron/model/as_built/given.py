@@ -1,10 +1,9 @@
 """A layer spec that a script hands to GPTModel, against megatron-core's own for the same options.
 
-The shims take the places of layers in megatron-core's own specs (spec.py), but a script may hand over other specs.
-Norms that the script leaves out are left out here too. Any other difference is refused, because the shims would undo
-it.
+A config of this project says megatron-core's own layers, and which of their norms are left out. A model of other layers
+has no config, so its family is told by a digest of what it is made of.
 
-Public name: `norms_left_out`.
+Public names: `norms_left_out`, `OtherLayers`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mup_megatron.util.errors import UserError
-
 # By class name, for some of them need Apex or Transformer Engine; which of them computes is `norm_implementation`'s.
 _NORMS = ("FusedLayerNorm", "WrappedTorchNorm", "TENorm", "LayerNorm", "RMSNorm")
 _LAYER_NORMS = ("input_layernorm", "pre_mlp_layernorm")
+
+
+class OtherLayers(Exception):
+    """A layer spec differs from megatron-core's own by more than the norms that it leaves out; says where."""
 
 
 def norms_left_out(
@@ -45,7 +46,7 @@ def norms_left_out(
         stage: virtual pipeline stage.
 
     Raises:
-        UserError: anything else differs; names the module, and what it is in both.
+        OtherLayers: anything else differs; names the module, and what it is in both.
     """
     own = get_gpt_decoder_block_spec(
         config,
@@ -56,9 +57,9 @@ def norms_left_out(
     )
     block = _block(spec, own)
     if len(block.layer_specs) != len(own.layer_specs):
-        raise UserError(
+        raise OtherLayers(
             f"the script's layer spec has {len(block.layer_specs)} layers for this rank, the options give it "
-            f"{len(own.layer_specs)}; expected as many"
+            f"{len(own.layer_specs)}"
         )
     found = {
         f"layer {number} of this rank": _left_out(f"layer {number}", *layers)
@@ -71,9 +72,9 @@ def norms_left_out(
     first = next(iter(found.values()), set())
     for where, places in found.items():
         if places != first:
-            raise UserError(
+            raise OtherLayers(
                 f"the script's layer spec has no {' and no '.join(sorted(places ^ first))} in some layers alone "
-                f"({where} differs from the first); expected the same norms in every layer"
+                f"({where} differs from the first)"
             )
     return sorted([*first, *(["final_layernorm"] if _has_no_final_norm(block, own) else [])])
 
@@ -150,11 +151,10 @@ def _is_norm(module: Any) -> bool:
     return getattr(module, "__name__", None) in _NORMS
 
 
-def _differs(where: str, found: Any, expected: Any) -> UserError:
-    return UserError(
+def _differs(where: str, found: Any, expected: Any) -> OtherLayers:
+    return OtherLayers(
         f"the script's layer spec: {where} is {_name(found)}, and megatron-core's own for these options is "
-        f"{_name(expected)}; expected megatron-core's own spec, whose place the shims take and whose norms may be left "
-        "out, or --mup-model as-built"
+        f"{_name(expected)}"
     )
 
 

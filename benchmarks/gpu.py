@@ -199,11 +199,11 @@ def check_pipeline(quick: bool) -> dict[str, Any]:
             return {"passed": False, "error": ended.stderr.strip().splitlines()[-3:]}
         run = read_run(Path(folder))
         losses = [curve.eval_loss for curve in run.curves]
-        study = run.record["study"] if run.record else {}
+        study = run.record.study if run.record else None
     return {
         "passed": len(losses) == 3 and losses[0] is not None and math.isfinite(losses[0]),
-        "values": study.get("values"),
-        "noise": study.get("noise"),
+        "values": study.values if study else None,
+        "noise": study.noise if study else None,
         "eval_loss": dict(zip(("mup", *CONTROLS), losses, strict=False)),
         "seconds": seconds,
     }

@@ -28,7 +28,7 @@ from typing import Any
 from mup_megatron.config import Config, derive, load_config
 from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.record import read_record
+from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.study import Study
 
 GOAL = 0.005
@@ -63,21 +63,20 @@ class Table:
     flops: float
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Table:
+    def of(cls, record: TransferRecord) -> Table:
         """From the record of a study whose sampler is the grid and whose pruner is none."""
-        trials = [trial for trial in record["study"]["trials"] if not trial["repeats"]]
-        names = list(record["tuned"])
-        values = {name: sorted({trial["values"][name] for trial in trials}) for name in names}
-        steps = sorted({int(step) for trial in trials for step in trial["reports"]})
+        trials = [trial for trial in record.study.trials if not trial.repeats]
+        names = list(record.tuned)
+        values = {name: sorted({float(trial.values[name]) for trial in trials}) for name in names}
+        steps = sorted({int(step) for trial in trials for step in trial.reports})
         losses = {
-            tuple(trial["values"][name] for name in names): [trial["reports"][str(step)] for step in steps]
+            tuple(float(trial.values[name]) for name in names): [_finite(trial.reports[str(step)]) for step in steps]
             for trial in trials
         }
         missing = math.prod(map(len, values.values())) - len(losses)
         if missing:
             raise SystemExit(f"the table lacks {missing} of its points")
-        spent = record["budget"]["spent"]
-        return cls(values, steps, losses, spent["flops"] / len(trials))
+        return cls(values, steps, losses, record.budget.spent.flops / len(trials))
 
     def within(self, other: Table) -> Table:
         """What it holds of another table's points, all of which it has."""
@@ -93,6 +92,11 @@ class Table:
         """At the nearest point of the grid, by the logarithm of every value."""
         near = (min(known, key=partial(_octaves, values[name])) for name, known in self.values.items())
         return self.losses[tuple(near)][self.steps.index(step)]
+
+
+def _finite(loss: float | None) -> float:
+    """A record says null where the loss was no finite number."""
+    return math.inf if loss is None else loss
 
 
 def _octaves(one: float, other: float) -> float:
@@ -204,16 +208,9 @@ def _at(curve: Search, cost: float) -> float:
     return next((loss for spent, loss in reversed(curve) if spent <= cost), math.inf)
 
 
-def _record(run: Path) -> dict[str, Any]:
-    found = read_record(run / "transfer.json", None)
-    if found is None:
-        raise SystemExit(f"{run}: no transfer.json; expected the run.dir of a study that has ended")
-    return found
-
-
-def _named(record: Mapping[str, Any], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for trial in record["study"]["trials"]:
-        yield {**{name: trial["values"][name] for name in names}, "losses": trial["reports"]}
+def _named(record: TransferRecord) -> Iterator[dict[str, Any]]:
+    for trial in record.study.trials:
+        yield {**{name: trial.values[name] for name in record.tuned}, "losses": trial.reports}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=_MOST_RUNS, help="trials after which a search gives up")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
-    records = [_record(run) for run in (asked.run, asked.target) if run]
+    records = [TransferRecord.expect(run / "transfer.json", None) for run in (asked.run, asked.target) if run]
     tables = [Table.of(record) for record in records]
     proxy, target = tables[0], tables[1] if len(tables) > 1 else None
     if target is not None:
@@ -238,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "best": (target or proxy).best,
         "seeds": asked.seeds,
         "searches": searches,
-        "tables": [list(_named(record, list(record["tuned"]))) for record in records],
+        "tables": [list(_named(record)) for record in records],
     }
     (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     draw(searches, result["best"], asked.output / "cost.png")

@@ -16,8 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from benchmarks import harness, table, tuning_cost
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.tuning.record import BudgetRecord, StudyRecord, TransferRecord
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.records import BUDGET, study_of
 
 VOCABULARY = 300
 native = pytest.mark.skipif("native" in harness.absent(), reason=harness.absent().get("native", ""))
@@ -238,13 +240,24 @@ def test_committed_results_say_where_they_come_from(repository: Path) -> None:
         assert {"date", "cores", "versions"} <= set(json.loads(path.read_text())["machine"]), path
 
 
-def grid_record() -> dict[str, Any]:
-    """Of a study that went through a grid: the loss is the distance to lr 1e-2, and falls with the steps."""
+def grid_record(*also: str) -> TransferRecord:
+    """Of a study that went through a grid: the loss is the distance to lr 1e-2, and falls with the steps.
+
+    Args:
+        also: hyperparameters that had the rate's values.
+    """
+    trial = study_of()["trials"][0]
     trials = [
-        {"values": {"lr": lr}, "repeats": False, "reports": {str(step): loss(lr, step) for step in (4, 8, 12, 16)}}
+        {
+            **trial,
+            "values": dict.fromkeys(("lr", *also), lr),
+            "reports": {str(step): loss(lr, step) for step in (4, 8, 12, 16)},
+        }
         for lr in LR
     ]
-    return {"tuned": ["lr"], "study": {"trials": trials}, "budget": {"spent": {"flops": 17e9}}}
+    study = StudyRecord.model_validate(study_of(dict.fromkeys(("lr", *also), 0.01), trials=trials))
+    budget = BudgetRecord.model_validate({"spent": {**BUDGET["spent"], "flops": 17e9}})
+    return TransferRecord.model_construct(tuned=["lr", *also], study=study, budget=budget)
 
 
 LR = [10 ** (-3 + power / 8) for power in range(17)]
@@ -259,12 +272,8 @@ def test_a_table_of_runs_is_looked_up_at_its_nearest_point() -> None:
     assert (table.flops, table.best, list(table.steps)) == (1e9, loss(0.01, 16), [4, 8, 12, 16])
     assert table.loss({"lr": LR[3] * 1.1}, 8) == loss(LR[3], 8)
     assert table.loss({"lr": LR[3] * 1.2}, 8) == loss(LR[4], 8)
-    record = grid_record()
-    record["tuned"].append("output_multiplier")
-    for trial in record["study"]["trials"]:
-        trial["values"]["output_multiplier"] = trial["values"]["lr"]
     with pytest.raises(SystemExit, match="lacks 272 of its points"):
-        tuning_cost.Table.of(record)
+        tuning_cost.Table.of(grid_record("output_multiplier"))
 
 
 def test_a_replayed_search_pays_for_the_steps_it_ran() -> None:

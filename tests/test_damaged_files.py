@@ -36,7 +36,7 @@ from mup_megatron.report.page import page
 from mup_megatron.report.run_data import read_run
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.outcome import choose
-from mup_megatron.tuning.record import make_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import proxy_config, with_values
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.errors import UserError

@@ -30,7 +30,9 @@ from mup_megatron.report.summary import print_transfer
 from mup_megatron.rules import horizon
 from mup_megatron.rules.base_shapes import save_base_shapes
 from mup_megatron.tuning.family import digest
-from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks
+from mup_megatron.tuning.record import TransferRecord
+from mup_megatron.tuning.recording import extrapolated
+from mup_megatron.tuning.remarks import remarks
 from mup_megatron.tuning.space import with_values
 from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, MLA, MOE, VOCABULARY, make
@@ -360,8 +362,9 @@ def try_transfer(path: Path, config: Config) -> None:
 
 
 FORWARD = dict.fromkeys(("readout", "softmax_scale", "embedding", "residual"), 1.0)
+TRIAL = test_record.STUDY["trials"][0]
 TRIALS = [
-    {"slot": slot, "state": "complete", "repeats": slot == 2, "loss": 2.5, "values": {"lr": 0.001 * slot}}
+    {**TRIAL, "slot": slot, "repeats": slot == 2, "values": {**test_record.VALUES, "lr": 0.001 * slot}}
     for slot in (1, 2, 3)
 ]
 NOISY: dict[str, Any] = {

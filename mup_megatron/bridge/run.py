@@ -35,7 +35,7 @@ from mup_megatron.model.as_built.ready_made import READY_MADE
 from mup_megatron.model.as_built.tensors_file import read_tensors
 from mup_megatron.patches import PatchError, apply_patches
 from mup_megatron.patches.bridge import bridge_patches
-from mup_megatron.tuning.record import read_record
+from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.util.errors import UserError
 
 MANAGER = "mup_megatron.bridge.checkpoints.GuardedCheckpoints"
@@ -171,10 +171,7 @@ def _given_sizes(model: Any, base: Mapping[str, Any]) -> dict[str, int]:
 
 def _with_record(config: Any, path: Path, multipliers: dict[str, Any]) -> dict[str, Any]:
     """The multipliers with a record's, whose other values go into the container."""
-    record = read_record(path, None)
-    if record is None:
-        raise UserError(f"{path}: cannot read the transfer record: No such file or directory")
-    found = put_values(config, record["values"], str(path))
+    found = put_values(config, TransferRecord.expect(path, None).values, str(path))
     for name, value in found.items():
         if multipliers.get(name, value) != value:
             raise UserError(f"multipliers: {name} {multipliers[name]}: {path} says {value}; expected one of them")

@@ -202,7 +202,8 @@ def transfer(
     from mup_megatron.tuning.decide import apply_record
     from mup_megatron.tuning.fitted import ladder_of, told
     from mup_megatron.tuning.predicted import in_words, predicted
-    from mup_megatron.tuning.record import becomes, extrapolated, remarks
+    from mup_megatron.tuning.recording import becomes, extrapolated
+    from mup_megatron.tuning.remarks import remarks
 
     transferred, record = apply_record(settings)
     ladder, over = ladder_of(transferred, record.ladder), moved(transferred)

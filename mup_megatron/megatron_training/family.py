@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mup_megatron.config import Config, derive
-from mup_megatron.tuning.record import read_record
+from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.util.errors import UserError
 
 MULTIPLE = "make_vocab_size_divisible_by"
@@ -25,21 +25,20 @@ def check_family(path: Path, config: Config) -> None:
         UserError: the record belongs to another family, and says which keys differ; or a ladder's exponents are to move
             its values, which a script's run does not do.
     """
-    record = read_record(path, None)
+    record = TransferRecord.expect(path, None)
     for name in ("batch", "tokens"):
-        rule = "none" if record is None else str(record.get("rules", {}).get(name, "none"))
+        rule = str(record.rules.get(name, "none"))
         if rule.startswith("fitted"):
             raise UserError(
                 f"{path}: parametrization.{name} is {rule}, by which its values move with batch and tokens, and a run "
                 "of megatron.training does not move them; expected a record that was tuned without that rule"
             )
-    family = {} if record is None else record["family"]
     loaded = config.data.tokenizer.library in ("huggingface", "tiktoken")
-    if record is not None and not loaded and family.get("data.tokenizer.path") is None:
+    if not loaded and record.family.get("data.tokenizer.path") is None:
         config = derive(config, {"data.tokenizer.path": None})
-    multiple, entries = family.get(f"model.{MULTIPLE}"), config.vocab_size or 0
+    multiple, entries = record.family.get(f"model.{MULTIPLE}"), config.vocab_size or 0
     if isinstance(multiple, int) and multiple > 0:
         padded = derive(config, {f"model.{MULTIPLE}": multiple})
         if padded.model.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
             config = padded
-    read_record(path, config)
+    TransferRecord.expect(path, config)

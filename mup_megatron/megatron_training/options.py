@@ -316,13 +316,11 @@ def check_keys(source: str, sections: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _put_values(args: Namespace, path: str, given: dict[str, Any]) -> dict[str, Any]:
     """Puts a record's values into Megatron's options; returns those that are multipliers."""
-    from mup_megatron.tuning.record import read_record
+    from mup_megatron.tuning.record import TransferRecord
 
-    record = read_record(Path(path), None)
-    if record is None:
-        raise UserError(f"{path}: cannot read the transfer record: No such file or directory")
-    hparams = _with_factors(path, given, folded(record["values"]))
-    for name, value in record["values"].items():
+    record = TransferRecord.expect(Path(path), None)
+    hparams = _with_factors(path, given, folded(record.values))
+    for name, value in record.values.items():
         if name in _MEGATRONS:
             attribute, default = _MEGATRONS[name]
             typed = getattr(args, attribute)

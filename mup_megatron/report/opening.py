@@ -37,8 +37,8 @@ def _proxy(run: Run) -> str:
         return ""
     proxy = (run.plan or {}).get("tuning")
     size = f" of {short_count(proxy['parameters'])} parameters" if proxy else ""
-    trials = len({trial["slot"] for trial in run.record["study"]["trials"]})
-    spent = run.record["budget"]["spent"]["tokens"]
+    trials = len({trial.slot for trial in run.record.study.trials})
+    spent = run.record.budget.spent.tokens
     return (
         f"Tuned: {trials} trials of a proxy{size}, {short_count(spent)} tokens in all. "
         "The best values were transferred to the target by the rules of µP."
@@ -63,7 +63,7 @@ def _target(run: Run) -> str:
 
 def _made(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    created = (run.record or {}).get("created", "")[:10]
+    created = run.record.created[:10] if run.record is not None else ""
     tuned = f"tuned on {created}; " if created else ""
     today = datetime.datetime.now(datetime.UTC).date()
     return f"{tuned}page of {today}; {versions}".strip("; ").capitalize() + "."

@@ -16,7 +16,8 @@ from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
-from mup_megatron.tuning.objective import Objective, objective_of
+from mup_megatron.tuning.objective import objective_of
+from mup_megatron.tuning.record import StudyRecord, TrialRecord
 from mup_megatron.util.files import as_yaml, read_bytes
 from mup_megatron.util.secrets import masked_data
 
@@ -68,12 +69,12 @@ def page(run: Run, plotly: str) -> str:
             f"<h2>What it wrote at step {last:,}</h2>" + table(("prompt", "most likely text"), rows, "text")
         )
     if run.record is not None:
-        name_of = objective_of(run.record["study"]).name
+        name_of = objective_of(run.record.study.objective).name
         sections.append(f"<h2>The proxy's {name_of} over each hyperparameter</h2>")
-        for parameter in run.record["study"]["values"]:
-            figures[f"search-{parameter}"] = _search(run.record["study"], parameter, run.others.get(parameter))
+        for parameter in run.record.study.values:
+            figures[f"search-{parameter}"] = _search(run.record.study, parameter, run.others.get(parameter))
             sections.append(f'<div id="search-{html.escape(parameter)}"></div>')
-        sections.append("<h2>Trials</h2>" + _trials(run.record["study"]))
+        sections.append("<h2>Trials</h2>" + _trials(run.record.study))
     sections += [_proof(proof) for proof in proofs(directory)]
     if run.explanation is not None:
         sections.append("<h2>What the parametrization does to every tensor</h2>" + _explanation(run.explanation))
@@ -81,7 +82,7 @@ def page(run: Run, plotly: str) -> str:
     sections.append("<h2>Config, record, environment</h2>")
     sections.append(table((), list(run.versions.items()), "text"))
     if run.record is not None:
-        sections.append(_details("transfer record", json.dumps(masked_data(run.record), indent=1)))
+        sections.append(_details("transfer record", json.dumps(masked_data(run.record.as_json()), indent=1)))
     if run.config:
         sections.append(_details("config, resolved", as_yaml(masked_data(run.config))))
     return document(name, sections, figures, plotly)
@@ -100,11 +101,11 @@ def _details(title: str, text: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
 
 
-def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, Any]:
-    data, objective = [], objective_of(study)
-    trials = [trial for trial in study["trials"] if trial["values"] and trial["loss"] is not None]
+def _search(study: StudyRecord, name: str, trained: Any = None) -> dict[str, Any]:
+    data, objective = [], objective_of(study.objective)
+    trials = [(trial, trial.loss) for trial in study.trials if trial.values and trial.loss is not None]
     for state, (label, _, color) in STATES.items():
-        shown = [trial for trial in trials if trial["state"] == state]
+        shown = [(trial, loss) for trial, loss in trials if trial.state == state]
         if not shown:
             continue
         data.append(
@@ -112,14 +113,14 @@ def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, 
                 "type": "scatter",
                 "mode": "markers",
                 "name": label,
-                "x": [trial["values"][name] for trial in shown],
-                "y": [objective.shown(trial["loss"]) for trial in shown],
-                "text": [_hover(trial, objective) for trial in shown],
+                "x": [trial.values[name] for trial, _ in shown],
+                "y": [objective.shown(loss) for _, loss in shown],
+                "text": [_hover(trial, f"{objective.name} {objective.text(loss)}") for trial, loss in shown],
                 "marker": {"color": color, "size": 9},
                 "hovertemplate": "%{text}",
             }
         )
-    chosen, extent = study["values"][name], extent_of(study, name)
+    chosen, extent = study.values[name], extent_of(study, name)
     layout = layout_of(name, objective.axis, log=extent is not None and extent.log, height=310)
     if extent is not None:
         logarithm = math.log10 if extent.log else float
@@ -139,26 +140,23 @@ def _search(study: dict[str, Any], name: str, trained: Any = None) -> dict[str, 
     return {"data": data, "layout": layout}
 
 
-def _hover(trial: dict[str, Any], objective: Objective) -> str:
+def _hover(trial: TrialRecord, measured: str) -> str:
     values = "<br>".join(
-        f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in trial["values"].items()
+        f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in trial.values.items()
     )
-    measured = f"{objective.name} {objective.text(trial['loss'])}"
-    return f"trial {trial['slot']}, seed {trial['seed']}: {trial['state']}<br>{measured}<br>{values}"
+    return f"trial {trial.slot}, seed {trial.seed}: {trial.state}<br>{measured}<br>{values}"
 
 
-def _trials(study: dict[str, Any]) -> str:
-    names, objective = list(study["values"]), objective_of(study)
+def _trials(study: StudyRecord) -> str:
+    names, objective = list(study.values), objective_of(study.objective)
     rows = []
-    for trial in study["trials"]:
-        loss = objective.text(trial["loss"]) if trial["loss"] is not None else ""
-        steps = max((int(step) for step in trial["reports"]), default=0)
-        values = [trial["values"].get(name, "") for name in names]
+    for trial in study.trials:
+        loss = objective.text(trial.loss) if trial.loss is not None else ""
+        steps = max((int(step) for step in trial.reports), default=0)
+        values = [trial.values.get(name, "") for name in names]
         cells = [value if isinstance(value, str) else f"{value:.4g}" for value in values]
-        ended = (
-            f"{trial['state']}: {trial['reason']}" if trial["reason"] and trial["state"] == "failed" else trial["state"]
-        )
-        rows.append([str(trial["slot"]), trial["seed"], ended, steps, loss, *cells, f"{trial['seconds']:.0f} s"])
+        ended = f"{trial.state}: {trial.reason}" if trial.reason and trial.state == "failed" else trial.state
+        rows.append([str(trial.slot), trial.seed, ended, steps, loss, *cells, f"{trial.seconds:.0f} s"])
     return table(("trial", "seed", "ended", "step", objective.name, *names, "time"), rows)
 
 

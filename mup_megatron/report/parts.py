@@ -1,7 +1,7 @@
 """What the pages and pictures of a run read of its files: each is held against this before anything is made of it.
 
 Public names: `read_text`, `read_json`, `checked`, `read_lines`, `read_samples`; the parts `Settings`, `Explanation`,
-`Plan`, `Tuned`, `Made`.
+`Plan`, `Made`.
 
 A part names what is read of a file and no more: what else is in it, of this version or another, stays as it is.
 """
@@ -18,7 +18,6 @@ from mup_megatron.util import files
 from mup_megatron.util.errors import UserError
 
 _ADVICE = "put a copy of the file back, or move it away to see the rest of the run"
-_Value = float | str
 _Count = Annotated[int, Field(ge=0, le=2**63)]
 _Text = Annotated[str, Field(max_length=10_000)]
 
@@ -134,85 +133,6 @@ class Plan(_Part):
     extrapolated: list[_Text]
     ladder: list[_Text] = []
     predicted: _Predicted | None = None
-
-
-class _Trial(_Part):
-    slot: _Count
-    seed: _Count
-    state: _Text
-    values: dict[str, _Value]
-    repeats: bool = False
-    loss: float | None
-    reports: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], float | None]
-    reason: _Text | None = None
-    seconds: float
-
-
-class _Candidate(_Part):
-    slot: _Count
-    losses: Annotated[list[float | None], Field(min_length=1)]
-    mean: float
-    within_noise: bool
-
-
-class _Range(_Part):
-    low: float
-    high: float
-    log: bool
-
-    @model_validator(mode="after")
-    def _can_be_drawn(self) -> _Range:
-        if not self.low <= self.high or (self.log and self.low <= 0):
-            raise ValueError("no range")
-        return self
-
-
-class _Study(_Part):
-    values: Annotated[dict[str, _Value], Field(min_length=1)]
-    loss: float
-    noise: float | None
-    interior: dict[str, bool]
-    ranges: dict[str, _Range] = {}
-    candidates: Annotated[list[_Candidate], Field(min_length=1)]
-    trials: list[_Trial]
-
-    @model_validator(mode="after")
-    def _belong_together(self) -> _Study:
-        tried = [trial.values for trial in self.trials if trial.values]
-        if not tried:
-            raise ValueError("no trial has values")
-        for name, value in self.values.items():
-            if any(name not in values or isinstance(values[name], str) != isinstance(value, str) for values in tried):
-                raise ValueError(f"a trial has no value of {name}")
-            if not isinstance(value, str) and name not in self.interior:
-                raise ValueError(f"interior says nothing of {name}")
-        return self
-
-
-class _Spent(_Part):
-    tokens: _Count
-    flops: float
-    share: float
-    process_seconds: float
-
-
-class _Budget(_Part):
-    spent: _Spent
-
-
-class _Target(_Part):
-    extrapolated: list[_Text]
-    ladder: list[_Text] = []
-
-
-class Tuned(_Part):
-    """transfer.json."""
-
-    created: _Text = ""
-    study: _Study
-    budget: _Budget
-    target: _Target
-    versions: dict[str, str] = {}
 
 
 class Made(_Part):

@@ -6,13 +6,15 @@ Public names: `draw_curves`, `draw_search`, `extent_of`, `marked`, `load_pyplot`
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mup_megatron.report.run_data import Run
 from mup_megatron.tuning.objective import objective_of
+from mup_megatron.tuning.outcome import Range
+from mup_megatron.tuning.record import StudyRecord, TrialRecord
 from mup_megatron.util.files import write_whole
 
 COLORS = ("#4878a8", "#c44e52", "#dd8452")
@@ -108,25 +110,25 @@ def draw_search(run: Run) -> Path | None:
     pyplot = load_pyplot()
     from matplotlib import ticker
 
-    study = run.record["study"]
-    names = list(study["values"])
+    study = run.record.study
+    names = list(study.values)
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
     figure, grid = pyplot.subplots(
         rows, columns, figsize=(3.3 * columns, 2.7 * rows), sharey=True, squeeze=False, layout="constrained"
     )
     axes = grid.ravel()
-    trials = [trial for trial in study["trials"] if trial["values"]]
+    trials = [trial for trial in study.trials if trial.values]
     low, high = _limits(trials)
-    objective = objective_of(study)
+    objective = objective_of(study.objective)
     for axis, name in zip(axes, names, strict=False):
         for state, (label, marker, color) in STATES.items():
             # A loss above the picture, and one that is no number, stands at its upper edge; a BLEU at its lower one.
-            shown = [trial for trial in trials if trial["state"] == state]
-            losses = [min(trial["loss"], high) if trial["loss"] is not None else high for trial in shown]
+            shown = [trial for trial in trials if trial.state == state]
+            losses = [min(trial.loss, high) if trial.loss is not None else high for trial in shown]
             heights = [objective.shown(loss) for loss in losses]
-            axis.plot([trial["values"][name] for trial in shown], heights, marker, color=color, ms=5, label=label)
-        chosen = study["values"][name]
+            axis.plot([trial.values[name] for trial in shown], heights, marker, color=color, ms=5, label=label)
+        chosen = study.values[name]
         axis.axvline(chosen, color="0.2", lw=1, ls=":", label="chosen")
         axis.set_title(f"{name} = {_shown(chosen)}", fontsize=9, loc="left")
         if name in run.others:
@@ -187,24 +189,24 @@ class Extent:
         return self.low - room, self.high + room
 
 
-def extent_of(study: Mapping[str, Any], name: str) -> Extent | None:
+def extent_of(study: StudyRecord, name: str) -> Extent | None:
     """The extent of a hyperparameter of a study; None where it is no number, or has one value alone."""
-    tried = [trial["values"][name] for trial in study["trials"] if trial["values"]]
+    tried = [trial.values[name] for trial in study.trials if trial.values]
     numbers = [value for value in tried if isinstance(value, int | float)]
     if len(numbers) != len(tried) or not numbers:
         return None
     first, last = min(numbers), max(numbers)
-    searched = study.get("ranges", {}).get(name) or {"low": first, "high": last, "log": first > 0 and last > 4 * first}
-    low, high = min(searched["low"], first), max(searched["high"], last)
+    searched = study.ranges.get(name) or Range(low=first, high=last, log=first > 0 and last > 4 * first)
+    low, high = min(searched.low, first), max(searched.high, last)
     if low == high:
         return None
     untried = [(start, end) for start, end in ((low, first), (last, high)) if start < end]
-    return Extent(low=low, high=high, log=searched["log"], untried=untried)
+    return Extent(low=low, high=high, log=searched.log, untried=untried)
 
 
-def _limits(trials: list[dict[str, Any]]) -> tuple[float, float]:
+def _limits(trials: Sequence[TrialRecord]) -> tuple[float, float]:
     """From the best loss to the worst, or, where some are far off, to four times the distance of the median."""
-    losses = sorted(trial["loss"] for trial in trials if trial["loss"] is not None)
+    losses = sorted(trial.loss for trial in trials if trial.loss is not None)
     if not losses:
         return 0.0, 1.0
     low, middle = losses[0], losses[len(losses) // 2]

@@ -15,7 +15,6 @@ from mup_megatron.report.parts import (
     Made,
     Plan,
     Settings,
-    Tuned,
     checked,
     read_json,
     read_lines,
@@ -23,6 +22,7 @@ from mup_megatron.report.parts import (
     read_text,
 )
 from mup_megatron.report.proofs import result_files
+from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import parse_yaml
 
@@ -113,7 +113,7 @@ class Run:
     directory: Path
     config: dict[str, Any]
     explanation: dict[str, Any] | None
-    record: dict[str, Any] | None
+    record: TransferRecord | None
     plan: dict[str, Any] | None
     target: Curve | None
     versions: dict[str, str]
@@ -134,7 +134,7 @@ class Run:
     @property
     def others(self) -> dict[str, Any]:
         """The hyperparameters that the target trained with and that the record has otherwise."""
-        tuned = self.record["values"] if self.record is not None else {}
+        tuned = self.record.values if self.record is not None else {}
         trained = self.target.values if self.target is not None else {}
         return {name: trained[name] for name in tuned if name in trained and trained[name] != tuned[name]}
 
@@ -148,7 +148,7 @@ def read_run(directory: Path) -> Run:
     explanation = read_json(directory / "explain.json", Explanation)
     config = (explanation or {}).get("config") or _settings(directory / "config.yaml")
     named = (config.get("tuning") or {}).get("record")
-    record = _record(Path(named) if named else directory / "transfer.json")
+    record = TransferRecord.read(Path(named) if named else directory / "transfer.json", None)
     target = _curve(directory, config, explanation)
     if target is None and record is None and not result_files(directory):
         raise UserError(
@@ -161,7 +161,7 @@ def read_run(directory: Path) -> Run:
         record=record,
         plan=read_json(directory / PLAN, Plan),
         target=target,
-        versions=_versions(directory) or (record or {}).get("versions", {}),
+        versions=_versions(directory) or ({} if record is None else record.versions),
         controls={name: curve for name in CONTROLS if (curve := _control(directory / name, name)) is not None},
         samples=read_samples(directory / SAMPLES),
     )
@@ -170,13 +170,6 @@ def read_run(directory: Path) -> Run:
 def _settings(path: Path) -> dict[str, Any]:
     text = read_text(path)
     return {} if text is None else checked(Settings, parse_yaml(text, str(path)), path)
-
-
-def _record(path: Path) -> dict[str, Any] | None:
-    from mup_megatron.tuning.record import read_record
-
-    record = read_record(path, None)
-    return None if record is None else checked(Tuned, record, path)
 
 
 def _versions(directory: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from mup_megatron.tuning.predicted import in_words
 from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
-    from mup_megatron.tuning.record import TransferRecord
+    from mup_megatron.tuning.record import SpentRecord, StudyRecord, TransferRecord
 
 
 def summarize(directory: Path, console: Any) -> None:
@@ -68,13 +68,11 @@ def summary(run: Run) -> dict[str, Any]:
     of = " of the tuned values" if run.others else ""
     moved = (run.explanation or {}).get("moved", {})
     results += [[f"{name} over batch and tokens", _step(ends)] for name, ends in moved.items()]
-    times = (
-        [f"tuning{of} {run.record['budget']['spent']['process_seconds']:.0f} s of one process"] if run.record else []
-    )
+    times = [f"tuning{of} {run.record.budget.spent.process_seconds:.0f} s of one process"] if run.record else []
     times += [f"{curve.name} {curve.seconds:.0f} s" for curve in run.curves]
     results.append(["time", ", ".join(times)])
     if run.record is not None and not run.others:
-        results.append(["tuning / target compute", _share(run, run.record["budget"]["spent"])])
+        results.append(["tuning / target compute", _share(run, run.record.budget.spent)])
     changes = [
         f"{curve.name}: {change['key']} changed from {change['before']} to {change['now']} at step {change['step']}"
         for curve in run.curves
@@ -86,25 +84,29 @@ def summary(run: Run) -> dict[str, Any]:
 def _values(run: Run) -> tuple[list[str], list[list[str]]]:
     """Every hyperparameter: what the target trained with, what was tuned, what was tried of which range."""
     trained = run.target.values if run.target is not None else {}
-    study = run.record["study"] if run.record is not None else {"values": {}, "trials": []}
-    tried = [trial["values"] for trial in study["trials"] if trial["values"]]
+    study = run.record.study if run.record is not None else None
+    tuned = study.values if study is not None else {}
     rows = []
-    for name in dict.fromkeys([*study["values"], *(name for name, value in trained.items() if value is not None)]):
-        row = [name, *([_shown(trained.get(name))] if trained else [])]
-        value = study["values"].get(name)
-        if isinstance(value, str):
-            row += [value, ", ".join(sorted({str(each[name]) for each in tried})), "", "", ""]
-        elif value is not None:
-            numbers, range_ = [each[name] for each in tried], study.get("ranges", {}).get(name)
-            open_ = [("above" if side.above else "below") for side in open_sides(value, numbers, range_)]
-            searched = f"{range_['low']:.3g} to {range_['high']:.3g}" if range_ else ""
-            inside = "no, open " + " and ".join(open_) if open_ else "yes"
-            row += [_shown(value), f"{min(numbers):.3g}", f"{max(numbers):.3g}", searched, inside]
-        elif run.record is not None:
-            row += [""] * 5
-        rows.append(row)
+    for name in dict.fromkeys([*tuned, *(name for name, value in trained.items() if value is not None)]):
+        shown = [_shown(trained.get(name))] if trained else []
+        rows.append([name, *shown, *(_searched(study, name) if study is not None else [])])
     columns = ["hyperparameter", *(["trained with"] if trained else [])]
-    return [*columns, *(["tuned", "tried from", "to", "range", "interior"] if run.record is not None else [])], rows
+    return [*columns, *(["tuned", "tried from", "to", "range", "interior"] if study is not None else [])], rows
+
+
+def _searched(study: StudyRecord, name: str) -> list[str]:
+    """Five cells: what a study found, from what to what it tried, its range, and whether the value is inside."""
+    if name not in study.values:
+        return [""] * 5
+    value, range_ = study.values[name], study.ranges.get(name)
+    tried = [trial.values[name] for trial in study.trials if trial.values]
+    if isinstance(value, str):
+        return [value, ", ".join(sorted({str(each) for each in tried})), "", "", ""]
+    numbers = [float(each) for each in tried]
+    open_ = [("above" if side.above else "below") for side in open_sides(value, numbers, range_)]
+    searched = f"{range_.low:.3g} to {range_.high:.3g}" if range_ else ""
+    inside = "no, open " + " and ".join(open_) if open_ else "yes"
+    return [_shown(value), f"{min(numbers):.3g}", f"{max(numbers):.3g}", searched, inside]
 
 
 def _shown(value: Any) -> str:
@@ -124,41 +126,41 @@ def _step(ends: Sequence[float]) -> str:
 
 def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
     """What the study of the run's record found: rows of results, remarks."""
-    from mup_megatron.tuning.record import remarks
+    from mup_megatron.tuning.remarks import remarks
 
     if (record := run.record) is None:
         raise ValueError(f"{run.directory}: no transfer record")
-    study, said = record["study"], []
-    objective = objective_of(study)
-    noise = f" ± {study['noise']:.{objective.digits}f} per run" if study["noise"] is not None else ""
-    seeds = len(study["candidates"][0]["losses"])
+    study, said = record.study, []
+    objective = objective_of(study.objective)
+    noise = f" ± {study.noise:.{objective.digits}f} per run" if study.noise is not None else ""
+    seeds = len(study.candidates[0].losses)
     ended = {
-        state: sum(1 for t in study["trials"] if t["state"] == state)
+        state: sum(1 for t in study.trials if t.state == state)
         for state in ("complete", "stopped", "diverged", "failed")
     }
     of = ""
     if run.others:
         of = " of the tuned values"
-        shown = ", ".join(f"{n} {_shown(v)} instead of {_shown(record['values'][n])}" for n, v in run.others.items())
+        shown = ", ".join(f"{n} {_shown(v)} instead of {_shown(record.values[n])}" for n, v in run.others.items())
         said.append(f"the target did not train with the values of the transfer record: {shown}")
     results = [
         ["trials", ", ".join(f"{count} {state}" for state, count in ended.items() if count)],
         [
             f"proxy {objective.name}{of}",
-            f"{objective.text(study['loss'])}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})",
+            f"{objective.text(study.loss)}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})",
         ],
     ]
     # The record may be a family's: what it says of a target is of the one that it was tuned for.
-    extrapolated = run.plan["extrapolated"] if run.plan is not None else record["target"]["extrapolated"]
+    extrapolated = run.plan["extrapolated"] if run.plan is not None else record.target.extrapolated
     explained = run.explanation or {}
-    of_ladder = (explained if "ladder" in explained else run.plan or record["target"]).get("ladder", [])
+    of_ladder = (explained if "ladder" in explained else run.plan or {"ladder": record.target.ladder}).get("ladder", [])
     return results, [*said, *remarks(study, extrapolated), *of_ladder]
 
 
-def _share(run: Run, spent: Mapping[str, Any]) -> str:
+def _share(run: Run, spent: SpentRecord) -> str:
     """What tuning took of this run's own target."""
-    took = f"{spent['flops']:.2e} FLOPs, {spent['tokens']:,} tokens"
-    return f"{spent['flops'] / run.plan['target']['flops']:.3g} ({took})" if run.plan is not None else took
+    took = f"{spent.flops:.2e} FLOPs, {spent.tokens:,} tokens"
+    return f"{spent.flops / run.plan['target']['flops']:.3g} ({took})" if run.plan is not None else took
 
 
 def _verdict(run: Run) -> list[str]:
@@ -207,7 +209,7 @@ def print_transfer(
     console: Any,
 ) -> None:
     """The record's values, before and after the rules over batch and tokens (horizon.moved), what each becomes on a
-    target (record.becomes), and remarks on all of them.
+    target (recording.becomes), and remarks on all of them.
     """
     from rich.table import Table
 

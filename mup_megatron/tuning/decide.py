@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from mup_megatron.engines.setup import resolve
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import horizon
 from mup_megatron.tuning import budget, record
-from mup_megatron.tuning.fitted import ladder_of, settled, told
+from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
 from mup_megatron.tuning.predicted import in_words, predicted
+from mup_megatron.tuning.recording import extrapolated
 from mup_megatron.tuning.space import (
     Value,
     check_overrides,
@@ -77,7 +77,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
     if tune or config.tuning.run != "only":
-        said: dict[str, Any] = {"extrapolated": record.extrapolated(config, found), "ladder": told(config, ladder)}
+        said: dict[str, Any] = {"extrapolated": extrapolated(config, found), "ladder": told(config, ladder)}
         if (loss := predicted(config, ladder)) is not None:
             said["predicted"] = loss
             progress.say(f"predicted loss of the target: {in_words(loss)}")
@@ -110,13 +110,13 @@ def told_by_a_ladder(config: Config, progress: Progress) -> dict[str, Any]:
     return {"ladder": told(config, ladder), "predicted": loss}
 
 
-def _held(config: Config) -> Mapping[str, Any] | None:
+def _held(config: Config) -> Fitted | None:
     """The ladder that the record of a run keeps; None where there is none. Raises UserError."""
     path = record.record_path(config)
-    if not (record.read_record(path, None) or {}).get("ladder"):
+    found = record.TransferRecord.read(path, None)
+    if found is None or found.ladder is None:
         return None
-    found = record.TransferRecord.read(path, config)
-    return None if found is None else found.ladder
+    return record.TransferRecord.expect(path, config).ladder
 
 
 def _check_folder(config: Config, found: record.TransferRecord | None, tune: bool, allowed: tuple[str, ...]) -> None:

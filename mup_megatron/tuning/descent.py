@@ -1,6 +1,6 @@
 """Coordinate descent around the best trial of a study: its second stage (tuning.descent).
 
-Public names: `Descent`, `Move`, `Run`, `descend`, `order_of`, `moves_told`.
+Public names: `Descent`, `Move`, `Run`, `descend`, `order_of`.
 
 One hyperparameter after the other is tried on both sides of its value, the others staying as they are. The better side
 is trained again with the seeds of the value at hand. If its mean loss is lower by more than two standard errors, it
@@ -14,11 +14,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from mup_megatron.config.per_tensor import full_name, split_name
 from mup_megatron.config.study import CoordinateDescent, Range
-from mup_megatron.tuning.objective import Objective
 from mup_megatron.tuning.space import Value
 
 Known = Mapping[tuple[int, int], float]
@@ -260,33 +259,3 @@ def descend(
         missing=walk.missing,
         ended=ended,
     )
-
-
-def moves_told(descent: Mapping[str, Any], objective: Objective) -> list[str]:
-    """What coordinate descent moved, in words.
-
-    Args:
-        descent: of a record's study.
-        objective: what its trials are compared by.
-    """
-    runs = f"coordinate descent, {descent['count']} runs"
-    if descent["noise"] is None:
-        return [f"{runs}: no repetition of the best trial ended, so what is beyond noise is not known"]
-    said = [
-        f"{runs}: {move['name']} from {_short(move['before'])} to {_short(move['after'])}{_factor(move)}, "
-        f"{objective.name} {objective.text(move['loss_before'])} to {objective.text(move['loss_after'])}"
-        for move in descent["moves"]
-    ]
-    none = f"{runs}: no single value was better beyond noise (±{descent['noise']:.{objective.digits}f} per run)"
-    spent = "coordinate descent ended at tuning.descent.trials, before every hyperparameter had its turn"
-    return (said or [none]) + [spent] * (descent["ended"] == "trials")
-
-
-def _short(value: Value) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
-
-
-def _factor(move: Mapping[str, Any]) -> str:
-    before, after = move["before"], move["after"]
-    known = isinstance(before, int | float) and isinstance(after, int | float) and before > 0
-    return f" (×{after / before:.3g})" if known else ""

@@ -136,19 +136,19 @@ def measured(config: Config) -> dict[str, Any]:
     }
 
 
-def ladder_of(config: Config, held: Mapping[str, Any] | None) -> Fitted | None:
+def ladder_of(config: Config, held: Fitted | None) -> Fitted | None:
     """The ladder that a config takes its exponents from: that of `tuning.ladder`, else its record's; None without.
 
     Args:
         config: the run.
-        held: what the record has under `ladder`, checked; None or empty where it has none.
+        held: what the record has under `ladder`; None where it has none.
 
     Raises:
         UserError: no such file, damaged, or of another family; says which keys differ.
     """
     if config.tuning.ladder is not None:
         return _read(config, Path(config.tuning.ladder))
-    return _of_family(config, Fitted.model_validate(held), None) if held else None
+    return None if held is None else _of_family(config, held, None)
 
 
 def _read(config: Config, path: Path) -> Fitted:

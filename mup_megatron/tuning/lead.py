@@ -25,6 +25,8 @@ from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
+from mup_megatron.tuning.recording import make_record
+from mup_megatron.tuning.remarks import remarks
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.progress import Progress, time_left
@@ -313,7 +315,7 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
     unknown = without_fitted(chosen) if chosen.parametrization.unfitted else {}
     table = parametrize(derive(chosen, {"model.as_built": None, **unknown}), vocab_size)
     found = {"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()}
-    written = record.make_record(
+    written = make_record(
         dataclasses.replace(table, config=chosen),
         setup.layout,
         values,
@@ -323,7 +325,7 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
     )
     record.write_record(record.record_path(config), written)
     progress.say(f"chosen: {', '.join(f'{name} {_short(value)}' for name, value in choice.values.items())}")
-    for line in record.remarks(written.study, written.target["extrapolated"]):
+    for line in remarks(written.study, written.target.extrapolated):
         progress.say(line)
     progress.say(f"record: {record.record_path(config)}")
 

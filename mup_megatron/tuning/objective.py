@@ -49,9 +49,9 @@ BLEU = Objective(key="bleu", name="BLEU", unit="higher is better", digits=2, bes
 _BY_KEY = {each.key: each for each in (LOSS, BLEU)}
 
 
-def objective_of(study: Mapping[str, Any]) -> Objective:
-    """Of a record's study; the loss where none is named, as in older records."""
-    return _BY_KEY[study.get("objective", LOSS.key)]
+def objective_of(key: str) -> Objective:
+    """By the key that tuning.objective and a record's study have."""
+    return _BY_KEY[key]
 
 
 def with_name(study: Mapping[str, Any], objective: Objective) -> dict[str, Any]:

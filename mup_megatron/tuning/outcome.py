@@ -1,6 +1,6 @@
 """How a study came out: its trials, the best of them with their repetitions, the one that is chosen.
 
-Public names: `Trial`, `State`, `FINISHED`, `Candidate`, `Choice`, `best`, `choose`, `descent_of`,
+Public names: `Trial`, `State`, `FINISHED`, `Range`, `Candidate`, `Choice`, `best`, `choose`, `descent_of`,
 `open_sides`, `Side`.
 """
 
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, model_validator
 
 from mup_megatron.config import Config
 from mup_megatron.tuning.descent import Descent, descend
@@ -60,6 +62,27 @@ class Trial:
         return f"trial-{self.slot:03d}" + (f"-seed-{self.seed}" if self.repeats else "")
 
 
+class Range(BaseModel):
+    """What was searched of a number.
+
+    Args:
+        low: lower end.
+        high: upper end.
+        log: whether by its logarithm.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    low: FiniteFloat
+    high: FiniteFloat
+    log: bool
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> Range:
+        if not self.low <= self.high or (self.log and self.low <= 0):
+            raise ValueError("no range")
+        return self
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A trial with its repetitions.
@@ -90,7 +113,7 @@ class Choice:
         noise: standard deviation of a loss over seeds, pooled over candidates; None without repetitions.
         candidates: the best trials, best first.
         interior: per number that was searched, whether enough was tried on both sides of it (`open_sides`).
-        ranges: per number that was searched, {"low", "high", "log"}.
+        ranges: what was searched of each number.
         trials: every trial of the study.
         descent: what coordinate descent moved; None without it.
     """
@@ -101,13 +124,14 @@ class Choice:
     noise: float | None
     candidates: list[Candidate]
     interior: dict[str, bool]
-    ranges: dict[str, dict[str, Any]]
+    ranges: dict[str, Range]
     trials: list[Trial] = field(repr=False)
     descent: Descent | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data; a loss that is not finite is null. Of coordinate descent nothing is said where there is none."""
         found = asdict(self)
+        found["ranges"] = {name: range_.model_dump() for name, range_ in self.ranges.items()}
         descent = found.pop("descent")
         if self.descent is None:
             for trial in found["trials"]:
@@ -242,7 +266,7 @@ class Side:
     gap: float
 
 
-def open_sides(value: float, tried: Sequence[float], range_: Mapping[str, Any] | None) -> list[Side]:
+def open_sides(value: float, tried: Sequence[float], range_: Range | None) -> list[Side]:
     """On which sides too little was tried to say that the best value is not farther out.
 
     A side is closed where the values tried beyond `value` reach at least half of the way to the end of the range.
@@ -250,12 +274,12 @@ def open_sides(value: float, tried: Sequence[float], range_: Mapping[str, Any] |
     Args:
         value: the chosen one.
         tried: every value that was tried.
-        range_: what was searched, {"low", "high", "log"}; None where that is not known: then it ends where trials do.
+        range_: what was searched; None where that is not known: then it ends where trials do.
     """
-    low, high = (min(tried), max(tried)) if range_ is None else (range_["low"], range_["high"])
+    low, high = (min(tried), max(tried)) if range_ is None else (range_.low, range_.high)
 
     def place(number: float) -> float:
-        return math.log(number) if range_ is not None and range_["log"] else number
+        return math.log(number) if range_ is not None and range_.log else number
 
     sides = []
     for above, end, reach in ((False, low, min(tried)), (True, high, max(tried))):
@@ -266,12 +290,12 @@ def open_sides(value: float, tried: Sequence[float], range_: Mapping[str, Any] |
     return sides
 
 
-def _range(config: Config, name: str) -> dict[str, Any]:
+def _range(config: Config, name: str) -> Range:
     """What was searched of a number."""
     dimension = config.tuning.search[name]
     values = dimension.log_uniform or dimension.uniform or [v for v in dimension.choice or [] if not isinstance(v, str)]
     low, high = min(values), max(values)
-    return {"low": low, "high": high, "log": dimension.uniform is None and low > 0}
+    return Range(low=low, high=high, log=dimension.uniform is None and low > 0)
 
 
 def _noise(candidates: list[Candidate]) -> float | None:

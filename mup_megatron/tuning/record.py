@@ -1,137 +1,152 @@
 """transfer.json: the tuned values, what each becomes on the target, and what they were found with.
 
-Public names: `TransferRecord`, `make_record`, `write_record`, `read_record`, `record_path`, `becomes`, `remarks`,
-`not_transferred`.
+Public names: `TransferRecord`, `StudyRecord`, `TrialRecord`, `write_record`, `record_path`.
 
 A record belongs to a family (family.py). A config whose digest differs is refused with the keys that differ.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from mup_megatron.config import Config, derive
-from mup_megatron.config.per_tensor import split_name
-from mup_megatron.model.explain import explain, without_numbers
-from mup_megatron.parallel.layout import Layout
-from mup_megatron.rules.table import Parametrization
-from mup_megatron.tuning.descent import moves_told
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from mup_megatron.config import Config
 from mup_megatron.tuning.family import differences, digest, digested
-from mup_megatron.tuning.fitted import Fitted, told
-from mup_megatron.tuning.objective import LOSS, objective_of
-from mup_megatron.tuning.outcome import open_sides
-from mup_megatron.tuning.predicted import predicted
-from mup_megatron.tuning.record_parts import check_record
-from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
+from mup_megatron.tuning.fitted import Fitted
+from mup_megatron.tuning.outcome import Range
+from mup_megatron.tuning.space import with_values
 from mup_megatron.util.errors import ConfigError, UserError
 from mup_megatron.util.files import open_new, read_text
 
 FORMAT = 1
 _MOST_DIFFERENCES = 8
-
-# What a value that is nearer to the end of its range than this share of the range is said to be at.
-_NEAR = 0.1
-_PACKAGES = ("torch", "megatron-core", "deepspeed", "optuna", "mup-megatron")
-
-
-def record_path(config: Config) -> Path:
-    """`tuning.record`, else transfer.json in the run's folder."""
-    return Path(config.record_path)
+_Value = float | str
+_Count = Annotated[int, Field(ge=0, le=2**63)]
+_Text = Annotated[str, Field(max_length=10_000)]
 
 
-def becomes(parametrization: Parametrization, layout: Layout) -> dict[str, Any]:
-    """What a config's hyperparameters are on its model: the forward multipliers, and a row per kind of tensor."""
-    explained = explain(parametrization, layout)
-    rows: dict[str, dict[str, Any]] = {}
-    for parameter in explained["parameters"]:
-        blocks = parameter["blocks"]
-        std = {block["name"]: block["init_std"] for block in blocks} if blocks else parameter["init_std"]
-        rows.setdefault(
-            without_numbers(parameter["name"]),
-            {
-                "lr": parameter["lr"],
-                "lr_multiplier": parameter["lr_multiplier"],
-                "init": parameter["init"],
-                "init_std": std,
-                "eps": parameter["eps"],
-                "weight_decay": parameter["weight_decay"],
-            },
-        )
-    return {"forward": explained["forward"], "tensors": rows}
+class _Part(BaseModel):
+    """Strict, so that a number that is written as text is no number. What is not read here stays as it was."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
 
-def extrapolated(config: Config, found: TransferRecord | None = None) -> list[str]:
-    """In what the target lies beyond what the proxy was tuned on, besides width, in words.
+class TrialRecord(_Part):
+    """A trial of the study; see outcome.Trial."""
 
-    Args:
-        config: the target's run.
-        found: the record whose values it takes; None for one that is tuned as the config says.
-    """
-    tuned = {**_tuned_on(config), **({} if found is None else found.proxy.get("trained", {}))}
-    target = _trained(config)
-    said = []
-    for name in ("train_steps", "global_batch_size", "seq_length", "tokens", "num_layers"):
-        small, large = tuned[name], target[name]
-        if small != large:
-            factor = large / small
-            times = f" ({factor:.3g} times)" if factor >= 2 else f" (1/{1 / factor:.3g})" if factor <= 0.5 else ""
-            said.append(f"{_MEASURES[name]}: tuned at {small:,}, target at {large:,}{times}")
-    return said
+    slot: _Count
+    seed: _Count
+    state: _Text
+    values: dict[str, _Value]
+    repeats: bool = False
+    loss: float | None
+    reports: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], float | None]
+    reason: _Text | None = None
+    seconds: float
 
 
-_REGULARISERS = ("weight_decay",)
-"""Of what can be tuned, what Tensor Programs V (arXiv 2203.03466, table 1 and section 6) counts among regularisers."""
+class CandidateRecord(_Part):
+    """One of the best trials with its repetitions; see outcome.Candidate."""
+
+    slot: _Count
+    losses: Annotated[list[float | None], Field(min_length=1)]
+    mean: float
+    within_noise: bool
 
 
-def not_transferred(names: Iterable[str]) -> list[str]:
-    """Which of the tuned hyperparameters µTransfer does not move, in words.
+class MoveRecord(_Part):
+    """A value that coordinate descent found better; see descent.Move."""
 
-    Args:
-        names: of what was searched.
-    """
-    return [
-        f"{name} was tuned: it regularises, and how much of it is best depends on the size of model and data, so its "
-        "value need not transfer (docs/what-transfers.md)"
-        for name in names
-        if (split_name(name) or ("", name))[1] in _REGULARISERS
-    ]
+    name: str
+    before: _Value
+    after: _Value
+    loss_before: FiniteFloat
+    loss_after: FiniteFloat
 
 
-_MEASURES = {
-    "train_steps": "optimizer steps",
-    "global_batch_size": "global batch size",
-    "seq_length": "tokens per sequence",
-    "tokens": "tokens",
-    "num_layers": "layers",
-}
+class DescentRecord(_Part):
+    """What coordinate descent moved; see descent.Descent."""
+
+    moves: list[MoveRecord]
+    count: _Count
+    noise: FiniteFloat | None
+    ended: str | None
 
 
-def _tuned_on(config: Config) -> dict[str, int]:
-    return _trained(proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir)))
+class StudyRecord(_Part):
+    """What the values were found with (outcome.Choice), and by what trials were compared."""
+
+    values: Annotated[dict[str, _Value], Field(min_length=1)]
+    loss: float
+    noise: float | None
+    interior: dict[str, bool]
+    ranges: dict[str, Range] = {}
+    candidates: Annotated[list[CandidateRecord], Field(min_length=1)]
+    trials: list[TrialRecord]
+    descent: DescentRecord | None = None
+    objective: Literal["loss", "bleu"] = "loss"
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> StudyRecord:
+        tried = [trial.values for trial in self.trials if trial.values]
+        if not tried:
+            raise ValueError("no trial has values")
+        for name, value in self.values.items():
+            if any(name not in values or isinstance(values[name], str) != isinstance(value, str) for values in tried):
+                raise ValueError(f"a trial has no value of {name}")
+            if not isinstance(value, str) and name not in self.interior:
+                raise ValueError(f"interior says nothing of {name}")
+        for name in self.interior:
+            if name not in self.values:
+                raise ValueError(f"no value of {name}")
+            least = 0.0 if name in self.ranges and self.ranges[name].log else -math.inf
+            for value in (self.values[name], *(values[name] for values in tried if name in values)):
+                if isinstance(value, str) or not math.isfinite(value) or value <= least:
+                    raise ValueError(f"a value of {name} is no number, or none of its range")
+        return self
 
 
-def _trained(config: Config) -> dict[str, int]:
-    training = config.training
-    return {
-        "train_steps": training.train_steps,
-        "global_batch_size": training.global_batch_size,
-        "seq_length": training.seq_length,
-        "tokens": training.train_steps * training.global_batch_size * config.sample_tokens,
-        "num_layers": config.model.num_layers,
-    }
+class SpentRecord(_Part):
+    """What tuning took, of all its trials."""
+
+    tokens: _Count
+    flops: float
+    share: float
+    process_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferRecord:
+class BudgetRecord(_Part):
+    """The plan (budget.Plan), and what was spent."""
+
+    spent: SpentRecord
+
+
+class ProxyRecord(_Part):
+    """The proxy's sizes, and on how many steps, tokens and layers it was trained."""
+
+    sizes: dict[str, Any] = {}
+    trained: dict[str, Annotated[int, Field(gt=0, le=2**63)]]
+
+
+class TargetRecord(_Part):
+    """The target of the run that tuned: its name, its sizes, what the values become there, where it is extrapolated,
+    which of the values µTransfer does not move, and what a ladder tells of it."""
+
+    name: _Text
+    sizes: dict[str, Any]
+    becomes: dict[str, Any]
+    extrapolated: list[_Text]
+    not_transferred: list[_Text]
+    ladder: list[_Text] = []
+
+
+class TransferRecord(_Part):
     """What transfer.json says.
 
     Args:
@@ -140,101 +155,79 @@ class TransferRecord:
         family: what must be equal for the values to transfer, by dotted key (family.py).
         values: every hyperparameter at the base, by name.
         tuned: names of those that were searched; the others are as the config had them.
-        target: of the run that tuned: its name, its sizes, what the values become there, where it is extrapolated, and
-            which of the values µTransfer does not move.
-        proxy: its sizes, and on how many steps, tokens and layers it was trained.
+        target: of the run that tuned.
+        proxy: of the same run.
         rules: the parametrization and the optimizer's update rule.
-        study: what the values were found with (outcome.Choice.as_json).
+        study: what the values were found with.
         budget: the plan, and what was spent.
         versions: of the packages that tuned.
-        ladder: what a ladder measured of the family (fitted.Fitted); empty without one.
+        ladder: what a ladder measured of the family; None without one.
     """
 
-    created: str
+    created: _Text
     digest: str
-    family: Mapping[str, Any]
-    values: Mapping[str, Value]
-    tuned: Sequence[str]
-    target: Mapping[str, Any] = field(default_factory=dict)
-    proxy: Mapping[str, Any] = field(default_factory=dict)
-    rules: Mapping[str, Any] = field(default_factory=dict)
-    study: Mapping[str, Any]
-    budget: Mapping[str, Any]
-    versions: Mapping[str, str] = field(default_factory=dict)
-    ladder: Mapping[str, Any] = field(default_factory=dict)
+    family: dict[str, Any]
+    values: dict[str, _Value | None]
+    tuned: list[str]
+    target: TargetRecord
+    proxy: ProxyRecord
+    rules: dict[str, Any]
+    study: StudyRecord
+    budget: BudgetRecord
+    versions: dict[str, str]
+    ladder: Fitted | None = None
 
     @classmethod
     def read(cls, path: Path, config: Config | None) -> TransferRecord | None:
-        """The record in a file; see `read_record`."""
-        found = read_record(path, config)
-        if found is None:
+        """The record in a file, checked; None if there is no file.
+
+        Args:
+            path: of the record.
+            config: the run that wants its values; None to read it without asking whom it is for.
+
+        Raises:
+            UserError: damaged, edited by hand, of a newer format, or of another family; says which keys differ.
+        """
+        if (plain := _plain(path)) is None:
             return None
-        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+        try:
+            found = cls.model_validate({key: plain[key] for key in plain if key not in ("format", "checksum")})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UserError(f"{path}: {where}: expected what tuning writes there ({first['msg']})") from None
+        except RecursionError:
+            raise UserError(f"{path}: nested too deeply; expected a transfer record") from None
+        if config is not None:
+            _check_family(path, found, config)
+            _check_trials(path, found, config)
+            try:
+                with_values(config, found.values)
+            except ConfigError as error:
+                raise UserError(f"{path}: values: {error.key}: {error.problem}") from None
+            except KeyError as error:
+                raise UserError(f"{path}: values: {error.args[0]}") from None
+        return found
+
+    @classmethod
+    def expect(cls, path: Path, config: Config | None) -> TransferRecord:
+        """As `read`; a file that is not there is a UserError too."""
+        found = cls.read(path, config)
+        if found is None:
+            raise UserError(f"{path}: cannot read the transfer record: No such file or directory")
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """As it is written: with its format, and a checksum over the rest."""
-        plain = {"format": FORMAT, **vars(self)}
-        if not self.ladder:
-            del plain["ladder"]
+        plain = {"format": FORMAT, **self.model_dump(exclude_unset=True)}
+        if self.ladder is not None:
+            plain["ladder"] = self.ladder.as_json()
         return {**plain, "checksum": digest(plain)}
 
 
-def make_record(
-    parametrization: Parametrization,
-    layout: Layout,
-    values: Mapping[str, Value],
-    *,
-    study: Mapping[str, Any],
-    budget: Mapping[str, Any],
-    ladder: Fitted | None = None,
-) -> TransferRecord:
-    """The record of what was tuned.
-
-    Args:
-        parametrization: of the target's run, `values` in its config.
-        layout: of the same run.
-        values: every hyperparameter at the base.
-        study: what they were found with (outcome.Choice.as_json).
-        budget: the plan, and what was spent.
-        ladder: of the config; a rule that takes its exponent from one is left out where there is none.
-    """
-    config = parametrization.config
-    chosen = config.parametrization.model_dump()
-    if config.parametrization.unfitted:
-        config = derive(config, without_fitted(config))
-        parametrization = replace(parametrization, config=config)
-    settings = digested(config)
-    made = {
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "digest": digest(settings),
-        "family": settings,
-        "values": dict(values),
-        "tuned": list(config.tuning.search),
-        "target": {
-            "name": config.run.name,
-            "sizes": {name: getattr(config.model, name) for name in (*config.base.sizes, "num_layers")},
-            "becomes": {**becomes(parametrization, layout), **({"tensors": {}} if config.model.as_built else {})},
-            "extrapolated": extrapolated(config),
-            "not_transferred": not_transferred(config.tuning.search),
-            **({} if ladder is None else {"ladder": told(config, ladder), "predicted": predicted(config, ladder)}),
-        },
-        "proxy": {
-            "sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")},
-            "trained": _tuned_on(config),
-        },
-        "rules": {
-            **chosen,
-            "optimizer": parametrization.update_rule,
-        },
-        "study": dict(study),
-        "budget": dict(budget),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in _PACKAGES},
-        },
-        "ladder": {} if ladder is None else ladder.as_json(),
-    }
-    return TransferRecord(**json.loads(json.dumps(made)))  # as it will be read: keys are text, tuples are lists
+def record_path(config: Config) -> Path:
+    """`tuning.record`, else transfer.json in the run's folder."""
+    return Path(config.record_path)
 
 
 def write_record(path: Path, record: TransferRecord | Mapping[str, Any]) -> None:
@@ -250,16 +243,8 @@ def write_record(path: Path, record: TransferRecord | Mapping[str, Any]) -> None
     partial.replace(path)
 
 
-def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
-    """The record in a file as plain data, checked; None if there is no file. `TransferRecord.read` gives it types.
-
-    Args:
-        path: of the record.
-        config: the run that wants its values; None to read it without asking whom it is for.
-
-    Raises:
-        UserError: damaged, edited by hand, of a newer format, or of another family; says which keys differ.
-    """
+def _plain(path: Path) -> dict[str, Any] | None:
+    """What a file says, its format and its checksum right; None if there is no file. Raises UserError."""
     try:
         text = read_text(path)
     except FileNotFoundError:
@@ -283,24 +268,14 @@ def read_record(path: Path, config: Config | None) -> dict[str, Any] | None:
             f"{path}: checksum: does not match what the record says, so it was edited or damaged; move it "
             "away, and tune again, or set values by hand under hparams: with tuning.run: never"
         )
-    check_record(path, record)
-    if config is not None:
-        _check_family(path, record, config)
-        _check_trials(path, record, config)
-        try:
-            with_values(config, record["values"])
-        except ConfigError as error:
-            raise UserError(f"{path}: values: {error.key}: {error.problem}") from None
-        except KeyError as error:
-            raise UserError(f"{path}: values: {error.args[0]}") from None
     return record
 
 
-def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None:
+def _check_family(path: Path, record: TransferRecord, config: Config) -> None:
     settings = digested(config)
-    if record["digest"] == digest(settings):
+    if record.digest == digest(settings):
         return
-    tuned = record["family"]
+    tuned = record.family
     # Through JSON, as the record went, so that what is equal there is equal here.
     settings = json.loads(json.dumps(settings))
     differing = differences(tuned, settings, "in the record", "in the config")[:_MOST_DIFFERENCES]
@@ -310,9 +285,9 @@ def _check_family(path: Path, record: Mapping[str, Any], config: Config) -> None
     )
 
 
-def _check_trials(path: Path, record: Mapping[str, Any], config: Config) -> None:
+def _check_trials(path: Path, record: TransferRecord, config: Config) -> None:
     """Rules over batch and tokens count from what the record's trials had, which must be what the config says."""
-    trained = record.get("proxy", {}).get("trained", {})
+    trained = record.proxy.trained
     if not config.parametrization.has_horizon_rule:
         return
     for name in ("global_batch_size", "seq_length", "train_steps"):
@@ -322,66 +297,3 @@ def _check_trials(path: Path, record: Mapping[str, Any], config: Config) -> None
                 f"{path}: its values were found at {name} {trained[name]:,}, from which the rules over batch and "
                 f"tokens count, but the config's trials have {here:,}; expected tuning.{name}: {trained[name]}"
             )
-
-
-def remarks(study: Mapping[str, Any], extrapolated: Sequence[str]) -> list[str]:
-    """What a reader of the record must know of the choice, in words.
-
-    Args:
-        study: the record's.
-        extrapolated: where the target at hand leaves what was tuned on.
-    """
-    said = [line for name in study["interior"] for line in _open(study, name)]
-    said.append(_noise(study))
-    said += moves_told(study["descent"], objective_of(study)) if "descent" in study else []
-    said += [f"extrapolated, {line}" for line in extrapolated]
-    return said + not_transferred(study["interior"])
-
-
-def _open(study: Mapping[str, Any], name: str) -> list[str]:
-    """Where a better value may lie beyond those that were tried, in words."""
-    value = study.get("values", {}).get(name)
-    tried = [trial["values"][name] for trial in study.get("trials", ()) if name in trial["values"]]
-    said = []
-    for side in open_sides(value, tried, study.get("ranges", {}).get(name)) if tried else ():
-        adjective = "largest" if side.above else "smallest"
-        if side.gap < _NEAR:
-            where = "at the upper end" if side.above else "at the lower end"
-            said.append(
-                f"{name}: {value:.3g} is {where} of the range that was searched; a wider one may hold better ones"
-            )
-            continue
-        tells = (
-            f"is the {adjective} that was tried"
-            if side.reach == value
-            else f"is next to the {adjective} that was tried, {side.reach:.3g}"
-        )
-        said.append(f"{name}: {value:.3g} {tells}, and the range goes on to {side.end:.3g}, where nothing was tried")
-    return said
-
-
-def _noise(study: Mapping[str, Any]) -> str:
-    """Which other trials cannot be told from the chosen one, in words."""
-    noise, candidates = study["noise"], study["candidates"]
-    if noise is None or not candidates:
-        return "no repetition with other seeds: how much of a difference is noise is not known"
-    chosen, repeated = candidates[0], sum(len(candidate["losses"]) - 1 for candidate in candidates)
-    objective = objective_of(study)
-    unit = "" if objective is LOSS else f" {objective.name}"
-    measured = f"±{noise:.{objective.digits}f}{unit} per run, from {repeated} repetition{'s' if repeated > 1 else ''}"
-    among = {candidate["slot"] for candidate in candidates}
-    once = [
-        trial
-        for trial in study.get("trials", ())
-        if trial["state"] == "complete" and not trial.get("repeats") and trial["slot"] not in among
-    ]
-    alike = {candidate["slot"] for candidate in candidates if candidate["within_noise"]}
-    bound = 2 * noise * math.sqrt(1 + 1 / len(chosen["losses"]))
-    alike |= {trial["slot"] for trial in once if trial["loss"] is not None and trial["loss"] - chosen["mean"] < bound}
-    if len(candidates) == 1 and not once:
-        return f"no other trial ran to its end, so none can be told from noise ({measured})"
-    single = f"; {len(once)} of those compared ran once" if once else ""
-    if alike:
-        names = ", ".join(f"trial-{slot:03d}" for slot in sorted(alike))
-        return f"within noise of the chosen trial ({measured}{single}): {names}"
-    return f"of the trials that ran to their end no other is within noise of the chosen one ({measured}{single})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from mup_megatron.config import Config, derive
@@ -52,5 +51,5 @@ def keep(path: Path, config: Config, measured: Path) -> str:
         for axis in ("batch", "tokens")
         if axis in ladder.exponents and str(record.rules.get(axis)).startswith("fitted")
     }
-    write_record(path, replace(record, ladder=ladder.as_json(), rules={**record.rules, **rules}))
+    write_record(path, record.model_copy(update={"ladder": ladder, "rules": {**record.rules, **rules}}))
     return f"{path}: holds the ladder now; configs of its family need not name it (tuning.ladder)"

@@ -92,7 +92,7 @@ class Study:
     @property
     def objective(self) -> Objective:
         """What its trials are compared by."""
-        return objective_of({"objective": self._config.tuning.objective})
+        return objective_of(self._config.tuning.objective)
 
     @property
     def descent_trials(self) -> int:

@@ -24,11 +24,13 @@ from mup_megatron.patches import trees
 from mup_megatron.report.page import write_page
 from mup_megatron.report.summary import summarize
 from mup_megatron.slurm import submit
-from mup_megatron.tuning.record import make_record, write_record
+from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import values_of
 from mup_megatron.util.errors import UserError, shown
 from mup_megatron.util.files import parse_yaml, write_output, write_whole
 from tests.helpers.configs import MIXED, MLA, make
+from tests.helpers.records import BUDGET, study_of
 from tests.test_damaged_files import data_config
 
 
@@ -161,10 +163,8 @@ def test_a_value_in_a_sentence_is_short() -> None:
 def test_outputs(config_file: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Into a missing folder, onto a folder, over the config, through a link: nothing there is lost."""
     config = load_config(config_file)
-    budget: dict[str, Any] = {"spent": {}}
-    study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
     record = make_record(
-        parametrize(config, 375), resolve_layout(config, 1), values_of(config), study=study, budget=budget
+        parametrize(config, 375), resolve_layout(config, 1), values_of(config), study=study_of(), budget=BUDGET
     )
     write_record(Path(config.record_path), record)
     (tmp_path / "folder").mkdir()

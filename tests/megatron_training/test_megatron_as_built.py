@@ -20,11 +20,13 @@ from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.options import Settings
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
-from mup_megatron.tuning.record import make_record, write_record
+from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import values_of
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.records import BUDGET, study_of
 from tests.model.as_built.own_layers import LOOPED
 
 pytestmark = pytest.mark.skipif(
@@ -157,8 +159,7 @@ def test_a_record_of_these_layers_under_virtual_stages(ranks: Ranks, tmp_path: P
     for digest, status in ((config.model.as_built, 0), ("0" * 16, 2)):
         own = parametrize(derive(config, {"model.as_built": None}), 128)
         table = dataclasses.replace(own, config=derive(config, {"model.as_built": digest}))
-        study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
-        record = make_record(table, resolve_layout(config, 1), values_of(config), study=study, budget={})
+        record = make_record(table, resolve_layout(config, 1), values_of(config), study=study_of(), budget=BUDGET)
         write_record(tmp_path / "transfer.json", record)
         taken = ("--mup-hparams", str(tmp_path / "transfer.json"), "--mup-explain")
         sizes = {**VIRTUAL, "lr": None, "init_method_std": None}

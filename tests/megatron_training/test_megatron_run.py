@@ -24,10 +24,12 @@ from mup_megatron.model.as_built.chunks import BuiltModel
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import resolve_layout
-from mup_megatron.tuning.record import make_record, write_record
+from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import values_of
 from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, make
+from tests.helpers.records import BUDGET, study_of
 
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 needs_training = pytest.mark.skipif(
@@ -84,8 +86,9 @@ def test_a_record_of_another_family(tmp_path: Path) -> None:
     """Of a tokenizer that tuning trained itself the record knows no path, and none is asked for."""
     upstream.prepare_process()
     config = make(MIXED)
-    study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
-    record = make_record(parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={})
+    record = make_record(
+        parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study_of(), budget=BUDGET
+    )
     write_record(tmp_path / "transfer.json", record)
     check_family(tmp_path / "transfer.json", make(MIXED, data__tokenizer__path="trained.model"))
     with pytest.raises(
@@ -98,8 +101,9 @@ def test_a_record_of_a_vocabulary_padded_otherwise(tmp_path: Path) -> None:
     """375 entries are 384 rows by multiples of 128 and of 64, and 512 by multiples of 256."""
     upstream.prepare_process()
     config = make(MIXED)
-    study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
-    record = make_record(parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study, budget={})
+    record = make_record(
+        parametrize(config, 384), resolve_layout(config, 1), values_of(config), study=study_of(), budget=BUDGET
+    )
     write_record(tmp_path / "transfer.json", record)
     check_family(tmp_path / "transfer.json", make(MIXED, model__make_vocab_size_divisible_by=64))
     with pytest.raises(UserError, match=r"model\.make_vocab_size_divisible_by: 128 in the record, 256 in the config"):

@@ -20,13 +20,15 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.patches import trees
-from mup_megatron.tuning.record import make_record, write_record
+from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import values_of
 from tests.helpers import bodies
 from tests.helpers.commands import BIN, environment, run
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
 from tests.helpers.megatron_runs import SCRIPT
+from tests.helpers.records import BUDGET, study_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -58,8 +60,8 @@ def options(of: Config, folder: Path) -> list[str]:
         parametrize(of, of.vocab_size or 0),
         resolve_layout(of, 1),
         values_of(of),
-        study={"candidates": [], "interior": {}, "noise": None},
-        budget={},
+        study=study_of(),
+        budget=BUDGET,
     )
     write_record(folder / "transfer.json", record)
     valued = {

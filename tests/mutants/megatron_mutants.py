@@ -115,8 +115,8 @@ NATIVE: tuple[Mutant, ...] = (
         "native: a record of another family",
         "values that were tuned for another family are taken",
         _FAMILY,
-        "    read_record(path, config)",
-        "    read_record(path, None)",
+        "    TransferRecord.expect(path, config)",
+        "    TransferRecord.expect(path, None)",
         f"{_TESTS}_run.py::test_a_record_of_another_family",
     ),
     mutant(

@@ -7,8 +7,9 @@ import html
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,14 +31,17 @@ from mup_megatron.tuning import budget
 from mup_megatron.tuning.decide import apply_record
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.objective import BLEU, with_name
-from mup_megatron.tuning.outcome import open_sides
-from mup_megatron.tuning.record import TransferRecord, extrapolated, remarks, write_record
+from mup_megatron.tuning.outcome import Range, open_sides
+from mup_megatron.tuning.record import StudyRecord, TransferRecord, write_record
+from mup_megatron.tuning.recording import extrapolated
+from mup_megatron.tuning.remarks import remarks
 from mup_megatron.tuning.space import check_overrides
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers import bodies
 from tests.helpers.commands import metrics, mup
 from tests.helpers.configs import HEAD_SIZE, MIXED, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.records import study_of
 
 ALONE = "parallel.tensor_model_parallel_size=1"
 
@@ -337,7 +341,7 @@ def test_a_run_that_stopped_half_way(copied: Path, monkeypatch: pytest.MonkeyPat
 
 # Remarks
 
-LOG = {"low": 1e-4, "high": 1e-1, "log": True}
+LOG = Range(low=1e-4, high=1e-1, log=True)
 
 
 @pytest.mark.parametrize(
@@ -349,8 +353,8 @@ LOG = {"low": 1e-4, "high": 1e-1, "log": True}
         (5e-3, [1e-4, 5e-3, 6.6e-3], LOG, ["above"]),
         (1e-3, [9e-4, 1e-3, 1e-1], LOG, ["below"]),
         (1e-3, [1e-3], LOG, ["below", "above"]),
-        (0.2, [0.0, 0.2, 0.5], {"low": 0.0, "high": 1.0, "log": False}, ["above"]),
-        (0.2, [0.0, 0.2, 0.7], {"low": 0.0, "high": 1.0, "log": False}, []),
+        (0.2, [0.0, 0.2, 0.5], Range(low=0.0, high=1.0, log=False), ["above"]),
+        (0.2, [0.0, 0.2, 0.7], Range(low=0.0, high=1.0, log=False), []),
         (0.2, [0.1, 0.2, 0.3], None, []),
         (0.3, [0.1, 0.2, 0.3], None, ["above"]),
     ],
@@ -359,10 +363,19 @@ def test_sides_that_are_open(value: float, tried: list[float], range_: Any, foun
     assert ["above" if side.above else "below" for side in open_sides(value, tried, range_)] == found
 
 
-def study(values: list[float], losses: list[float], repeated: dict[int, list[float]], noise: float | None) -> Any:
+TRIAL = study_of()["trials"][0]
+
+
+def study(
+    values: list[float],
+    losses: list[float],
+    repeated: dict[int, list[float]],
+    noise: float | None,
+    states: Mapping[int, str] = MappingProxyType({}),
+) -> StudyRecord:
     """A record's study with one trial per value, some of them repeated; the first is the chosen one."""
     trials = [
-        {"slot": slot, "values": {"lr": value}, "loss": loss, "state": "complete", "repeats": False}
+        {**TRIAL, "slot": slot, "values": {"lr": value}, "loss": loss, "state": states.get(slot, "complete")}
         for slot, (value, loss) in enumerate(zip(values, losses, strict=True))
     ]
     candidates = [
@@ -374,8 +387,8 @@ def study(values: list[float], losses: list[float], repeated: dict[int, list[flo
         }
         for slot, more in repeated.items()
     ]
-    found = {"values": {"lr": values[0]}, "interior": {"lr": True}, "ranges": {"lr": LOG}, "trials": trials}
-    return {**found, "candidates": candidates, "noise": noise}
+    parts = {"ranges": {"lr": LOG.model_dump()}, "trials": trials, "candidates": candidates, "noise": noise}
+    return StudyRecord.model_validate(study_of({"lr": values[0]}, **parts))
 
 
 def test_what_is_said_of_a_range() -> None:
@@ -406,9 +419,7 @@ def test_what_is_said_of_noise() -> None:
         "of the trials that ran to their end no other is within noise of the chosen one "
         "(±0.0500 per run, from 2 repetitions; 2 of those compared ran once)"
     )
-    alone = study(values, [3.0, 3.12, 3.5], repeats, 0.05)
-    for trial in alone["trials"][1:]:
-        trial["state"] = "stopped"
+    alone = study(values, [3.0, 3.12, 3.5], repeats, 0.05, {1: "stopped", 2: "stopped"})
     assert remarks(alone, []) == [
         "no other trial ran to its end, so none can be told from noise (±0.0500 per run, from 2 repetitions)"
     ]
@@ -498,9 +509,9 @@ def test_bleu_is_shown_as_bleu(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_pictures_draw_the_range(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 0.001 to 0.03 all is in the picture, however little of it was tried."""
-    record = json.loads((copied / "transfer.json").read_text())
-    tried = [trial["values"]["lr"] for trial in record["study"]["trials"]]
-    extent = extent_of(record["study"], "lr")
+    record = TransferRecord.expect(copied / "transfer.json", None)
+    tried = [float(trial.values["lr"]) for trial in record.study.trials]
+    extent = extent_of(record.study, "lr")
     assert extent is not None
     assert (extent.low, extent.high, extent.log) == (1e-3, 3e-2, True)
     assert extent.untried == [(1e-3, min(tried)), (max(tried), 3e-2)]
@@ -508,12 +519,12 @@ def test_pictures_draw_the_range(copied: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pictures, "save_figure", lambda figure, path: limits.extend(a.get_xlim() for a in figure.axes))
     draw_search(read_run(copied))
     assert limits[0][0] < 1e-3 < 3e-2 < limits[0][1]
-    layout = _search(record["study"], "lr")["layout"]
+    layout = _search(record.study, "lr")["layout"]
     low, high = layout["xaxis"]["range"]
     assert (layout["xaxis"]["type"], low < math.log10(1e-3), high > math.log10(3e-2)) == ("log", True, True)
     assert [(s["x0"], s["x1"]) for s in layout["shapes"] if s["type"] == "rect"] == extent.untried
     # Records of before know no range.
     rewritten(copied, lambda data: data["study"].pop("ranges"))
-    before = extent_of(json.loads((copied / "transfer.json").read_text())["study"], "lr")
+    before = extent_of(TransferRecord.expect(copied / "transfer.json", None).study, "lr")
     assert before is not None
     assert (before.low, before.high, before.untried) == (min(tried), max(tried), [])

@@ -21,10 +21,12 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
 from mup_megatron.proof.stability import _as_trials
 from mup_megatron.rules import formulas, horizon
-from mup_megatron.tuning.record import TransferRecord, make_record, write_record
+from mup_megatron.tuning.record import TransferRecord, write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import proxy_config, stretched, values_of
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers.configs import MIXED, make, make_t5
+from tests.helpers.records import BUDGET, study_of
 
 ratios = st.fractions(F(1, 64), F(64), max_denominator=64)
 SDE = {"parametrization.batch": "sqrt_sde", "tuning.global_batch_size": 2, "tuning.micro_batch_size": 2}
@@ -226,9 +228,7 @@ def _manifest(config: Config) -> Any:
 def test_a_record_of_other_trials_is_refused(tmp_path: Path) -> None:
     def record_of(config: Config) -> TransferRecord:
         setup = resolve(config, 1)
-        return make_record(
-            setup.parametrization(256), setup.layout, values_of(config), study=_STUDY, budget={"spent": {}}
-        )
+        return make_record(setup.parametrization(256), setup.layout, values_of(config), study=study_of(), budget=BUDGET)
 
     config = config_of(**SDE, **{"parametrization.tokens": "power:-0.32"})
     path = tmp_path / "transfer.json"
@@ -236,9 +236,6 @@ def test_a_record_of_other_trials_is_refused(tmp_path: Path) -> None:
     assert TransferRecord.read(path, config) is not None
     with pytest.raises(UserError, match=r"found at global_batch_size 2.*expected tuning.global_batch_size: 2"):
         TransferRecord.read(path, derive(config, {"tuning.global_batch_size": 4}))
-
-
-_STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed": 7, "trials": [], "values": {}}
 
 
 SQRT = {"parametrization.weight_decay": "sqrt"}

@@ -21,12 +21,14 @@ from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.upstream import prepare_process
 from mup_megatron.rules.kinds import kinds_of
 from mup_megatron.tuning.decide import apply_record
-from mup_megatron.tuning.record import make_record, write_record
+from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import distributions, key_of, proxy_config, values_of, with_values
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers import bodies
 from tests.helpers.configs import MIXED, MLA, MOE, VOCABULARY, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.records import BUDGET, study_of
 
 LAYER = "decoder.layers.0."
 
@@ -305,19 +307,17 @@ def test_they_are_searched_recorded_and_applied(tmp_path: Path) -> None:
     rows = parametrize(target, VOCABULARY)
     assert rows.tensors["embedding.word_embeddings.weight"].lr == pytest.approx(5e-3 * 8)
     assert rows.tensors[f"{LAYER}mlp.linear_fc2.bias"].lr == pytest.approx(5e-3 * 3)
-    study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
-    record = make_record(rows, resolve_layout(target, 1), values, study=study, budget={})
+    record = make_record(rows, resolve_layout(target, 1), values, study=study_of(), budget=BUDGET)
     assert record.values["per_tensor.embedding.lr"] == 8.0
     assert "per_tensor.embedding.lr" in record.tuned
-    assert record.target["becomes"]["tensors"]["embedding.word_embeddings.weight"]["lr"] == pytest.approx(0.04)
+    assert record.target.becomes["tensors"]["embedding.word_embeddings.weight"]["lr"] == pytest.approx(0.04)
 
 
 def test_a_record_that_is_silent_means_one(tmp_path: Path) -> None:
     """The target takes what the trials had; a factor on the command line that the record would drop is refused."""
     tuned = make(MIXED, "gpt3", run__dir=str(tmp_path))
-    study: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None}
     rows = parametrize(tuned, VOCABULARY)
-    record = make_record(rows, resolve_layout(tuned, 1), values_of(tuned), study=study, budget={})
+    record = make_record(rows, resolve_layout(tuned, 1), values_of(tuned), study=study_of(), budget=BUDGET)
     write_record(tmp_path / "transfer.json", record)
     config = make(MIXED, "gpt3", run__dir=str(tmp_path), hparams__per_tensor={"embedding": {"lr": 2.0}})
     taken, _ = apply_record(config)

@@ -20,17 +20,18 @@ from mup_megatron.tuning import decide
 from mup_megatron.tuning.family import digest, digested
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
 from mup_megatron.tuning.predicted import in_words, predicted
-from mup_megatron.tuning.record import TransferRecord, make_record, write_record
+from mup_megatron.tuning.record import TransferRecord, write_record
 from mup_megatron.tuning.record_ladder import keep
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import proxy_config, values_of
 from mup_megatron.util.errors import ConfigError, UserError
 from mup_megatron.util.progress import Progress
 from tests.helpers.configs import MIXED, make, pipeline_file
 from tests.helpers.ladders import ladder_file
+from tests.helpers.records import BUDGET, study_of
 
 FITTED = {"parametrization.batch": "fitted", "parametrization.tokens": "fitted"}
 TRIALS = {"tuning.global_batch_size": 8, "tuning.train_steps": 200}
-STUDY: dict[str, Any] = {"candidates": [], "interior": {}, "noise": None, "seed": 7, "trials": [], "values": {}}
 
 
 def config_of(**keys: Any) -> Config:
@@ -268,7 +269,7 @@ def record_in(folder: Path, config: Config) -> Path:
     layout = resolve_layout(config, 1)
     with_numbers = config if not config.parametrization.unfitted else derive(config, dict.fromkeys(FITTED, "none"))
     table = dataclasses.replace(parametrize(with_numbers, 375), config=config)
-    made = make_record(table, layout, {"lr": 0.004}, study=STUDY, budget={"spent": {}}, ladder=ladder_of(config, None))
+    made = make_record(table, layout, {"lr": 0.004}, study=study_of(), budget=BUDGET, ladder=ladder_of(config, None))
     write_record(folder / "transfer.json", made)
     return folder / "transfer.json"
 
@@ -377,7 +378,7 @@ def test_a_part_of_another_kind(tmp_path: Path, ladder: Path) -> None:
     del changed["checksum"]
     changed["ladder"]["exponents"]["batch"]["error"] = "small"
     write_record(path, {**changed, "checksum": digest(changed)})
-    with pytest.raises(UserError, match=r"ladder.exponents.batch.error: expected what a ladder says there"):
+    with pytest.raises(UserError, match=r"ladder.exponents.batch.error: expected what tuning writes there"):
         TransferRecord.read(path, None)
 
 

@@ -14,20 +14,15 @@ from mup_megatron.config import Config, derive, load_config
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.family import differences, digest, digested
-from mup_megatron.tuning.record import TransferRecord, make_record, read_record, write_record
+from mup_megatron.tuning.record import TransferRecord, write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import with_values
 from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, make
+from tests.helpers.records import BUDGET, study_of
 
-VALUES = {"lr": 0.004, "init_method_std": 0.03, "output_multiplier": 2.0}
-STUDY: dict[str, Any] = {
-    "candidates": [],
-    "interior": {"lr": False},
-    "noise": None,
-    "seed": 7,
-    "trials": [],
-    "values": VALUES,
-}
+VALUES: dict[str, float | str] = {"lr": 0.004, "init_method_std": 0.03, "output_multiplier": 2.0}
+STUDY = study_of(VALUES)
 
 
 def config_in(path: Path, **overrides: Any) -> Config:
@@ -38,28 +33,28 @@ def config_in(path: Path, **overrides: Any) -> Config:
 def record(tmp_path_factory: pytest.TempPathFactory) -> TransferRecord:
     config = with_values(config_in(tmp_path_factory.mktemp("run")), VALUES)
     parametrization, layout = parametrize(config, 375), resolve_layout(config, 1)
-    return make_record(parametrization, layout, VALUES, study=STUDY, budget={"spent": {}})
+    return make_record(parametrization, layout, VALUES, study=STUDY, budget=BUDGET)
 
 
 def test_written_and_read(record: TransferRecord, tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
-    assert read_record(path, None) is None
+    assert TransferRecord.read(path, None) is None
     write_record(path, record)
-    assert read_record(path, config_in(tmp_path)) == record.as_json()
+    assert json.loads(path.read_text()) == record.as_json()
     assert TransferRecord.read(path, config_in(tmp_path)) == record
     assert [entry.name for entry in tmp_path.iterdir()] == ["transfer.json"]
 
 
 def test_what_it_says(record: TransferRecord) -> None:
     assert record.values == VALUES
-    assert record.target["sizes"] == {
+    assert record.target.sizes == {
         "hidden_size": 96,
         "ffn_hidden_size": 160,
         "num_attention_heads": 8,
         "num_query_groups": 4,
         "num_layers": 2,
     }
-    on_target = record.target["becomes"]
+    on_target = record.target.becomes
     # Readout: α_output / (96/64) = 2/1.5. fc2: fan-in 160 over 64, so lr 0.004 · 64/160.
     assert on_target["forward"]["readout"] == pytest.approx(4 / 3)
     assert on_target["tensors"]["decoder.layers.*.mlp.linear_fc2.weight"]["lr"] == pytest.approx(0.0016)
@@ -72,7 +67,7 @@ def test_rules_over_batch_and_tokens_are_those_of_the_config(tmp_path: Path) -> 
     chosen = {"parametrization.batch": "sqrt_sde", "parametrization.tokens": "power:-0.32"}
     config = derive(with_values(config_in(tmp_path), VALUES), chosen)
     layout = resolve_layout(config, 1)
-    made = make_record(parametrize(config, 375), layout, VALUES, study=STUDY, budget={"spent": {}})
+    made = make_record(parametrize(config, 375), layout, VALUES, study=STUDY, budget=BUDGET)
     assert {f"parametrization.{name}": made.rules[name] for name in ("batch", "tokens")} == chosen
 
 
@@ -84,10 +79,8 @@ def test_a_regulariser_that_was_tuned(tmp_path: Path, capsys: pytest.CaptureFixt
         path.mkdir()
         search = {name: {"log_uniform": [1e-3, 1e-1]} for name in names}
         config = make(MIXED, "gpt3", run__dir=str(path), tuning__search=search)
-        study = {**STUDY, "interior": dict.fromkeys(names, False), "values": {**VALUES, "weight_decay": 0.1}}
-        made = make_record(
-            parametrize(config, 375), resolve_layout(config, 1), VALUES, study=study, budget={"spent": {}}
-        )
+        study = study_of(dict.fromkeys(names, 0.1))
+        made = make_record(parametrize(config, 375), resolve_layout(config, 1), VALUES, study=study, budget=BUDGET)
         write_record(path / "transfer.json", made)
         (path / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
         assert cli.run(["transfer", str(path / "run.yaml"), "--json"]) == 0
@@ -119,7 +112,7 @@ def test_another_family_is_refused_with_the_keys_that_differ(
     with pytest.raises(
         UserError, match=f"belongs to another family .*{named}: .* in the record, {value!r} in the config"
     ):
-        read_record(tmp_path / "transfer.json", config_in(tmp_path, **other))
+        TransferRecord.read(tmp_path / "transfer.json", config_in(tmp_path, **other))
 
 
 @pytest.mark.parametrize(
@@ -141,14 +134,14 @@ def test_edited_by_hand(record: TransferRecord, tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
     path.write_text(json.dumps({**record.as_json(), "values": {**VALUES, "lr": 0.04}}))
     with pytest.raises(UserError, match="checksum: does not match what the record says"):
-        read_record(path, config_in(tmp_path))
+        TransferRecord.read(path, config_in(tmp_path))
 
 
 def test_of_a_newer_format(record: TransferRecord, tmp_path: Path) -> None:
     newer = {**record.as_json(), "format": 2}
     write_record(tmp_path / "transfer.json", newer)
     with pytest.raises(UserError, match="format 2; this version of mup-megatron reads format 1"):
-        read_record(tmp_path / "transfer.json", config_in(tmp_path))
+        TransferRecord.read(tmp_path / "transfer.json", config_in(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +151,7 @@ def test_of_a_newer_format(record: TransferRecord, tmp_path: Path) -> None:
 def test_damaged(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "transfer.json").write_text(text)
     with pytest.raises(UserError, match=sentence):
-        read_record(tmp_path / "transfer.json", config_in(tmp_path))
+        TransferRecord.read(tmp_path / "transfer.json", config_in(tmp_path))
 
 
 def test_one_record_serves_a_family(repository: Path) -> None:
@@ -180,7 +173,7 @@ def test_the_command_shows_it(record: TransferRecord, tmp_path: Path, capsys: py
     target = tmp_path / "target.yaml"
     assert cli.run(["transfer", str(source), "--json", "--output", str(target)]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["becomes"] == record.target["becomes"]
+    assert shown["becomes"] == record.target.becomes
     assert load_config(target).hparams.lr == 0.004
     assert cli.run(["transfer", str(source)]) == 0
     assert "output_multiplier" in capsys.readouterr().out
@@ -195,12 +188,16 @@ def test_the_command_shows_it(record: TransferRecord, tmp_path: Path, capsys: py
         ({"proxy": {"trained": {"num_layers": 0}}}, "proxy.trained.num_layers: "),
         ({"proxy": {"trained": {"tokens": 10**400}}}, "proxy.trained.tokens: "),
         ({"proxy": {"trained": {"seq_length": True}}}, "proxy.trained.seq_length: "),
-        ({"study": {**STUDY, "noise": 0.1, "candidates": [{"slot": 0, "within_noise": True}]}}, "study: "),
         (
-            {"study": {**STUDY, "noise": 0.1, "candidates": [{"slot": 0, "losses": [], "mean": 1, "within_noise": 0}]}},
-            "study: ",
+            {"study": {**STUDY, "candidates": [{"slot": 0, "mean": 1.0, "within_noise": True}]}},
+            "study.candidates.0.losses: ",
         ),
-        ({"study": {**STUDY, "trials": [{"values": {}, "loss": "low"}]}}, "study: "),
+        (
+            {"study": {**STUDY, "candidates": [{"slot": 0, "losses": [], "mean": 1.0, "within_noise": True}]}},
+            "study.candidates.0.losses: ",
+        ),
+        ({"study": {**STUDY, "trials": [{**STUDY["trials"][0], "loss": "low"}]}}, "study.trials.0.loss: "),
+        ({"study": {**STUDY, "trials": [{**STUDY["trials"][0], "values": {}}]}}, "study: "),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ import sqlalchemy
 from mup_megatron.config import Config
 from mup_megatron.tuning import storage as storage_module
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
-from mup_megatron.tuning.outcome import Trial, choose
+from mup_megatron.tuning.outcome import Range, Trial, choose
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, make
@@ -379,7 +379,7 @@ def test_the_choice_by_hand(tmp_path: Path) -> None:
     assert [(c.slot, c.within_noise) for c in choice.candidates] == [(1, False), (0, True)]
     # Searched from 1e-3 to 1e-1. Below 0.03 log(3) was tried down to 0.01, log(10) was not; above all of it was.
     assert choice.interior == {"lr": False}
-    assert choice.ranges == {"lr": {"low": 1e-3, "high": 1e-1, "log": True}}
+    assert choice.ranges == {"lr": Range(low=1e-3, high=1e-1, log=True)}
     low = [trial(9, None, state="failed", lr=0.004)]  # log(7.5) and log(4)
     assert choose(study_config(tmp_path), [*trials, *low]).interior == {"lr": True}
     assert choice.as_json()["trials"][6]["loss"] is None

@@ -25,7 +25,7 @@ from mup_megatron.parallel import upstream
 from mup_megatron.report.parts import read_lines
 from mup_megatron.rules.base_shapes import load_base_shapes
 from mup_megatron.tuning.journal import Journal, mend
-from mup_megatron.tuning.record import read_record
+from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import MOST_BYTES, read_bytes, read_text
 from tests.helpers.commands import environment
@@ -65,7 +65,7 @@ def tokenizer_of(path: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "config": load_config,
     "base shapes": load_base_shapes,
-    "transfer record": lambda path: read_record(path, None),
+    "transfer record": lambda path: TransferRecord.read(path, None),
     "ladder": ladder_of,
     "metrics": read_lines,
     "journal": Journal,

@@ -1,0 +1,28 @@
+"""What a transfer record says of its study and its budget, where a test asks nothing of either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BUDGET: dict[str, Any] = {"spent": {"tokens": 1024, "flops": 1e9, "share": 0.01, "process_seconds": 1.5}}
+
+
+def study_of(values: dict[str, float | str] | None = None, **changed: Any) -> dict[str, Any]:
+    """A study of one trial, which is the chosen one.
+
+    Args:
+        values: of that trial.
+        changed: keys of the study in the place of these.
+    """
+    values = values or {"lr": 0.004}
+    trial = {"slot": 0, "seed": 7, "state": "complete", "repeats": False, "loss": 2.5, "reports": {"8": 2.5}}
+    return {
+        "values": values,
+        "loss": 2.5,
+        "noise": None,
+        "interior": {name: False for name, value in values.items() if not isinstance(value, str)},
+        "ranges": {},
+        "candidates": [{"slot": 0, "values": values, "losses": [2.5], "mean": 2.5, "within_noise": False}],
+        "trials": [{**trial, "values": values, "reason": None, "seconds": 0.5}],
+        **changed,
+    }

@@ -60,7 +60,7 @@ def parameter_groups(
 
     Returns:
         Groups with `params`, `lr` (peak), `weight_decay`, `eps` (Adam's), and beside them `lr_multiplier`, which
-        the schedule reads, `rule`, which identifies the group whatever its rates are, and `names`.
+        the schedule reads, `rule`, which identifies the group whatever its rates are, `update_rule` and `names`.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in named_parameters:
@@ -75,6 +75,7 @@ def parameter_groups(
                 "weight_decay": tensor.weight_decay,
                 "lr_multiplier": tensor.lr_multiplier,
                 "rule": str(tensor.group),
+                "update_rule": tensor.group.update_rule,
                 "names": [],
             }
             if tensor.eps is not None:
@@ -92,7 +93,8 @@ def megatron_overrides(
 
     Every parameter is matched by exactly one, so that megatron-core's own rule for what is decayed, which giving
     overrides replaces, is not needed: `wd_mult` says it. `max_lr` and `min_lr` are what megatron-core's
-    OptimizerParamScheduler moves a group between; `lr_multiplier` and `rule` are ours, as in `parameter_groups`.
+    OptimizerParamScheduler moves a group between; `lr_multiplier`, `rule` and `update_rule` are ours, as in
+    `parameter_groups`.
 
     Args:
         named_parameters: (global name, parameter) pairs of this rank.
@@ -125,6 +127,7 @@ def megatron_overrides(
             "wd_mult": tensor.weight_decay_multiplier,
             "lr_multiplier": tensor.lr_multiplier,
             "rule": rule,
+            "update_rule": tensor.group.update_rule,
         }
         if tensor.eps is not None:
             override["eps"] = tensor.eps
@@ -189,15 +192,12 @@ def allocate(optimizer: Any, parameters: Iterable[torch.Tensor], kinds: Iterable
     """Gives an optimizer that has not stepped yet its state, moments of zero, in its own format.
 
     Args:
-        optimizer: torch's, Apex's, Transformer Engine's or DeepSpeed's.
+        optimizer: torch's, Apex's, Transformer Engine's or DeepSpeed's, over groups of one update rule.
         parameters: what it steps.
         kinds: names of the moments; others than those of an optimizer state (the weight) are left out.
         step: updates done.
     """
-    group = optimizer.param_groups[0]
-    own = MOMENTS[
-        "soap" if "shampoo_beta" in group else "adam" if "eps" in group else "lion" if "betas" in group else "sgd"
-    ]
+    own = MOMENTS[optimizer.param_groups[0]["update_rule"]]
     moments = [kind for kind in kinds if kind in own]
     adam = "exp_avg_sq" in moments
     ours = type(optimizer).__module__.startswith("torch.")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
 from mup_megatron.config import Config, derive
@@ -30,6 +30,10 @@ from mup_megatron.tuning.remarks import remarks
 from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.progress import Progress, time_left
+
+if TYPE_CHECKING:
+    from mup_megatron.tuning.outcome import Trial
+    from mup_megatron.tuning.study import Study
 
 _BEAT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
@@ -108,7 +112,7 @@ def join_study(config: Config, rank: Rank) -> bool:
         return member.leads
 
 
-def _work_as_member(setup: Setup, study: Any, rank: Rank, member: _Member) -> None:
+def _work_as_member(setup: Setup, study: Study, rank: Rank, member: _Member) -> None:
     from mup_megatron.tuning.worker import work
 
     config = setup.config
@@ -147,7 +151,7 @@ class _Member:
         self._directory = Path(config.run.dir)
         self._leases = Leases(self._directory / "tuning", config.tuning.lease_timeout)
         self._tried = -math.inf
-        self._study: Any = None
+        self._study: Study | None = None
         self._leader: _Leader | None = None
         self.leads = False
         self.progress = Progress(True)
@@ -156,7 +160,7 @@ class _Member:
         """Whether the record is there: nothing is left to tune."""
         return record.record_path(self._config).exists()
 
-    def study(self) -> Any:
+    def study(self) -> Study | None:
         """The study, once it is there; whoever leads makes it. None if it is not, or is not needed."""
         from mup_megatron.tuning.study import Study
 
@@ -172,8 +176,8 @@ class _Member:
         """Whether every trial is done; the leader moves the study on."""
         if self.recorded():
             return True
-        if self._leader is None and self._try_to_lead():
-            self._leader = _Leader(self._study, self.progress, self._take_back)
+        if self._leader is None and (study := self._study) is not None and self._try_to_lead():
+            self._leader = _Leader(study, self.progress, lambda: self._take_back(study))
         return self._leader is not None and self._leader.done()
 
     def announce(self) -> None:
@@ -181,8 +185,8 @@ class _Member:
         if self._leader is not None:
             self._leader.announce()
 
-    def _take_back(self) -> None:
-        for name in self._study.take_back():
+    def _take_back(self, study: Study) -> None:
+        for name in study.take_back():
             self.progress.say(f"{name}: its worker is gone; it waits for another one")
 
     def _try_to_lead(self) -> bool:
@@ -227,7 +231,7 @@ class _Heartbeat:
 class _Leader:
     """What the first rank does between and during trials: says what ended, and moves the study on."""
 
-    def __init__(self, study: Any, progress: Progress, listen: Callable[[], None]) -> None:
+    def __init__(self, study: Study, progress: Progress, listen: Callable[[], None]) -> None:
         self._study, self._progress, self._listen = study, progress, listen
         self._said = {
             (trial.name, trial.state) for trial in study.trials() if trial.state not in ("waiting", "running")
@@ -250,7 +254,7 @@ class _Leader:
             return self.done()
         return not self._study.descend()
 
-    def announce(self) -> list[Any]:
+    def announce(self) -> list[Trial]:
         """Says which trials ended since the last time; returns all."""
         trials = self._study.trials()
         varied = sum(trial.varies is not None for trial in trials)
@@ -277,7 +281,7 @@ class _Leader:
         return trials
 
 
-def check_failures(trials: Sequence[Any], directory: Path, logs: str = "worker-*.log") -> None:
+def check_failures(trials: Sequence[Trial], directory: Path, logs: str = "worker-*.log") -> None:
     """Ends a study whose first trials all failed for one reason, which the others would share.
 
     Args:
@@ -302,7 +306,7 @@ def _short(value: Value) -> str:
     return value if isinstance(value, str) else f"{value:.3g}"
 
 
-def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> None:
+def _write_record(setup: Setup, rank: Rank, study: Study, progress: Progress) -> None:
     from mup_megatron.model.build import parametrize
     from mup_megatron.tuning.outcome import choose
 
@@ -330,7 +334,7 @@ def _write_record(setup: Setup, rank: Rank, study: Any, progress: Progress) -> N
     progress.say(f"record: {record.record_path(config)}")
 
 
-def spent(config: Config, trials: list[Any], plan: budget.Plan) -> dict[str, Any]:
+def spent(config: Config, trials: Sequence[Trial], plan: budget.Plan) -> dict[str, Any]:
     """What tuning took: every trial up to the last step that it reported, or its last one."""
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
     steps = sum(max(trial.reports, default=0) for trial in trials)

@@ -51,5 +51,6 @@ def keep(path: Path, config: Config, measured: Path) -> str:
         for axis in ("batch", "tokens")
         if axis in ladder.exponents and str(record.rules.get(axis)).startswith("fitted")
     }
-    write_record(path, record.model_copy(update={"ladder": ladder, "rules": {**record.rules, **rules}}))
+    changed = {**dict(record), "ladder": ladder, "rules": {**record.rules, **rules}}
+    write_record(path, TransferRecord.model_validate(changed))
     return f"{path}: holds the ladder now; configs of its family need not name it (tuning.ladder)"

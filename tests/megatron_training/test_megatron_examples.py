@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from mup_megatron.util.errors import UserError
+from tests.helpers.distributed import Ranks
 from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere
-from tests.megatron_training.test_megatron_recipes import FROM_HIDDEN
+from tests.megatron_training.test_megatron_recipes import FROM_HIDDEN, small, trains
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -75,6 +76,26 @@ def changed(name: str, count: int | None = None) -> list[str]:
     return words
 
 
+# What a CPU has not, beside what recipes use of it.
+CUDAS = {
+    *("moe-permute-fusion", "moe-token-dispatcher-type", "moe-flex-dispatcher-backend"),
+    *(
+        "log-params-norm",
+        "log-num-zeros-in-grad",
+        "empty-unused-memory-level",
+        "profile",
+        "profile-step-start",
+        "profile-step-end",
+    ),
+    # Upstream makes the mask on CUDA, and recomputes a norm or an MLP with Transformer Engine alone.
+    *("no-create-attention-mask-in-dataloader", "recompute-granularity", "recompute-modules"),
+    *("fp8-param-gather", "fp8-amax-compute-algo", "fp8-amax-history-len", "transformer-impl", "use-flash-attn"),
+    *("use-megatron-fsdp", "init-model-with-meta-device", "data-parallel-sharding-strategy", "use-nccl-ub"),
+    *("fsdp-double-buffer", "fsdp-manual-registration", "ckpt-format"),
+    *("megatron-fsdp-grad-comm-dtype", "megatron-fsdp-main-grads-dtype"),
+}
+
+
 DATA_OPTIONS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000"
 EXAMPLES = list(published())
 
@@ -105,6 +126,18 @@ def test_a_change_is_needed(name: str, number: int, tmp_path: Path, capsys: pyte
     with pytest.raises((SystemExit, UserError)) as error:
         elsewhere(words, tmp_path, base, common=DATA_OPTIONS)
     assert said in capsys.readouterr().err + str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_small_copy_of_an_example_trains(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """One process, two steps, with the words that a CPU can obey."""
+    options: dict[str, str | None] = {**small(changed(name)), "log-interval": "1"}
+    if "step-batch-size-schedule" in options:
+        options |= {"step-batch-size-schedule": "0:2 32:4", "global-batch-size": None}
+    if "train-samples" in options:
+        options |= {"train-samples": "8", "lr-decay-samples": "8", "lr-warmup-samples": None, "train-iters": None}
+    trains({option: value for option, value in options.items() if option not in CUDAS}, ranks, tmp_path)
 
 
 @pytest.mark.parametrize(("typed", "read"), [("'99,1,0'", "99,1,0"), ('"99, 1"', "99,1"), ("949,50,1", "949,50,1")])

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import warnings
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mup_megatron import cli, megatron_training
 from mup_megatron.megatron_training.options import add_options, read_options
-from mup_megatron.tuning.family import digest
 from mup_megatron.util.errors import UserError
+from tests.helpers.records import write_values
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -38,14 +36,6 @@ def parsed(*words: str) -> Namespace:
     return parser().parse_args(words)
 
 
-def record(path: Path, **values: Any) -> str:
-    """A transfer record whose checksum holds."""
-    said: dict[str, Any] = {"format": 1, "created": "", "digest": "", "family": {}, "values": values, "tuned": []}
-    said |= {"study": {"candidates": [], "interior": {}, "noise": None}, "budget": {}}
-    path.write_text(json.dumps({**said, "checksum": digest(said)}))
-    return str(path)
-
-
 @pytest.fixture
 def base(tmp_path: Path) -> str:
     path = tmp_path / "base.yaml"
@@ -63,7 +53,9 @@ def test_without_options_nothing_is_read() -> None:
 def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path) -> None:
     config = tmp_path / "mup.yaml"
     config.write_text("{parametrization: {weight_decay: coupled}, hparams: {residual_multiplier: 0.5}}")
-    values = record(tmp_path / "t.json", lr=0.004, init_method_std=0.03, output_multiplier=2.0, lr_schedule="cosine")
+    values = write_values(
+        tmp_path / "t.json", lr=0.004, init_method_std=0.03, output_multiplier=2.0, lr_schedule="cosine"
+    )
     args = parsed("--mup-base", base, "--mup-config", str(config), "--mup-hparams", values, "--kv-channels", "16")
     settings = read_options(args)
     assert settings is not None
@@ -76,7 +68,7 @@ def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path) -> None:
 
 @needs_training
 def test_factors_of_kinds_come_from_a_record(base: str, tmp_path: Path) -> None:
-    values = record(
+    values = write_values(
         tmp_path / "t.json", **{"lr": 0.004, "per_tensor.embedding.lr": 2.0, "per_tensor.*.mlp.*.init": 0.5}
     )
     settings = read_options(parsed("--mup-base", base, "--mup-hparams", values))
@@ -114,7 +106,7 @@ def test_factors_of_kinds_come_from_a_record(base: str, tmp_path: Path) -> None:
 def test_what_cannot_be_read(words: str, files: dict[str, str], said: str, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    record(tmp_path / "r.json", lr=0.004)
+    write_values(tmp_path / "r.json", lr=0.004)
     with pytest.raises(UserError) as problem:
         read_options(parsed(*words.format(tmp_path).split()))
     assert said.format(tmp_path) in str(problem.value)

@@ -823,7 +823,7 @@ GUARDS = (
         "guard: a record of another family",
         "values of another family are transferred",
         _RECORD,
-        'if record["digest"] == digest(settings):',
+        "if record.digest == digest(settings):",
         "if True:",
         "tuning/test_record.py",
     ),

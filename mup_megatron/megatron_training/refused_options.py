@@ -64,7 +64,11 @@ UNSUPPORTED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "it builds fused modules, which are not tested in µP, and others compute the same; leave it out",
         (),
     ),
-    ("attention-backend", "megatron-core takes it with --spec local alone", ("flash", "fused", "unfused")),
+    (
+        "attention-backend",
+        "megatron-core takes it with --spec local alone",
+        ("flash", "fused", "unfused", "none"),  # recipes of Megatron-Bridge leave it to Transformer Engine
+    ),
     (
         "dsa-indexer-topk-freq",
         "layers that share an indexer differ by their number alone, and layers of one spec are taken for alike; leave "

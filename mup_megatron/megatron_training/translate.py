@@ -181,7 +181,7 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
         if given.get("rope_scaling"):
             fields |= {"rope_scaling": True, "rope_scaling_factor": float(given["rope_scaling_factor"])}
         if given["position_embedding_type"] == "yarn":
-            fields |= {name: getattr(config, f"yarn_{name}") for name in YARN}
+            fields |= _yarn(config)
     for name in optional:
         value = getattr(config, name, None)
         if (name, value) == ("moe_token_dispatcher_type", "flex"):
@@ -192,8 +192,21 @@ def _model(args: Namespace, given: Mapping[str, Any], settings: Settings, vocab_
             value = "none"  # no auxiliary loss; such a model is parametrised as it is built
         if value != Model.model_fields[name].default:
             fields[name] = value
+    if fields.get("moe_router_load_balancing_type") == "none":
+        fields.pop("moe_aux_loss_coeff", None)  # of a loss that there is not
     architecture = max(PRESETS, key=lambda name: sum(fields[key] == value for key, value in PRESETS[name].items()))
     return {"architecture": architecture, **fields}
+
+
+def _yarn(config: Any) -> dict[str, Any]:
+    """What a config says of YaRN outside multi-latent attention.
+
+    Where one mscale is unsaid, upstream's factor is that of the defaults, 1 and 0 (`_yarn_get_concentration_factor`).
+    """
+    said = {name: getattr(config, f"yarn_{name}") for name in YARN}
+    if None in (said["mscale"], said["mscale_all_dim"]):
+        del said["mscale"], said["mscale_all_dim"]
+    return said
 
 
 def _vocabulary_multiple(args: Namespace, vocab_size: int, rows: int) -> int:
@@ -234,6 +247,8 @@ def check_translation(theirs: Any, ours: Any) -> None:
         unread.add("moe_token_dispatcher_type")
     if balances_by_quantiles(theirs):
         unread.add("moe_router_load_balancing_type")
+    if ours.moe_router_load_balancing_type == "none":
+        unread.add("moe_aux_loss_coeff")
     for field in dataclasses.fields(ours):
         name = field.name
         rule = known().rule(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 from inspect import signature
 from typing import Any
@@ -282,3 +283,59 @@ def _resume(
             destroy_num_microbatches_calculator()
             parallel_state.destroy_model_parallel()
     return 0, err.getvalue()
+
+
+def explained(
+    rank: Rank, *, folder: str, module: str, name: str, hub: str, family: str, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """A recipe of Bridge's from half its hidden size, up to the model on the meta device.
+
+    Args:
+        rank: where.
+        folder: takes the place of the model hub.
+        module: of `megatron.bridge.recipes`.
+        name: of the recipe, without what all of them end with.
+        hub: name of the model whose config the recipe reads.
+        family: of transformers, whose config is written under that name.
+        sizes: in it.
+
+    Returns:
+        Exit status, what was said and what was printed.
+    """
+    import transformers
+    from megatron.bridge.training.config import runtime_config_update
+
+    from mup_megatron.bridge import apply_mup
+    from tests.helpers.transformer_engine import buildable
+
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        kind = getattr(transformers, f"{family}Config")
+        kind(architectures=[f"{family}ForCausalLM"], **sizes).save_pretrained(hub)
+        config = getattr(importlib.import_module(f"megatron.bridge.recipes.{module}"), f"{name}_pretrain_config")()
+        model = config.model
+        # One process, and neither Apex nor CUDA's streams and dispatchers.
+        config.comm_overlap, model.gradient_accumulation_fusion = None, False
+        model.tensor_model_parallel_size = model.pipeline_model_parallel_size = model.context_parallel_size = 1
+        model.expert_model_parallel_size = model.expert_tensor_parallel_size = 1
+        model.virtual_pipeline_model_parallel_size = model.pipeline_model_parallel_layout = None
+        model.sequence_parallel = model.moe_shared_expert_overlap = False
+        if model.num_moe_experts:
+            model.moe_token_dispatcher_type, model.moe_flex_dispatcher_backend = "alltoall", None
+        parallel_state.initialize_model_parallel()
+        seed_generators(7, tensor=0, expert=0, expert_tensor=0)
+        try:
+            apply_mup(config, {"hidden_size": model.hidden_size // 2}, explain=True)
+            with buildable(meta=True):
+                runtime_config_update(config)
+                model.provide_distributed_model(
+                    ddp_config=config.ddp,
+                    data_parallel_random_init=False,
+                    use_cpu_initialization=True,
+                    pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+                )
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+            if not torch.distributed.is_initialized():  # explained: the process would have ended here
+                torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return {"status": status, "said": err.getvalue(), "printed": out.getvalue()}

@@ -73,6 +73,16 @@ def test_at_four_times_the_width(ranks: Ranks) -> None:
     assert "softmax_scale 0.125" in wide["printed"]  # 1/16 of queries times keys, relative to 1/4**0.5 at the base
 
 
+def test_what_a_recipe_leaves_unsaid(ranks: Ranks) -> None:
+    """Bridge's recipes say no attention backend, and keep the coefficient of a balancing loss that there is not."""
+    unbalanced = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 1e-3}
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 128, "add_bias_linear": False, **unbalanced}
+    base = {**BASE, "moe_ffn_hidden_size": 128}
+    (ours,) = ranks.run(1, bodies.trained, mup={"base": base}, attention_backend=None, **experts)
+    assert ours["status"] == 0, ours["said"]
+    assert ours["groups"]["decoder.layers.1.mlp.router.weight"]["max_lr"] == pytest.approx(1e-2 / 4)
+
+
 def test_at_the_base_it_is_the_plain_recipe(ranks: Ranks) -> None:
     (ours,) = ranks.run(1, bodies.trained, mup={"base": SAME})
     (plain,) = ranks.run(1, bodies.trained, initial=ours["initial"])

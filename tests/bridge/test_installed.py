@@ -1,14 +1,13 @@
 """`mup_megatron.bridge` on megatron-bridge itself: its container, provider, optimizer and checkpoint manager.
 
 Runs where `import megatron.bridge` works, which needs Transformer Engine (peft/lora_layers.py imports it). A CPU is
-enough for the rest: the provider's layers are megatron-core's local ones.
+enough for the rest: the provider's layers are megatron-core's local ones, and its optimizer is torch's.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from mup_megatron.util.errors import UserError
 from tests.bridge import bodies
+from tests.bridge.importing import with_bridge
 from tests.bridge.recipes import BASE, SAME
 from tests.helpers.distributed import Ranks
 
@@ -26,15 +26,22 @@ def why_not() -> str | None:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         return "megatron-bridge is not installed"
     try:
-        with warnings.catch_warnings(action="ignore"):
-            importlib.import_module("megatron.bridge.training.setup")
+        with_bridge()
     except Exception as error:
         return f"megatron-bridge cannot be imported here: {error}"
     return None
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """A pool whose ranks have Bridge."""
+    pool = Ranks(with_bridge)
+    yield pool
+    pool.close()
+
+
 NOT = why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(NOT is not None, reason=str(NOT))]
+pytestmark = pytest.mark.skipif(NOT is not None, reason=str(NOT))
 MATRIX, WORDS = "decoder.layers.1.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"
 
 

@@ -8,6 +8,7 @@ import warnings
 from argparse import ArgumentParser
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,16 +19,16 @@ from mup_megatron.config import derive
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import add_options, known, read_options
-from mup_megatron.megatron_training.translate import check_translation, config_of
+from mup_megatron.megatron_training.translate import _yarn, check_translation, config_of
 from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
-from mup_megatron.model.transformer_config import core_config
+from mup_megatron.model.transformer_config import YARN, core_config
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.rules.base_shapes import save_base_shapes
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
-from tests.helpers.configs import make
+from tests.helpers.configs import MIXED, make
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
@@ -363,3 +364,18 @@ def test_relative_positions_are_refused(tmp_path: Path) -> None:
     given = {**arguments_of(built), "position_embedding_type": "relative"}
     with pytest.raises(UserError, match=r"--position-embedding-type relative: megatron-core's GPTModel makes no bias"):
         config_of(args, given, settings, 375)
+
+
+@pytest.mark.parametrize(("mscale", "all_dim"), [(None, None), (None, 0.5), (0.707, None), (0.707, 0.5)])
+def test_yarn_without_one_of_its_mscales(mscale: float | None, all_dim: float | None) -> None:
+    """Upstream's factor is that of the mscales that are read."""
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as upstreams
+
+    said = dict.fromkeys(YARN, 2.0) | {"mscale": mscale, "mscale_all_dim": all_dim}
+    read = _yarn(SimpleNamespace(**{f"yarn_{name}": value for name, value in said.items()}))
+    assert {name for name in said if name not in read} == (
+        {"mscale", "mscale_all_dim"} if None in (mscale, all_dim) else set()
+    )
+    model = make(MIXED, "llama").model.model_copy(update=read)
+    factor = upstreams._yarn_get_concentration_factor
+    assert factor(32.0, model.mscale, model.mscale_all_dim) == factor(32.0, mscale, all_dim)

@@ -11,11 +11,11 @@ import torch
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.gradient_norm import _weighted
 from mup_megatron.model.build import parametrize
-from tests.engines.test_parity import Split
 from tests.helpers import bodies
 from tests.helpers.comparison import Difference, compare_curves
 from tests.helpers.configs import HEAD_SIZE, MIXED, MOE, VOCABULARY, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.layouts import Split
 
 STEPS = 5
 # Far above Adam's second moments, so that an update goes with its gradient and clipping shows in the losses.

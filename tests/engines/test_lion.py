@@ -12,12 +12,11 @@ import pytest
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.parallel.upstream import importable
-from tests.engines.test_layout_invariance import STEPS
-from tests.engines.test_parity import Split, check
 from tests.helpers import bodies
 from tests.helpers.comparison import Difference, deviation
 from tests.helpers.configs import MIXED, MOE, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.layouts import STEPS, Split, check
 from tests.helpers.parity import Page
 
 _OWN = {"optimizer__name": "lion", "hparams__lr": 1e-3, "hparams__weight_decay": 0.3, "model__num_layers": 2}

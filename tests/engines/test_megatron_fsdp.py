@@ -20,12 +20,12 @@ from packaging.version import Version
 
 from mup_megatron.data.prepare import prepare
 from mup_megatron.parallel.ranks import Rank
-from tests.engines.test_layout_invariance import STEPS
-from tests.engines.test_parity import Split, config_of
 from tests.helpers import bodies
 from tests.helpers.breakages import replaced
 from tests.helpers.comparison import Difference, compare_curves, compare_groups
 from tests.helpers.distributed import Ranks
+from tests.helpers.layouts import STEPS, Split
+from tests.helpers.matrix import config_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,12 +18,11 @@ import pytest
 
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup.megatron import emerging_missing
-from tests.engines.test_layout_invariance import STEPS
-from tests.engines.test_parity import Split, check
 from tests.helpers import bodies, muon_bodies
 from tests.helpers.comparison import Difference
 from tests.helpers.configs import MIXED, MLA, MOE, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.layouts import STEPS, Split, check
 from tests.helpers.parity import Page
 
 pytestmark = pytest.mark.skipif(emerging_missing("muon") is not None, reason=str(emerging_missing("muon")))

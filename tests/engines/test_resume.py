@@ -11,10 +11,11 @@ import pytest
 
 from mup_megatron.data.prepare import prepare
 from mup_megatron.patches import ALL_PATCHES
-from tests.engines.test_parity import Split, config_of
 from tests.helpers import bodies
 from tests.helpers.comparison import TOLERANCE
 from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.layouts import Split
+from tests.helpers.matrix import config_of
 
 STEPS, STOP = 9, 5
 

@@ -14,12 +14,11 @@ from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.util.errors import ConfigError
-from tests.engines.test_layout_invariance import STEPS
-from tests.engines.test_parity import Split, check
 from tests.helpers import bodies, soap_bodies
 from tests.helpers.comparison import Difference
 from tests.helpers.configs import MIXED, MOE, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.layouts import STEPS, Split, check
 
 soap = pytest.mark.skipif(emerging_missing("soap") is not None, reason=str(emerging_missing("soap")))
 

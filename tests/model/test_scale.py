@@ -26,7 +26,7 @@ from tests.cli.test_cli import write
 from tests.helpers import bodies
 from tests.helpers.configs import HEAD_SIZE, MIXED, MLA, MOE, make
 from tests.helpers.distributed import Ranks
-from tests.model.layers.test_architectures import CASES
+from tests.helpers.matrix import CASES
 
 VOCABULARY = 384
 _MOE: dict[str, Any] = MOE
@@ -38,7 +38,7 @@ LATENT_EXPERTS: dict[str, Any] = {
 }
 # name: growth, architecture, overrides
 MODELS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    **{name: (growth, "llama", overrides) for name, (growth, overrides, _) in CASES.items()},
+    **{name: (growth, "llama", overrides) for name, (growth, overrides) in CASES.items()},
     "gpt3": (MIXED, "gpt3", {"model__num_layers": 4}),
     "gpt3-head-size": (HEAD_SIZE, "gpt3", {}),
     "gpt3-mtp": (MIXED, "gpt3", {"model__num_layers": 3, "model__mtp_num_layers": 2}),

@@ -462,7 +462,7 @@ OPTIMIZER = (
         _OPTIM,
         '"wd_mult": tensor.weight_decay_multiplier,',
         '"wd_mult": 1.0,',
-        "engines/test_parity.py::test_layout_changes_nothing",
+        "engines/test_parity.py::test_layout_changes_nothing[gpt3: PP 2, VPP 2, Megatron, plain optimizer]",
     ),
     _mutant(
         "groups: frozen parameters are stepped",
@@ -646,7 +646,7 @@ class KeyValue:""",
         "mup_megatron/model/layers/norm.py",
         "parameter.sequence_parallel = sequence_parallel or per_head",
         "parameter.sequence_parallel = sequence_parallel",
-        "model/layers/test_architectures.py::test_layout_changes_nothing",
+        "engines/test_parity.py::test_layout_changes_nothing[llama, qk-norm: TP 2, DP 1, ZeRO 0]",
     ),
     _mutant(
         "shim: the readout's multiplier",
@@ -927,7 +927,7 @@ NORM = (
         _NORM,
         "if spec.partition_dim is None and own != 0:",
         "if False:",
-        "engines/test_layout_invariance.py::test_layout_changes_nothing",
+        "engines/test_parity.py::test_layout_changes_nothing[llama, qk-norm: TP 2, DP 1, ZeRO 0]",
         "proof/test_negative_controls.py::test_the_unbroken_model_equals_one_process",
     ),
     _mutant(

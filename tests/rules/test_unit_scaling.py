@@ -24,11 +24,11 @@ from mup_megatron.parallel import upstream
 from mup_megatron.tuning.family import digested
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.convert import sources
-from tests.engines.test_parity import Split
 from tests.helpers import bodies, proof_bodies
 from tests.helpers.comparison import Difference, compare_curves
 from tests.helpers.configs import MIXED, MLA, MOE, VOCABULARY, make
 from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.layouts import Split
 
 UNIT: dict[str, Any] = {"parametrization__scaling": "unit"}
 # Every norm is clipped, epsilon is near the size of the gradients, and decay is felt.

@@ -12,15 +12,14 @@ import yaml
 
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
-from tests.engines.test_parity import Split
 from tests.helpers import bodies as shared
-from tests.helpers.comparison import Difference, compare_curves, compare_groups, compare_initial
+from tests.helpers.comparison import Difference, compare_curves
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.layouts import STEPS, Split, check
 from tests.helpers.parity import Page
 from tests.model.bert import bodies
 
-STEPS = 20
 NEXT_SENTENCE: dict[str, Any] = {"model__bert_binary_head": True}
 MODERN: dict[str, Any] = {
     "model__position_embedding_type": "rope",
@@ -132,52 +131,20 @@ def reference(ranks: Ranks) -> Any:
     return run
 
 
-def slices(name: str, whole: np.ndarray, tensor: int, rank: int, gated: bool) -> np.ndarray:
-    """What a tensor-parallel rank must hold, worked out here by hand rather than by the library."""
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return np.split(whole, tensor, axis=1)[rank]
-    if name.endswith("linear_fc1.weight") and gated:
-        gate, up = np.split(whole, 2)
-        return np.concatenate([np.split(gate, tensor)[rank], np.split(up, tensor)[rank]])
-    if "linear_qkv" in name or "linear_fc1" in name or name.startswith(("embedding.word", "output_layer.")):
-        return np.split(whole, tensor)[rank]
-    return whole
-
-
-MEGATRON: dict[str, Any] = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
 DEEP: dict[str, Any] = {"model__num_layers": 4}
-SEQUENCE: dict[str, Any] = {"parallel__sequence_parallel": True}
-
-
-def split(tensor: int = 1, pipeline: int = 1, virtual: int = 1) -> dict[str, Any]:
-    sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual}
-    return {
-        f"parallel__{name}_model_parallel_size": size for name, size in sizes.items() if size > 1 or name == "tensor"
-    }
-
-
-def zero(stage: int) -> dict[str, Any]:
-    return {"parallel__zero_stage": stage}
-
-
-def cell(name: str, count: int, model: dict[str, Any], keys: dict[str, Any], *, slow: bool = True) -> Any:
-    return pytest.param(count, model, keys, id=name, marks=pytest.mark.slow if slow else ())
-
-
-CELLS = [
-    cell("tp2-dp2-sp-zero1", 4, NEXT_SENTENCE, {**split(2), **SEQUENCE, **zero(1)}, slow=False),
-    cell("pp2-tp2-sp", 4, NEXT_SENTENCE, {**split(2, 2), **SEQUENCE, **MEGATRON}, slow=False),
-    cell("tp2-zero0", 2, {}, {**split(2), **zero(0)}),
-    cell("dp2-zero3", 2, NEXT_SENTENCE, {**split(), **zero(3)}),
-    cell("tp2-dp2-zero3", 4, {}, {**split(2), **zero(3)}),
-    cell("pp2-dp2-distributed", 4, {}, {**split(1, 2), **MEGATRON, "parallel__use_distributed_optimizer": True}),
-    cell("pp2-vp2", 2, {**NEXT_SENTENCE, **DEEP}, {**split(1, 2, 2), **MEGATRON}),
-    cell("modern-tp2-sp-zero2", 4, MODERN, {**split(2), **SEQUENCE, **zero(2)}),
-    cell("modern-pp2-tp2", 4, MODERN, {**split(2, 2), **MEGATRON}),
+SEQUENCE = Split(0, tensor=2, sequence=True)
+CELLS: list[tuple[dict[str, Any], Split]] = [
+    (NEXT_SENTENCE, Split(1, tensor=2, data=2, sequence=True)),
+    (NEXT_SENTENCE, Split("plain", pipeline=2, tensor=2, sequence=True)),
+    ({}, Split(0, tensor=2)),
+    (NEXT_SENTENCE, Split(3, data=2)),
+    ({}, Split(3, tensor=2, data=2)),
+    ({}, Split("distributed", pipeline=2, data=2)),
+    ({**NEXT_SENTENCE, **DEEP}, Split("plain", pipeline=2, virtual=2)),
+    (MODERN, Split(2, tensor=2, data=2, sequence=True)),
+    (MODERN, Split("plain", pipeline=2, tensor=2)),
 ]
-
-
-SHORT = {"tensor": "tensor", "pipeline": "pipeline", "virtual": "virtual_pipeline"}
+QUICK = CELLS[:2]
 KINDS = {
     (): "bert",
     tuple(NEXT_SENTENCE): "bert, next sentence",
@@ -187,43 +154,28 @@ KINDS = {
 """What ./dev parity calls a model, by the keys that it has of its own."""
 
 
-def told(count: int, keys: dict[str, Any]) -> str:
-    """The layout, as ./dev parity names it."""
-    given = {key.removeprefix("parallel__"): value for key, value in keys.items()}
-    optimizer = "distributed" if given.get("use_distributed_optimizer") else "plain"
-    sizes = {name: given.get(f"{kind}_model_parallel_size", 1) for name, kind in SHORT.items()}
-    return str(
-        Split(
-            optimizer if given.get("engine") == "megatron" else given["zero_stage"],
-            **sizes,
-            data=count // sizes["tensor"] // sizes["pipeline"],
-            sequence=given.get("sequence_parallel", False),
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        pytest.param(
+            *(model, split),
+            id=f"{KINDS[tuple(model)]}: {split}",
+            marks=() if (model, split) in QUICK else pytest.mark.slow,
         )
-    )
-
-
-@pytest.mark.parametrize(("count", "model", "keys"), CELLS)
+        for model, split in CELLS
+    ],
+)
 def test_the_layout_changes_nothing(
-    ranks: Ranks,
-    reference: Any,
-    parity: Page,
-    count: int,
-    model: dict[str, Any],
-    keys: dict[str, Any],
+    ranks: Ranks, reference: Any, parity: Page, model: dict[str, Any], split: Split
 ) -> None:
     """Initial values to the last bit, groups, and 20 losses and gradient norms within 2e-5 of one process."""
-    tensor = keys["parallel__tensor_model_parallel_size"]
-    pipeline = keys.get("parallel__pipeline_model_parallel_size", 1)
-    config = config_of(hparams__lr=3e-3, training__micro_batch_size=4 // (count // tensor // pipeline), **model, **keys)
-    with parity.cell(KINDS[tuple(model)], "mixed", told(count, keys)) as cell:
+    # Two micro-batches, under the interleaved schedule too: as many as stages.
+    keys = {**split.overrides, "training__micro_batch_size": 4 // split.data, "hparams__lr": 3e-3, **model}
+    with parity.cell(KINDS[tuple(model)], "mixed", str(split)) as cell:
         whole = reference(*model.items())
-        results = ranks.run(count, bodies.train, config=config, steps=STEPS)
+        results = ranks.run(split.processes, bodies.train, config=config_of(**keys), steps=STEPS)
         cell.add(results, whole)
-        assert set().union(*(result["initial"] for result in results)) == whole["initial"].keys()
-        gated = bool(model.get("model__gated_linear_unit"))
-        compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor, gated))
-        compare_groups(results, whole)
-        compare_curves(results, whole)
+        check(results, whole, split, gated=bool(model.get("model__gated_linear_unit")))
 
 
 def test_the_regime_can_tell(reference: Any) -> None:
@@ -237,7 +189,7 @@ def test_the_regime_can_tell(reference: Any) -> None:
 def test_a_head_that_is_not_marked_is_seen(ranks: Ranks, reference: Any) -> None:
     """Negative control: under sequence parallelism the head's gradients are then those of a part of the sequence."""
     whole = reference(*NEXT_SENTENCE.items())
-    config = config_of(hparams__lr=3e-3, **NEXT_SENTENCE, **split(2), **SEQUENCE, **zero(0))
+    config = config_of(hparams__lr=3e-3, **NEXT_SENTENCE, **SEQUENCE.overrides)
     results = ranks.run(2, bodies.train, config=config, steps=STEPS, broken="head not marked")
     with pytest.raises(Difference, match=r"grad_norms\[0\] on rank 0"):
         compare_curves(results, whole)
@@ -268,10 +220,10 @@ def test_padding_is_not_seen_and_the_rest_is(ranks: Ranks, attention: str) -> No
     assert (losses["seen"] != losses["padding"]).all()
 
 
-@pytest.mark.parametrize("engine", [{"parallel__zero_stage": 1}, MEGATRON], ids=["deepspeed", "megatron"])
+@pytest.mark.parametrize("state", [1, "plain"], ids=["deepspeed", "megatron"])
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_to_the_last_bit(ranks: Ranks, tmp_path: Path, engine: dict[str, Any]) -> None:
-    config = config_of(**NEXT_SENTENCE, **engine, **split(2))
+def test_a_resumed_run_goes_on_to_the_last_bit(ranks: Ranks, tmp_path: Path, state: int | str) -> None:
+    config = config_of(**NEXT_SENTENCE, **Split(state, tensor=2).overrides)
     whole = ranks.run(2, shared.leg, config=config, start_at=0, stop_at=6)[0]
     saved = str(tmp_path / "state")
     ranks.run(2, shared.leg, config=config, start_at=0, stop_at=3, save=saved)
@@ -308,6 +260,6 @@ def test_commands_that_need_a_next_token_refuse_it(ranks: Ranks, tmp_path: Path)
 @pytest.mark.slow
 def test_the_patch_of_the_heads_norm(ranks: Ranks) -> None:
     """Without it upstream refuses sequence parallelism where Apex is not installed."""
-    config = config_of(**split(2), **SEQUENCE, **zero(0))
+    config = config_of(**SEQUENCE.overrides)
     with pytest.raises(RankError, match="sequence parallel not supported by torch LayerNorm"):
         ranks.run(2, shared.train, config=config, steps=1, broken="patch:bert-head-norm")

@@ -1,6 +1,6 @@
-"""Identity 2 for mixtures of experts, multi-latent attention and multi-token prediction; their forward passes by hand.
+"""Mixtures of experts, multi-latent attention and multi-token prediction: forward passes by hand, negative controls.
 
-Cells are compared with the same model in one process as in tests/engines/test_layout_invariance.py.
+Layouts: tests/engines/test_parity.py.
 """
 
 from __future__ import annotations
@@ -13,128 +13,12 @@ import numpy as np
 import pytest
 
 from mup_megatron.data.prepare import prepare
-from tests.engines.test_layout_invariance import STEPS
 from tests.helpers import bodies
-from tests.helpers.comparison import Difference, compare_curves, compare_groups, compare_initial
+from tests.helpers.comparison import Difference, compare_curves
 from tests.helpers.configs import MIXED, MLA, MOE, make
 from tests.helpers.distributed import RankError, Ranks
-from tests.helpers.parity import Page
-
-YARN = {"model__rope_type": "yarn", "model__mscale_all_dim": 1.0, "model__q_lora_rank": None}
-BIAS = {
-    "model__moe_router_score_function": "sigmoid",
-    "model__moe_router_enable_expert_bias": True,
-    "model__moe_router_bias_update_rate": 0.01,
-}
-GROUPS = {
-    "model__moe_router_num_groups": 2,
-    "model__moe_router_group_topk": 1,
-    "model__moe_router_pre_softmax": True,
-    "model__moe_router_topk_scaling_factor": 2.0,
-}
-# One micro-batch holds what the loss is taken over, so the micro-batch must not follow the layout.
-AUX = {"model__moe_router_load_balancing_type": "aux_loss", "training__global_batch_size": 4}
-ZERO = {"parametrization__zero_init_readout": True, "parametrization__zero_init_query": True}
-
-# growth, overrides, whether it is quick
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
-    "moe": (MOE, {}, False),
-    "moe-alltoall": (MOE, {"model__moe_token_dispatcher_type": "alltoall"}, False),
-    "moe-expert-bias": (MOE, BIAS, False),
-    "moe-groups": (MOE, GROUPS, False),
-    "moe-aux-loss": (MOE, AUX, False),
-    "moe-mtp": (MOE, {"model__mtp_num_layers": 2, "hparams__output_multiplier": 2.0}, False),
-    "mla": (MLA, {}, True),
-    "mla-sdpa": (MLA, {"model__core_attention": "sdpa"}, False),
-    "mla-yarn": (MLA, YARN, False),
-    "mla-learned-positions": (MLA, {"model__position_embedding_type": "learned_absolute"}, False),
-    "mtp": (MIXED, {"model__mtp_num_layers": 1}, False),
-    "qk-norm": (MIXED, {"model__qk_layernorm": True}, True),
-    "sdpa": (MIXED, {"model__core_attention": "sdpa"}, False),
-    "frozen-gains": (MIXED, {"model__norm_gains": "frozen"}, False),
-    "no-gains": (MIXED, {"model__norm_gains": "none"}, False),
-    "zero-init": (MIXED, ZERO, False),
-}
-# tensor parallel, data parallel, sequence parallel, ZeRO stage
-LAYOUTS = [(2, 1, True, 0), (2, 2, True, 1)]
-# Without sequence parallelism megatron-core trains no experts; these must sum gradients over heads all the same.
-NOT_SEQUENCE_PARALLEL = {"mla": (2, 1, False, 0), "qk-norm": (2, 1, False, 0)}
-
-
-def config_of(case: str, **layout: Any) -> Any:
-    """At a rate without spikes of the gradient: in one, its norm is a thousand times as sensitive to rounding."""
-    growth, overrides, _ = CASES[case]
-    return make(growth, "llama", **{"hparams__lr": 3e-3, **layout, **overrides})
-
-
-@pytest.fixture(scope="module")
-def reference(ranks: Ranks) -> Any:
-    @cache
-    def run(case: str) -> dict[str, Any]:
-        config = config_of(case, parallel__zero_stage=0)
-        prepare(config)
-        return ranks.run(1, bodies.train, config=config, steps=STEPS)[0]
-
-    return run
-
-
-def slices(name: str, whole: np.ndarray, tensor: int, rank: int) -> np.ndarray:
-    """What a tensor-parallel rank must hold, worked out by hand."""
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return np.split(whole, tensor, axis=1)[rank]
-    if name.endswith("linear_fc1.weight"):
-        gate, up = np.split(whole, 2)
-        return np.concatenate([np.split(gate, tensor)[rank], np.split(up, tensor)[rank]])
-    split = ("linear_qkv", "linear_q_", "linear_kv_", "eh_proj", "word_embeddings", "output_layer")
-    return np.split(whole, tensor)[rank] if any(part in name for part in split) else whole
-
-
-def cells() -> list[Any]:
-    result = []
-    for case, (_, _, quick) in CASES.items():
-        for layout in (*LAYOUTS, *([NOT_SEQUENCE_PARALLEL[case]] if case in NOT_SEQUENCE_PARALLEL else [])):
-            name = "-".join((case, f"tp{layout[0]}-dp{layout[1]}", "sp" if layout[2] else "", f"zero{layout[3]}"))
-            fast = quick and layout == NOT_SEQUENCE_PARALLEL.get(case, LAYOUTS[0])
-            result.append(pytest.param(case, layout, id=name, marks=() if fast else pytest.mark.slow))
-    return result
-
-
-@pytest.mark.parametrize(("case", "layout"), cells())
-def test_layout_changes_nothing(
-    ranks: Ranks,
-    reference: Any,
-    parity: Page,
-    case: str,
-    layout: tuple[int, int, bool, int],
-) -> None:
-    tensor, data, sequence_parallel, stage = layout
-    config = config_of(
-        case,
-        parallel__tensor_model_parallel_size=tensor,
-        parallel__sequence_parallel=sequence_parallel,
-        parallel__zero_stage=stage,
-        training__micro_batch_size=4 // data,
-    )
-    if case == "moe-aux-loss" and data > 1:
-        pytest.skip("the auxiliary loss of a batch is not the mean of its parts'")
-    told = f"TP {tensor}, DP {data}{', SP' if sequence_parallel else ''}, ZeRO {stage}"
-    with parity.cell("llama", case, told) as cell:
-        whole = reference(case)
-        results = ranks.run(tensor * data, bodies.train, config=config, steps=STEPS)
-        cell.add(results, whole)
-        for result in results:
-            assert result["initial"].keys() == whole["initial"].keys()
-            assert result["groups"].keys() == whole["groups"].keys()
-        compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor))
-        compare_groups(results, whole)
-        compare_curves(results, whole)
-
-
-@pytest.mark.parametrize("case", [case for case, (_, _, quick) in CASES.items() if quick])
-def test_the_regime_can_tell(reference: Any, case: str) -> None:
-    losses = reference(case)["losses"]
-    assert losses[0] - losses[-1] > 0.5
-    assert losses[-1] > 1.0
+from tests.helpers.layouts import Split
+from tests.helpers.matrix import BIAS, CASES, YARN, config_of
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -252,61 +136,57 @@ def test_an_auxiliary_loss_is_a_mean_over_micro_batches(ranks: Ranks) -> None:
 
 
 BROKEN_REGIME = {
+    "hparams__lr": 8e-3,
     "hparams__output_multiplier": 2.0,
     "hparams__attention_multiplier": 2.0,
     "model__moe_aux_loss_coeff": 1.0,
 }
+ONE = Split(0)
 
 
-UNBROKEN: dict[str, dict[str, Any]] = {}
-"""One process, in that regime; once for all controls of a case."""
+def trained(ranks: Ranks, case: str, split: Split, broken: str = "nothing") -> list[dict[str, Any]]:
+    """Six steps in that regime."""
+    regime = {key: value for key, value in BROKEN_REGIME.items() if "moe" not in key or CASES[case][0] is MOE}
+    config = config_of(f"llama, {case}", split, **regime)
+    prepare(config)
+    return ranks.run(split.processes, bodies.train, config=config, steps=6, broken=broken)
+
+
+@pytest.fixture(scope="module")
+def unbroken(ranks: Ranks) -> Any:
+    """One process, once for all controls of a case."""
+    return cache(lambda case: trained(ranks, case, ONE)[0])
 
 
 @pytest.mark.parametrize(
-    ("broken", "case", "tensor", "sequence_parallel", "why"),
+    ("broken", "case", "split", "why"),
     [
-        ("no_router_shim", "moe", 1, False, r"mlp\.router\.weight: its layer does not say its global shape"),
-        (
-            "no_shared_expert_shim",
-            "moe",
-            1,
-            False,
-            r"shared_experts\.gate_weight: its layer does not say its global shape",
+        ("no_router_shim", "moe", ONE, r"mlp\.router\.weight: its layer does not say its global shape"),
+        ("no_shared_expert_shim", "moe", ONE, r"shared_experts\.gate_weight: its layer does not say its global shape"),
+        ("hidden_losses_not_scaled", "moe", ONE, r"grad_norms\[0\] on rank 0"),
+        ("expert_bias_not_updated", "moe-expert-bias", ONE, r"losses\[1\] on rank 0"),
+        ("no_mla_shim", "mla", ONE, r"linear_q_down_proj\.weight: its layer does not say its global shape"),
+        ("no_query_up_shim", "mla", ONE, r"linear_q_up_proj\.weight: its layer does not say its global shape"),
+        ("no_key_value_up_shim", "mla", ONE, r"linear_kv_up_proj\.weight: its layer does not say its global shape"),
+        ("patch:mla-local-attention", "mla", ONE, "channels"),
+        ("upstream_softmax_scale", "mla", ONE, r"(losses|grad_norms)\[0\] on rank 0"),
+        pytest.param(
+            *("no_gather_hook", "mla", Split(0, tensor=2, sequence=True), r"grad_norms\[[01]\] on rank 0"),
+            marks=pytest.mark.slow,
         ),
-        ("hidden_losses_not_scaled", "moe", 1, False, r"grad_norms\[0\] on rank 0"),
-        ("expert_bias_not_updated", "moe-expert-bias", 1, False, r"losses\[1\] on rank 0"),
-        ("no_mla_shim", "mla", 1, False, r"linear_q_down_proj\.weight: its layer does not say its global shape"),
-        ("no_query_up_shim", "mla", 1, False, r"linear_q_up_proj\.weight: its layer does not say its global shape"),
-        (
-            "no_key_value_up_shim",
-            "mla",
-            1,
-            False,
-            r"linear_kv_up_proj\.weight: its layer does not say its global shape",
-        ),
-        ("patch:mla-local-attention", "mla", 1, False, "channels"),
-        ("upstream_softmax_scale", "mla", 1, False, r"(losses|grad_norms)\[0\] on rank 0"),
-        pytest.param("no_gather_hook", "mla", 2, True, r"grad_norms\[[01]\] on rank 0", marks=pytest.mark.slow),
-        ("no_eh_proj_shim", "mtp", 1, False, r"eh_proj\.weight: its layer does not say its global shape"),
-        ("hidden_losses_not_scaled", "mtp", 1, False, r"grad_norms\[0\] on rank 0"),
-        ("qk_norm_not_summed_over_heads", "qk-norm", 2, False, r"grad_norms\[0\] on rank 0"),
-        ("patch:cpu-alltoall-stream", "moe-alltoall", 1, False, "CUDA"),
+        ("no_eh_proj_shim", "mtp", ONE, r"eh_proj\.weight: its layer does not say its global shape"),
+        ("hidden_losses_not_scaled", "mtp", ONE, r"grad_norms\[0\] on rank 0"),
+        ("qk_norm_not_summed_over_heads", "qk-norm", Split(0, tensor=2), r"grad_norms\[0\] on rank 0"),
+        ("patch:cpu-alltoall-stream", "moe-alltoall", ONE, "CUDA"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_without_it_the_comparison_fails(
-    ranks: Ranks, broken: str, case: str, tensor: int, sequence_parallel: bool, why: str
+    ranks: Ranks, unbroken: Any, broken: str, case: str, split: Split, why: str
 ) -> None:
     """`why` is what comparison or library say of it: the quantity that differs, the tensor without record."""
-    growth, overrides, _ = CASES[case]
-    regime = {key: value for key, value in BROKEN_REGIME.items() if "moe" not in key or growth is MOE}
-    layout = {"parallel__tensor_model_parallel_size": tensor, "parallel__sequence_parallel": sequence_parallel}
-    config = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime, **layout)
-    if case not in UNBROKEN:
-        plain = make(growth, "llama", parallel__zero_stage=0, **overrides, **regime)
-        prepare(plain)
-        UNBROKEN[case] = ranks.run(1, bodies.train, config=plain, steps=6)[0]
-    whole = UNBROKEN[case]
-    if tensor > 1:  # whole, it holds
-        compare_curves(ranks.run(tensor, bodies.train, config=config, steps=6), whole)
+    whole = unbroken(case)
+    if split.tensor > 1:  # whole, it holds
+        compare_curves(trained(ranks, case, split), whole)
     with pytest.raises((Difference, RankError), match=why):
-        compare_curves(ranks.run(tensor, bodies.train, config=config, steps=6, broken=broken), whole)
+        compare_curves(trained(ranks, case, split, broken), whole)

@@ -10,13 +10,11 @@ import pytest
 
 from mup_megatron.data.prepare import prepare
 from tests.helpers import bodies
-from tests.helpers.comparison import Difference, compare_curves, compare_groups, compare_initial
+from tests.helpers.comparison import Difference, compare_curves
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import RankError, Ranks
-from tests.model.layers.test_architectures import slices
+from tests.helpers.layouts import STEPS, Split, check
 from tests.model.layers.test_position_bias import KINDS, TABLE
-
-STEPS = 20
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2-sp-zero1": (
@@ -100,10 +98,9 @@ def test_layout_changes_nothing(ranks: Ranks, reference: Any, kind: str, layout:
     whole = reference(kind, clip_norm)
     config = config_of(kind, training__clip_norm=clip_norm, **keys)
     results = ranks.run(count, bodies.train, config=config, steps=STEPS)
-    tensor = config.parallel.tensor_model_parallel_size
-    compare_initial(results, whole, lambda name, value, rank: slices(name, value, tensor, rank % tensor))
-    compare_groups(results, whole)
-    compare_curves(results, whole)
+    parallel = config.parallel
+    split = Split(0, tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size)
+    check(results, whole, split)
     assert all((TABLE in result["initial"]) == (kind == "relative") for result in results)
 
 

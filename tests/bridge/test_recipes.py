@@ -75,7 +75,7 @@ def ranks() -> Any:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_explained(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    """From half the hidden size: what reads hidden vectors has half the rate; the embedding and others have all of it."""
+    """From half the hidden size: what reads hidden vectors has half the rate; the embedding has all of it."""
     module, hub, family, sizes = RECIPES[name]
     (found,) = ranks.run(
         1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,34 @@ def test_a_run_that_fails(tmp_path: Path, starts: list[Any]) -> None:
         assert len(starts) == 1
         assert measured(tmp_path / "after", words_of(tmp_path), command, process=process) == before
         assert len(starts) == 2
+
+
+CANNOT = """
+import os
+
+
+def cannot_compute():
+    import torch
+
+    def zeros(*_args, **_kwargs):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    torch.zeros = zeros
+
+
+os.register_at_fork(after_in_child=cannot_compute)
+"""
+
+
+def test_where_a_fork_cannot_compute(tmp_path: Path, starts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, once an import has used it: each run has a process of its own, and is the same to the last bit."""
+    words, command = words_of(tmp_path), str(megatron_runs.SCRIPT)
+    fresh = measured(tmp_path / "fresh", words, command)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(CANNOT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    starts.clear()
+    with own_process() as process:
+        runs = [measured(tmp_path / f"run-{number}", words, command, process=process) for number in range(2)]
+    assert len(starts) == 2
+    assert runs == [fresh, fresh]

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mup_megatron.data.prepare import prepare
+from mup_megatron.engines.state import _shards
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.patches import ALL_PATCHES
+from mup_megatron.rules.shapes import Init, TensorSpec
 from tests.helpers import bodies
 from tests.helpers.comparison import TOLERANCE
 from tests.helpers.distributed import RankError, Ranks
@@ -105,6 +109,18 @@ def test_another_layout_goes_on(
     expected = reference(model)
     for losses in go(ranks, tmp_path, model, before, after):
         np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+
+
+def test_pieces_of_gate_and_up_lie_where_the_whole_has_them() -> None:
+    """Of 8 rows, the gate's 4 and then up's 4, two ranks hold half of each: 0, 1, 4, 5 and 2, 3, 6, 7."""
+    layout = resolve_layout(config_of("llama tied", MEGATRON_PLAIN), 2)
+    spec = TensorSpec(shape=(8, 3), fan_in=1, fan_out=0, init=Init.WEIGHT, partition_dim=0, partition_stride=2)
+    whole, found = torch.arange(24.0).view(8, 3), torch.zeros(8, 3)
+    for rank, rows in enumerate(([0, 1, 4, 5], [2, 3, 6, 7])):
+        for _, piece in _shards("weight.fc1", whole[rows], spec, layout, rank):
+            first = piece.global_offset[0]
+            found[first : first + len(piece.data)] = piece.data
+    assert torch.equal(found, whole)
 
 
 def test_there_are_pairs_enough() -> None:

@@ -74,6 +74,7 @@ def test_narrower_than_the_base() -> None:
 def test_weight_decay() -> None:
     assert formulas.weight_decay("independent", F(1, 4)) == 4
     assert formulas.weight_decay("coupled", F(1, 4)) == 1
+    assert formulas.weight_decay("sqrt", F(1, 4)) == 2
 
 
 def test_softmax_scale() -> None:

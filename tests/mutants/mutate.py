@@ -1,11 +1,11 @@
 """`./dev mutants`: breaks the code in one small way after the other, and looks whether the tests notice.
 
-Each mutant of listed.py, and of megatron_mutants.py where there is megatron.training, is put into a copy of the tree,
-and the tests that must catch it run there. It is caught where a test that passes on the unbroken tree fails, and
-fails because it compared something: a test that dies of AttributeError or the like has compared nothing, and does not
-count. Exit status 0 where all are caught, else 1.
+Each mutant of tests/*/mutants.py is put into a copy of the tree, and the tests that must catch it run there. It is
+caught where a test that passes on the unbroken tree fails, and fails because it compared something: a test that dies of
+AttributeError or the like has compared nothing, and does not count. A mutant whose tests are all skipped here is left
+out. Exit status 0 where all others are caught, else 1.
 
-    python -m tests.mutants.mutate [NAME-PART ...] [--json FILE] [--write docs/reports/mutants.md]
+    python -m tests.mutants.mutate [NAME-PART ...] [--json FILE] [--write docs/reports/mutants.md] [--trust]
 
 Why no mutation tool of others: cosmic-ray and mutmut change operators and constants one at a time, some 20,000 in this
 package, each with a start-up of torch, megatron-core and DeepSpeed; what a reader wants to know is whether a named rule
@@ -15,11 +15,10 @@ can be lost. Processes are forked from one that has imported those three, which 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,27 +29,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.mutants.mutant import REPOSITORY, Mutant, all_mutants, mutated, place
+
 SECONDS = 240
-_LISTS = (
-    *(
-        "tests.mutants.mutant",
-        "tests.mutants.bias_mutants",
-        "tests.mutants.unit_mutants",
-        "tests.mutants.tuning_mutants",
-        "tests.mutants.listed",
-    ),
-    *(
-        "tests.mutants.horizon_mutants",
-        "tests.mutants.input_mutants",
-        "tests.mutants.proof_mutants",
-        "tests.mutants.megatron_mutants",
-    ),
-)
 # What a test raises that has compared nothing: it crashed on the way.
 CRASHES = (
-    *("AttributeError", "ImportError", "IndexError", "KeyError", "ModuleNotFoundError", "NameError", "SyntaxError"),
-    *("TypeError", "UnboundLocalError"),
+    *("AttributeError", "FileExistsError", "FileNotFoundError", "ImportError", "IndexError", "KeyError"),
+    *("ModuleNotFoundError", "NameError", "SyntaxError", "TypeError", "UnboundLocalError"),
 )
 
 
@@ -70,8 +55,9 @@ class Failures:
             raised = [line for line in text.splitlines() if line.split(":")[0].rpartition(".")[2] in CRASHES]
             if kind == "RankError" and raised:  # a rank's traceback ends with what the rank raised
                 kind = raised[0].split(":")[0].rpartition(".")[2]
-            line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-            self.found.append({"test": item.nodeid, "kind": kind, "text": line[:200], "when": call.when})
+            lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+            said = lines[-1 if call.excinfo.type.__name__ == "RankError" else 0]
+            self.found.append({"test": item.nodeid, "kind": kind, "text": said[:200], "when": call.when})
 
 
 def _skipped() -> type[BaseException]:
@@ -97,15 +83,11 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def broken(tree: Path, file: str, old: str, new: str) -> Iterator[None]:
-    """Has `file` read `new` where it reads `old`. Raises ValueError where it does not read that once."""
-    path = tree / file
+def broken(tree: Path, fault: Mutant) -> Iterator[None]:
+    """Has the tree's code hold a fault."""
+    path, name = place(tree, fault.symbol)
     text = path.read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"{file} reads {old!r} {text.count(old)} times; expected once")
-    changed = text.replace(old, new)
-    ast.parse(changed)
-    path.write_text(changed)
+    path.write_text(mutated(text, name, fault))
     try:
         yield
     finally:
@@ -113,54 +95,63 @@ def broken(tree: Path, file: str, old: str, new: str) -> Iterator[None]:
 
 
 def run_tests(tree: Path, tests: Sequence[str], *, first: bool) -> dict[str, Any]:
-    """Runs tests of a tree in a forked process; failures, tests passed, seconds. `first` stops at the first failure."""
+    """Runs tests of a tree in a forked process; failures, tests passed, seconds. `first` stops at the first failure.
+
+    Processes of the tests have the tree's code too; what takes longer than SECONDS a selection is ended.
+    """
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as answer:
         process = os.fork()
         if process == 0:
             os.setsid()
             _in_the_fork(tree, tests, first, answer)
-        status = _wait(process)
+        status = _wait(process, SECONDS * len(tests))
         answer.seek(0)
         text = answer.read()
     seconds = round(time.monotonic() - began, 1)
     if not text:
         why = "took too long" if status is None else f"pytest ended with {status}"
-        return {
-            "failures": [{"test": "", "kind": "none", "text": why, "when": "call"}],
-            "passed": 0,
-            "seconds": seconds,
-        }
+        return {"failures": [_none(why)], "passed": 0, "seconds": seconds}
     return {**json.loads(text), "seconds": seconds}
+
+
+def _none(why: str) -> dict[str, str]:
+    return {"test": "", "kind": "none", "text": why, "when": "call"}
 
 
 def _in_the_fork(tree: Path, tests: Sequence[str], first: bool, answer: Any) -> None:
     import pytest
 
     os.chdir(tree)
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
     sys.path[:] = [str(tree), *(part for part in sys.path if Path(part or ".").resolve() != REPOSITORY)]
     os.environ["PYTHONPATH"] = str(tree)
     sys.dont_write_bytecode = True  # a mutant has the size and, within a second, the time of the file before it
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    silent = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(silent, number)
+    printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    for number in (1, 2):
+        os.dup2(printed.fileno(), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     plugin = Failures()
     words = [*tests, "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), *(["-x"] if first else [])]
     try:
         ended = pytest.main(words, plugins=[plugin])
         if not plugin.found and ended not in (0, 1):
-            plugin.found.append({"test": "", "kind": "none", "text": f"pytest ended with {ended!r}", "when": "call"})
+            sys.stdout.flush()
+            printed.seek(0)
+            wrong = [line for line in printed.read().splitlines() if line.startswith("ERROR")]
+            plugin.found.append(_none("; ".join(wrong) or f"pytest ended with {ended!r}"))
     except BaseException as error:  # the fork must not go on with its parent's work
-        plugin.found.append({"test": "", "kind": "none", "text": repr(error), "when": "call"})
+        plugin.found.append(_none(repr(error)))
     json.dump({"failures": plugin.found, "passed": plugin.passed}, answer)
     answer.flush()
     os._exit(0)
 
 
-def _wait(process: int) -> int | None:
+def _wait(process: int, seconds: float) -> int | None:
     """Exit status; None where it was ended for taking too long. Whatever the tests started ends with it."""
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     status = None
     while time.monotonic() < end:
         ended, code = os.waitpid(process, os.WNOHANG)
@@ -194,58 +185,59 @@ def verdict(result: dict[str, Any], wrong_before: set[str]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """The command."""
-    from tests.mutants.listed import MUTANTS
-    from tests.mutants.megatron_mutants import NATIVE
-
     parser = argparse.ArgumentParser(prog="./dev mutants", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="Mutants whose names contain one of these; all if none is given.")
     parser.add_argument("--json", metavar="FILE", help="Write the outcome of each.")
-    parser.add_argument(
-        "--write", metavar="FILE", help="Write the tables (docs/reports/mutants.md) of what has run whole."
-    )
+    parser.add_argument("--write", metavar="FILE", help="Put the outcomes into a page (docs/reports/mutants.md).")
+    parser.add_argument("--trust", action="store_true", help="Do not run the tests on the unbroken tree first.")
     parsed = parser.parse_args(arguments)
-    chosen = [m for m in MUTANTS if not parsed.names or any(part in m.name for part in parsed.names)]
-    if importlib.util.find_spec("megatron.training") is None:
-        here = [mutant for mutant in chosen if mutant not in NATIVE]
-        print(f"left out: {len(chosen) - len(here)} that need megatron.training (Python 3.12, megatron-core 0.19)")
-        chosen = here
+    chosen = [each for each in all_mutants() if not parsed.names or any(part in each.name for part in parsed.names)]
     if not chosen:
         print("mutants: no mutant has such a name", file=sys.stderr)
         return 2
     _warm()
-    outcomes = []
     with tempfile.TemporaryDirectory(prefix="mup-mutants-") as folder:
         tree = copy_of_the_tree(Path(folder) / "tree")
-        wanted = sorted({test for mutant in chosen for test in mutant.tests})
-        print(f"{len(chosen)} mutants; the unbroken tree first ({len(wanted)} selections of tests)", flush=True)
-        before = {test: run_tests(tree, [test], first=False) for test in wanted}
-        wrong = {failure["test"] for result in before.values() for failure in result["failures"]}
-        for test, result in before.items():
-            if not result["passed"]:
-                why = next((failure["text"] for failure in result["failures"]), "no test ran")
-                print(f"{test}: nothing passes on the unbroken tree: {why}", file=sys.stderr)
-                return 2
+        wrong: set[str] = set()
+        if not parsed.trust:
+            print(f"{len(chosen)} mutants; their tests on the unbroken tree first", flush=True)
+            before = run_tests(tree, sorted({test for mutant in chosen for test in mutant.tests}), first=False)
+            for failure in before["failures"]:
+                print(f"unbroken: {failure['test']}: {failure['text']}", file=sys.stderr)
+                if not failure["test"]:
+                    return 2
+                wrong.add(failure["test"])
+        outcomes = []
         for number, mutant in enumerate(chosen, 1):
-            with broken(tree, mutant.file, mutant.old, mutant.new):
+            with broken(tree, mutant):
                 result = run_tests(tree, mutant.tests, first=True)
-            outcome = {"name": mutant.name, "file": mutant.file, "seconds": result["seconds"], **verdict(result, wrong)}
+            outcome = {
+                "name": mutant.name,
+                "what": mutant.what,
+                "symbol": mutant.symbol,
+                "seconds": result["seconds"],
+                "here": bool(result["passed"] or result["failures"]),
+                **verdict(result, wrong),
+            }
             outcomes.append(outcome)
-            said = "caught by" if outcome["caught"] else "SURVIVES"
+            said = ("caught by" if outcome["caught"] else "SURVIVES") if outcome["here"] else "left out: tests skipped"
             print(
                 f"[{number}/{len(chosen)}] {mutant.name}: {said} {outcome['test']} ({outcome['text'][:90]})", flush=True
             )
-    survivors = [outcome["name"] for outcome in outcomes if not outcome["caught"]]
-    print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} mutants caught")
+    run = [outcome for outcome in outcomes if outcome["here"]]
+    survivors = [outcome["name"] for outcome in run if not outcome["caught"]]
+    print(f"{len(run) - len(survivors)} of {len(run)} mutants caught in {sum(each['seconds'] for each in run):.0f} s")
     for name in survivors:
         print(f"survives: {name}")
     if parsed.json:
         Path(parsed.json).write_text(json.dumps(outcomes, indent=1))
     if parsed.write:
-        Path(parsed.write).write_text(page(outcomes, Path(parsed.write).read_text()))
+        Path(parsed.write).write_text(page(run, Path(parsed.write).read_text()))
     return 1 if survivors else 0
 
 
-_NATIVE_HEADING = "\n## `mup-megatron run`\n\n"
+ROW = re.compile(r"^\| `(.*?)` \| .* \| (.*?) \| .* \| ([\d.]+) s, .* \|$", re.MULTILINE)
+"""A mutant of the page: its name, its symbol, its seconds."""
 
 
 def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
@@ -253,51 +245,30 @@ def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
 
     Args:
         outcomes: of what has run.
-        before: the page so far; a list that has not run whole keeps its table.
+        before: the page so far, whose rows of other mutants stay.
     """
-    from tests.mutants.listed import MUTANTS
-    from tests.mutants.megatron_mutants import NATIVE
+    import importlib.metadata as metadata
+    import platform
 
-    lists = ([mutant.name for mutant in MUTANTS if mutant not in NATIVE], [mutant.name for mutant in NATIVE])
-    known, _, native = before.partition(_NATIVE_HEADING)
-    tables = [known[known.find("Made by ") :], native]
-    for number, names in enumerate(lists):
-        rows = [outcome for outcome in outcomes if outcome["name"] in names]
-        if len(rows) == len(names):
-            tables[number] = table(rows)
+    when = f"{time.strftime('%Y-%m-%d')}, Python {'.'.join(platform.python_version_tuple()[:2])}"
+    rows = {found[1]: found[0] for found in ROW.finditer(before)}
+    for one in outcomes:
+        said = f"`{one['test']}`: {_cell(one['text'])}" if one["caught"] else f"**survives**: {_cell(one['text'])}"
+        shown = (f"`{one['name']}`", _cell(one["what"]), one["symbol"], said, f"{one['seconds']} s, {when}")
+        rows[one["name"]] = f"| {' | '.join(shown)} |"
+    kept = [rows[mutant.name] for mutant in all_mutants() if mutant.name in rows]
+    caught = sum("**survives**" not in row for row in kept)
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core", "deepspeed"))
     return (
         "# Mutants\n\n"
         "Each row is one small fault that somebody could make in the code, put into a copy of the tree; then the "
         "tests that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails "
-        "because it compared something; a test that\ncrashes before it compares does not count. The lists are "
-        "[listed.py](../../tests/mutants/listed.py) and\n"
-        "[megatron_mutants.py](../../tests/mutants/megatron_mutants.py), whose faults need\n"
-        "megatron.training (megatron-core 0.19, Python 3.12).\n\n" + tables[0] + _NATIVE_HEADING + tables[1]
-    )
-
-
-def table(outcomes: Sequence[dict[str, Any]]) -> str:
-    """What became of the mutants of a list."""
-    import importlib.metadata as metadata
-    import platform
-
-    from tests.mutants.listed import MUTANTS
-
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core", "deepspeed"))
-    caught = sum(outcome["caught"] for outcome in outcomes)
-    what = {mutant.name: _cell(mutant.what) for mutant in MUTANTS}
-    rows = [
-        f"| `{o['name']}` | {what[o['name']]} | {o['file']} | "
-        + (f"`{o['test']}`: {_cell(o['text'])}" if o["caught"] else f"**survives**: {_cell(o['text'])}")
-        + " |"
-        for o in outcomes
-    ]
-    return (
-        f"Made by `./dev mutants` on {time.strftime('%Y-%m-%d')} (Python {platform.python_version()}, {versions}): "
-        f"{caught} of {len(outcomes)} caught.\n\n"
-        "| mutant | what is lost | file | caught by, and what the test said |\n| --- | --- | --- | --- |\n"
-        + "\n".join(rows)
-        + "\n"
+        "because it compared something; a test that\ncrashes before it compares does not count. The faults are in "
+        "mutants.py of the tests' folder of each room;\n"
+        "[mutate.py](../../tests/mutants/mutate.py) runs them, and says in the last column when it did, and how long "
+        f"the tests took.\n\nMade by `./dev mutants` ({versions}): {caught} of {len(kept)} caught.\n\n"
+        "| mutant | what is lost | symbol | caught by, and what the test said | seconds |\n"
+        "| --- | --- | --- | --- | --- |\n" + "".join(f"{row}\n" for row in kept)
     )
 
 
@@ -318,8 +289,6 @@ def _warm() -> None:
         import pytest  # noqa: F401
     wrong = [name for name in sys.modules if name.split(".")[0] == "mup_megatron"]
     assert not wrong, wrong
-    for name in [name for name in sys.modules if name.split(".")[0] == "tests" and name not in _LISTS]:
-        del sys.modules[name]
 
 
 if __name__ == "__main__":

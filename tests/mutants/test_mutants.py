@@ -1,63 +1,90 @@
-"""Faults put into a copy of the tree (mutants.py) are noticed: one here, all of them in `./dev mutants`."""
+"""Faults put into a copy of the tree are noticed: a few here, others after each commit; all in `./dev mutants`."""
 
 from __future__ import annotations
 
 import ast
 import json
-import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.mutants.listed import MUTANTS
-from tests.mutants.megatron_mutants import NATIVE
-from tests.mutants.mutant import Mutant
-from tests.mutants.mutate import broken, verdict
+from tests.mutants.mutant import Mutant, all_mutants, mutant, mutated, place
+from tests.mutants.mutate import ROW, verdict
+from tests.test_imports import FLOORS
 
-SAMPLE = ("rule: init without g",)
-
-
-def mutate(tmp_path: Path, repository: Path, *names: str) -> tuple[int, list[dict[str, Any]], str]:
-    path = tmp_path / "outcomes.json"
-    command = [sys.executable, "-m", "tests.mutants.mutate", "--json", str(path), *names]
-    result = subprocess.run(command, cwd=repository, capture_output=True, text=True)
-    return result.returncode, json.loads(path.read_text()), result.stdout
+MUTANTS = all_mutants()
+SAMPLED = 3
+QUICK = 3.0
+"""Seconds of tests that a mutant of the quick sample may take, by docs/reports/mutants.md."""
 
 
-def test_there_are_enough_of_them() -> None:
-    assert len(MUTANTS) >= 80
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_each_fits_the_code(repository: Path, mutant: Mutant) -> None:
-    """Its place is there once, what it makes of the file is Python, and its tests exist."""
-    text = (repository / mutant.file).read_text()
-    assert text.count(mutant.old) == 1, mutant.old
-    assert ast.dump(ast.parse(text.replace(mutant.old, mutant.new))) != ast.dump(ast.parse(text))
-    for test in mutant.tests:
-        file, _, function = test.partition("::")
-        assert f"def {function.partition('[')[0]}" in (repository / file).read_text()
-
-
-def test_the_page_is_of_these_mutants(repository: Path) -> None:
-    """docs/reports/mutants.md, which `./dev mutants` writes: every mutant of the list was run, and none survived."""
+def rows(repository: Path) -> dict[str, tuple[str, float]]:
+    """Symbol and seconds of each mutant of the page."""
     page = (repository / "docs" / "reports" / "mutants.md").read_text()
-    assert re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE) == [mutant.name for mutant in MUTANTS]
-    counts = [len(MUTANTS) - len(NATIVE), len(NATIVE)]
-    assert re.findall(r": (\d+ of \d+) caught\.\n", page) == [f"{count} of {count}" for count in counts]
-    assert "survives" not in page
+    return {found[1]: (found[2], float(found[3])) for found in ROW.finditer(page)}
+
+
+def sample(repository: Path, takes: Callable[[float], bool], count: int) -> list[str]:
+    """Names from all over the list, other ones after each commit, until each has had its turn."""
+    names = [name for name, (_, seconds) in rows(repository).items() if takes(seconds)]
+    command = ["git", "rev-list", "--count", "HEAD"]
+    commits = int(subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout)
+    return [names[(commits + number * len(names) // count) % len(names)] for number in range(count)]
+
+
+def check_caught(repository: Path, tmp_path: Path, *words: str) -> None:
+    path = tmp_path / "outcomes.json"
+    command = [sys.executable, "-m", "tests.mutants.mutate", "--json", str(path), *words]
+    result = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    outcomes = json.loads(path.read_text())
+    assert outcomes, result.stderr
+    assert not [one["name"] for one in outcomes if one["here"] and not one["caught"]], result.stdout
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_quick_sample_is_caught(tmp_path: Path, repository: Path) -> None:
+    """Their tests are quick ones, which this suite runs on the unbroken tree."""
+    names = sample(repository, lambda seconds: seconds <= QUICK, SAMPLED)
+    check_caught(repository, tmp_path, "--trust", *names)
 
 
 @pytest.mark.slow
 def test_a_sample_is_caught(tmp_path: Path, repository: Path) -> None:
-    status, outcomes, printed = mutate(tmp_path, repository, *SAMPLE)
-    assert [outcome["name"] for outcome in outcomes if outcome["caught"]] == [*SAMPLE], printed
-    assert status == 0
+    check_caught(repository, tmp_path, *sample(repository, lambda seconds: seconds > QUICK, 1))
+
+
+def test_every_room_has_some() -> None:
+    rooms = set().union(*FLOORS) - {"__main__", "run"}
+    assert {each.symbol.partition(".")[0] for each in MUTANTS} == rooms
+    assert len({each.name for each in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("fault", MUTANTS, ids=lambda fault: fault.name)
+def test_each_fits_the_code(repository: Path, fault: Mutant) -> None:
+    """Its symbol is there once, and holds its place once; what it makes of the file is Python, and its tests exist."""
+    path, name = place(repository, fault.symbol)
+    text = path.read_text()
+    assert ast.dump(ast.parse(mutated(text, name, fault))) != ast.dump(ast.parse(text))
+    for test in fault.tests:
+        file, _, function = test.partition("::")
+        assert f"def {function.partition('[')[0]}(" in (repository / file).read_text()
+
+
+def test_the_page_is_of_these_mutants(repository: Path) -> None:
+    """docs/reports/mutants.md, which `./dev mutants` writes: every mutant was run, and none survived."""
+    page = (repository / "docs" / "reports" / "mutants.md").read_text()
+    assert [(name, symbol) for name, (symbol, _) in rows(repository).items()] == [(m.name, m.symbol) for m in MUTANTS]
+    assert f": {len(MUTANTS)} of {len(MUTANTS)} caught.\n" in page
+    assert "**survives**" not in page
+
+
+def test_documents_count_the_mutants(repository: Path) -> None:
+    for name, said in (("verification.md", "- {} small faults were put"), ("README.md", ": {} small faults put into")):
+        assert said.format(len(MUTANTS)) in (repository / "docs" / name).read_text(), name
 
 
 def test_a_test_that_crashes_has_caught_nothing() -> None:
@@ -71,23 +98,49 @@ def test_a_test_that_crashes_has_caught_nothing() -> None:
     assert verdict({"failures": [], "passed": 3}, set())["text"] == "3 tests passed"
 
 
-def test_a_place_that_moved_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("a = 1\na = 1\n")
-    for old in ("a = 1", "a = 2"):
-        with (
-            pytest.raises(ValueError, match=rf"x\.py reads '{old}' [02] times"),
-            broken(tmp_path, "x.py", old, "a = 3"),
-        ):
-            pass
-    assert (tmp_path / "x.py").read_text() == "a = 1\na = 1\n"
+CODE = """
+LIMIT = 3
+
+class Box:
+    def half(self, x):
+        if x > 1:  # a comment
+            raise ValueError("x / 2")
+        return (x
+                / 2)
+
+def half(x):
+    return x / 2
+"""
 
 
-def test_documents_count_the_mutants(repository: Path) -> None:
-    """What two pages say of their number is the sum of what docs/reports/mutants.md says."""
-    page = (repository / "docs" / "reports" / "mutants.md").read_text()
-    caught = [(int(one), int(all_)) for one, all_ in re.findall(r"(\d+) of (\d+) caught\.", page)]
-    assert all(one == all_ for one, all_ in caught)
-    total = sum(one for one, _ in caught)
-    assert total == len(re.findall(r"^\| `[^`]+: ", page, re.MULTILINE))
-    for name, said in (("verification.md", "- {} small faults were put"), ("README.md", ": {} small faults put into")):
-        assert said.format(total) in (repository / "docs" / name).read_text(), name
+@pytest.mark.parametrize(
+    ("symbol", "old", "new", "said"),
+    [
+        ("Box.half", "x / 2", "x / 3", "return x / 3\n\ndef half"),
+        ("Box.half", "if x > 1: raise ValueError('x / 2')", "pass", "def half(self, x):\n        pass\n"),
+        ("half", "x", "x + 1", "return (x + 1) / 2"),
+        ("LIMIT", "3", "4", "LIMIT = 4"),
+        ("half", "", "lambda f: print", "@lambda f: print\ndef half"),
+    ],
+)
+def test_a_fault_is_put_into_its_symbol(symbol: str, old: str, new: str, said: str) -> None:
+    """However the place is written, and whatever else the file holds."""
+    assert said in mutated(CODE, symbol, mutant("name", "what", symbol, old, new))
+
+
+@pytest.mark.parametrize("old", ["x / 3", "x"])
+def test_a_place_that_is_gone_or_twofold_is_an_error(old: str) -> None:
+    with pytest.raises(ValueError, match=rf"Box\.half holds '{old}' [02] times; expected once"):
+        mutated(CODE, "Box.half", mutant("name", "what", "Box.half", old, "1"))
+
+
+def test_a_symbol_that_moved_is_found(tmp_path: Path) -> None:
+    for folder, text in (("rules", CODE), ("util", "def other(): ...\n\ndef half(x): ...\n")):
+        (tmp_path / "mup_megatron" / folder).mkdir(parents=True)
+        (tmp_path / "mup_megatron" / folder / "new.py").write_text(text)
+    rules = tmp_path / "mup_megatron" / "rules" / "new.py"
+    assert place(tmp_path, "rules.new.half") == (rules, "half")
+    assert place(tmp_path, "rules.old.Box.half") == (rules, "Box.half")
+    for symbol, times in (("rules.old.half", 2), ("rules.old.gone", 0)):
+        with pytest.raises(ValueError, match=rf"{symbol}: defined {times} times"):
+            place(tmp_path, symbol)

@@ -99,7 +99,7 @@ RUNS[FUSED] = RUNS["gpt3"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Native:
+class SavedRun:
     """A run of megatron.training in µP that has ended: where it was saved, and the logits of its model."""
 
     saved: Path
@@ -130,18 +130,18 @@ def without(words: list[str], *names: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ran(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Native]:
+def ran(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SavedRun]:
     upstream.prepare_process()
-    made: dict[str, Native] = {}
+    made: dict[str, SavedRun] = {}
 
-    def run(name: str) -> Native:
+    def run(name: str) -> SavedRun:
         if name not in made:
             folder, count = tmp_path_factory.mktemp("runs"), RUNS[name][0]
             words = words_of(folder, name)
             told = [*words, "--save", str(folder / "saved"), "--save-interval", "100", "--train-iters", "3"]
             found = ranks.run(count, megatron_runs.train, words=told, tokens=TOKENS)[-1]
             assert found["status"] == 0, found["said"]
-            made[name] = Native(folder / "saved", words, found["logits"][..., :ENTRIES])
+            made[name] = SavedRun(folder / "saved", words, found["logits"][..., :ENTRIES])
         return made[name]
 
     return run
@@ -151,7 +151,7 @@ def ran(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_transformers_computes_what_megatron_computed(
-    ran: Callable[[str], Native], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: Callable[[str], SavedRun], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 1e-5; with nothing folded the logits are others by far."""
     one = ran(name)
@@ -167,14 +167,14 @@ def test_transformers_computes_what_megatron_computed(
 
 
 @pytest.mark.slow
-def test_gelu_as_the_run_computed_it(ran: Callable[[str], Native], tmp_path: Path) -> None:
+def test_gelu_as_the_run_computed_it(ran: Callable[[str], SavedRun], tmp_path: Path) -> None:
     """Of one kernel with the bias it is the tanh approximation, which the manifest remembers."""
     for name, expected in (("gpt3", "gelu"), (FUSED, "gelu_new")):
         export_hugging_face(open_source(ran(name).saved), tmp_path / expected)
         assert json.loads((tmp_path / expected / "config.json").read_text())["activation_function"] == expected
 
 
-def test_generate_has_the_same_model(ran: Callable[[str], Native]) -> None:
+def test_generate_has_the_same_model(ran: Callable[[str], SavedRun]) -> None:
     one = ran("llama")
     try:
         _, model, tokenizer = load_model(one.saved, torch.device("cpu"))
@@ -189,7 +189,7 @@ def test_generate_has_the_same_model(ran: Callable[[str], Native]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama, TP 2", "mixtral, EP 2"])
 def test_evaluate_has_the_same_model_in_any_layout(
-    ran: Callable[[str], Native], ranks: Ranks, name: str, tmp_path: Path
+    ran: Callable[[str], SavedRun], ranks: Ranks, name: str, tmp_path: Path
 ) -> None:
     """Of numbers as text, from Megatron's own logits; in one process, and split over two ranks, experts and all."""
     one = ran(name)
@@ -219,7 +219,7 @@ def test_evaluate_has_the_same_model_in_any_layout(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama, TP 2"])
 def test_fine_tuning_begins_with_its_weights(
-    ran: Callable[[str], Native], ranks: Ranks, name: str, tmp_path: Path
+    ran: Callable[[str], SavedRun], ranks: Ranks, name: str, tmp_path: Path
 ) -> None:
     """In one process and at TP 2: the first step has rate 0, so that what is saved is what was read."""
     run = open_run(ran(name).saved)
@@ -249,7 +249,7 @@ def test_fine_tuning_begins_with_its_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt3", "llama, TP 2"])
 def test_plain_megatron_goes_on_from_it(
-    ran: Callable[[str], Native], ranks: Ranks, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: Callable[[str], SavedRun], ranks: Ranks, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without µP its first loss is that of the run in µP, both from the first data on; with nothing folded another."""
     one = ran(name)
@@ -283,7 +283,7 @@ def test_plain_megatron_goes_on_from_it(
 
 
 @pytest.mark.slow
-def test_a_patched_trees_checkpoint(ran: Callable[[str], Native], tmp_path: Path) -> None:
+def test_a_patched_trees_checkpoint(ran: Callable[[str], SavedRun], tmp_path: Path) -> None:
     """The same run from a tree that `mup-megatron patch` changed: export and generate read what it saved.
 
     That both runs are one to the last bit is tested in tests/megatron_training; so are their checkpoints' exports, and
@@ -312,7 +312,7 @@ def test_a_patched_trees_checkpoint(ran: Callable[[str], Native], tmp_path: Path
         runtime.stop_distributed()
 
 
-def test_it_is_not_rebased(ran: Callable[[str], Native], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_is_not_rebased(ran: Callable[[str], SavedRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its optimizer's state is Megatron's: refused in one sentence, and no folder is made."""
     saved = ran("llama").saved
     (tmp_path / "base.yaml").write_text("hidden_size: 16\nffn_hidden_size: 64\nkv_channels: 8\nnum_layers: 1\n")
@@ -327,7 +327,7 @@ def test_it_is_not_rebased(ran: Callable[[str], Native], tmp_path: Path, capfd: 
 # --- which checkpoint, whose tokenizer ---
 
 
-def test_which_checkpoint(ran: Callable[[str], Native], tmp_path: Path) -> None:
+def test_which_checkpoint(ran: Callable[[str], SavedRun], tmp_path: Path) -> None:
     saved = ran("llama").saved
     assert find_checkpoint(saved) == find_checkpoint(saved / "iter_0000003") == saved / "iter_0000003"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
@@ -347,7 +347,7 @@ def edited(saved: Path, folder: Path, **parts: Any) -> Path:
     return copy
 
 
-def test_a_tokenizer_that_is_not_known(ran: Callable[[str], Native], tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_known(ran: Callable[[str], SavedRun], tmp_path: Path) -> None:
     """Megatron's own are files that no library of megatron-core reads alone; the option names another form of it."""
     copy = edited(ran("llama").saved, tmp_path, tokenizer_type="GPT2BPETokenizer")
     with pytest.raises(
@@ -368,7 +368,7 @@ def test_a_tokenizer_that_is_not_known(ran: Callable[[str], Native], tmp_path: P
 
 @pytest.mark.parametrize("what", ["index", "file", "format", "tensor"])
 def test_what_is_damaged(
-    ran: Callable[[str], Native], what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ran: Callable[[str], SavedRun], what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Megatron's checkpoints have no checksums; what cannot be read is refused all the same."""
     copy = edited(ran("llama").saved, tmp_path)

@@ -23,7 +23,7 @@ MUTANTS = (
         f"{_TESTS}_translation.py::test_the_model_that_is_built_is_the_one_that_was_read",
     ),
     mutant(
-        "native: another optimizer than the options'",
+        "megatron: another optimizer than the options'",
         "a script that builds SGD trains with Adam's rates",
         "megatron_training.megatron_run.MegatronRun.overrides",
         "optimizer != self._args.optimizer",
@@ -31,7 +31,7 @@ MUTANTS = (
         f"{_TESTS}_run.py::test_an_optimizer_that_the_options_do_not_name",
     ),
     mutant(
-        "native: a checkpoint without a record",
+        "megatron: a checkpoint without a record",
         "weights of plain Megatron go on in µP",
         "megatron_training.megatron_run.MegatronRun.check_record",
         "(path / MANIFEST).is_file()",
@@ -39,7 +39,7 @@ MUTANTS = (
         f"{_TESTS}_run.py::test_checkpoints_that_are_not_this_runs",
     ),
     mutant(
-        "native: a record of another family",
+        "megatron: a record of another family",
         "values that were tuned for another family are taken",
         "megatron_training.family.check_family",
         "TransferRecord.expect(path, config)",

@@ -73,7 +73,7 @@ MUTANTS = (
         "tuning/test_fitted.py::test_a_loss_that_is_not_comparable_is_not_predicted",
     ),
     mutant(
-        "native trial: another run than was asked for",
+        "megatron: another run than was asked for",
         "a run of the target's size in a trial's place is not noticed",
         "tuning.megatron_task._same",
         "one == other",

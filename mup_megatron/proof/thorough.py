@@ -14,7 +14,7 @@ from mup_megatron.config import Config
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.coord_check import coord_check
 from mup_megatron.proof.regimes import REGIMES
-from mup_megatron.proof.theory import KEY_BIAS
+from mup_megatron.proof.roles import KEY_BIAS
 from mup_megatron.proof.told import lines, write
 from mup_megatron.proof.verdict import Slope
 from mup_megatron.util.errors import UserError

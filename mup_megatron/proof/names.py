@@ -49,16 +49,7 @@ def expert_of(name: str) -> int:
 
 
 def in_experts(name: str, layers: int, parameters: Container[str]) -> tuple[str, str] | None:
-    """Where in an MLP of experts something is: the layer's name, and `experts.` or `router.logits.` in its MLP.
-
-    Args:
-        name: of a module or parameter.
-        layers: of the model.
-        parameters: of the model, by name, to tell layers of experts from dense ones.
-
-    Returns:
-        None of what is elsewhere.
-    """
+    """Where in an MLP of experts something is: its layer, and `experts.` or `router.logits.` there; None elsewhere."""
     layer, mlp, inside = in_whole_model(f"{name}.", layers).partition(".mlp.")
     return (layer, inside) if mlp and f"{layer}.mlp.router.weight" in parameters else None
 

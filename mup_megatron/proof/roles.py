@@ -1,13 +1,12 @@
 """What modules and parameters are, by their names in megatron-core: what theory.py knows of attention, experts, heads.
 
-Public names: `Roles`, `roles_of` (a table per family), and ends of names that mean the same in every family.
+Public names: `Roles`, `ROLES` (a table per family), and ends of names that mean the same in every family.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mup_megatron.config import Model
 from mup_megatron.config.model import Family
 
 ATTENTION = (".self_attention", ".cross_attention")
@@ -73,7 +72,7 @@ class Roles:
     before_attention: tuple[str, ...] = _BEFORE_ATTENTION
 
 
-_FAMILIES: dict[Family, Roles] = {
+ROLES: dict[Family, Roles] = {
     "gpt": Roles(logits=("output_layer",)),
     # A head of two classes beside the readout.
     "bert": Roles(logits=("output_layer", "binary_head"), behind=("lm_head.", "pooler.")),
@@ -84,8 +83,4 @@ _FAMILIES: dict[Family, Roles] = {
         before_attention=(*_BEFORE_ATTENTION, "encoder.final_layernorm"),
     ),
 }
-
-
-def roles_of(model: Model) -> Roles:
-    """Those of the model's family."""
-    return _FAMILIES[model.family]
+"""By the model's family."""

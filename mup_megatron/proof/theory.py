@@ -122,7 +122,7 @@ class Theory:
         self._models = [(each.config, each.shapes) for each in parametrizations]
         self._sizes, self._axis, self._ratio = sizes, axis, sizes[-1] / sizes[0]
         self._config, self._shapes = self._models[-1]
-        self._layers, self._roles = self._config.model.num_layers, roles.roles_of(self._config.model)
+        self._layers, self._roles = self._config.model.num_layers, roles.ROLES[self._config.model.family]
         # Branches, and modules outside them, that an output-like tensor feeds.
         self._falling = {
             branch(name)

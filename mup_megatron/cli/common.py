@@ -1,13 +1,16 @@
 """What all commands share: the app they register with, options and arguments by name.
 
-Public names: `app`, `typed`, `start_typed`, `stopped`, `read_config`, `gpus`, `console`, and the annotated types.
+Public names: `app`, `typed`, `start_typed`, `stopped`, `read_config`, `laid_out`, `aside`, `show`, `gpus`,
+`console`, and the annotated types.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Annotated, Any
 
@@ -95,7 +98,7 @@ def stopped(what: str) -> int:
     command = f": {shlex.join(['mup-megatron', *typed.get()])}" if typed_here else ""
     if rank.is_first:
         name = "Ctrl-C" if number == signal.SIGINT else number.name
-        print(f"{name}: {what}; the same command goes on from there{command}", file=sys.stderr, flush=True)
+        aside(f"{name}: {what}; the same command goes on from there{command}")
     return 128 + number
 
 
@@ -120,6 +123,16 @@ def read_config(path: str, overrides: list[str] | None, *, takes_ladder: bool = 
     return settled(settings, ladder_of(settings, None))
 
 
+def aside(line: str) -> None:
+    """Says a line beside the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(result: Any, as_json: bool, lines: Iterable[object]) -> None:
+    """Prints a command's result: lines for people, or JSON for programs."""
+    print(json.dumps(result, indent=1) if as_json else "\n".join(map(str, lines)), flush=True)
+
+
 def gpus() -> int:
     """GPUs of this machine."""
     import torch
@@ -127,8 +140,21 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def console() -> Any:
-    """Rich's console, of a fixed width where nobody looks; what stands in brackets is text."""
+def laid_out(config: str, overrides: list[str] | None, world_size: int | None) -> Any:
+    """A run that is shown and not trained here, on so many processes, the fewest that fit unless given.
+
+    Raises:
+        UserError: bad input.
+    """
+    from mup_megatron.engines.setup import resolve
+    from mup_megatron.parallel.layout import smallest_world
+
+    settings = read_config(config, overrides)
+    return resolve(settings, world_size or smallest_world(settings), trains=False)
+
+
+def console(width: int = 140) -> Any:
+    """Rich's console, of this width where nobody looks; what stands in brackets is text."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 140, markup=False)
+    return Console(width=None if sys.stdout.isatty() else width, markup=False)

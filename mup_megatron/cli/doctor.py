@@ -43,13 +43,9 @@ def examine() -> dict[str, Any]:
     from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches
 
     active = active_patches()
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "apex": upstream.importable("apex"),
-        "transformer_engine": upstream.importable("transformer_engine"),
-        "emerging_optimizers": upstream.importable("emerging_optimizers"),
-        "c++": shutil.which(os.environ.get("CXX", "c++")) is not None,
-    }
+    compiler = shutil.which(os.environ.get("CXX", "c++")) is not None
+    known = {"cuda": torch.cuda.is_available(), "c++": compiler}
+    there = {key: known[key] if key in known else upstream.importable(key) for _, key, _ in _OPTIONAL}
     return {
         "python": platform.python_version(),
         "packages": {package: _version(package) for package in PACKAGES},

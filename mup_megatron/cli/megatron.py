@@ -6,14 +6,13 @@ Public names: `read_command`, `processes_of`, `default_workers`, `DEFAULT`.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.cli.common import gpus, typed
+from mup_megatron.cli.common import aside, gpus, typed
 from mup_megatron.util.errors import UserError
 
 DEFAULT = "runs/megatron-proxy.yaml"
@@ -90,4 +89,4 @@ def _write(path: Path, command: list[str], parts: Any) -> None:
         own_launch(parts, list(parts.arguments), task, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"written: {path}", file=sys.stderr, flush=True)
+    aside(f"written: {path}")

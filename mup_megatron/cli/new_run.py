@@ -6,6 +6,7 @@ width 256, depth 4, head size 32, 5000 steps, each at least.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -105,47 +106,8 @@ def proxy_of(target: Target) -> Proxy:
     return Proxy(size, chosen, None if groups is None else chosen // step, ffn)
 
 
-def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
-    """The config, commented.
-
-    Args:
-        target: what to train.
-        max_compute_share: of tuning over the target's training.
-
-    Raises:
-        UserError: there is no proxy.
-    """
-    proxy = proxy_of(target)
-    groups = "" if target.num_query_groups is None else f"\n  num_query_groups: {target.num_query_groups}"
-    base_groups = "" if proxy.num_query_groups is None else f", num_query_groups: {proxy.num_query_groups}"
-    sizes = (
-        f"{{hidden_size: {proxy.hidden_size}, ffn_hidden_size: {proxy.ffn_hidden_size}, "
-        f"num_attention_heads: {proxy.num_attention_heads}{base_groups}}}"
-    )
-    narrow = (
-        f"at least {_WIDTH} wide, below which the best values still move with width"
-        if proxy.hidden_size >= _WIDTH
-        else f"below the paper's {_WIDTH}, as the target is hardly wider; the best values may still move with width"
-    )
-    shallow = "" if target.num_layers >= 4 else " The paper advises 4 or more."
-    steps = min(target.train_steps, max(_STEPS, target.train_steps // 10))
-    trial = (
-        f"a tenth of the target's length, and not below the paper's {_STEPS}"
-        if steps < target.train_steps
-        else f"as long as the target; the paper advises {_STEPS} or more"
-    )
-    batch = min(target.global_batch_size, _TUNING_BATCH)
-    micro = math.gcd(batch, 8)
-    source = f"files: [{', '.join(_quoted(file) for file in target.files)}]" if target.files else "corpus: stdlib"
-    said = (
-        "your text; a line of a .jsonl is a document, a single .txt is cut into documents"
-        if target.files
-        else "the Python standard library's source; for your own text: files: [my.txt] in place of corpus"
-    )
-    warm_up = target.train_steps // 50
-    every = max(1, target.train_steps // 10)
-    return f"""\
-# yaml-language-server: $schema={SCHEMA_FILE}
+_CONFIG = """\
+# yaml-language-server: $schema={schema}
 # Every key: mup-megatron config KEY. What a run of this costs: mup-megatron plan config.yaml
 run: {{name: {target.name}, dir: runs/{target.name}, seed: 1234}}
 # run.samples: ["Once upon a time"] shows how the model goes on from a prompt at every evaluation.
@@ -174,13 +136,13 @@ hparams:                              # at the base; tuning replaces what tuning
 
 training:
   global_batch_size: {target.global_batch_size}
-  micro_batch_size: {math.gcd(target.global_batch_size, 8)}
+  micro_batch_size: {micro}
   seq_length: {target.seq_length}
   train_steps: {target.train_steps}
   lr_schedule: cosine
   lr_warmup_steps: {warm_up}
   min_lr_ratio: 0.1
-  log_interval: {max(1, every // 10)}
+  log_interval: {log_every}
   eval_interval: {every}
   eval_steps: 4
   checkpoint_interval: {every}
@@ -201,14 +163,56 @@ tuning:
   sampler: quasi_random               # covers every range evenly, however few the trials
   pruner: successive_halving          # stops about three of four trials early
   train_steps: {steps:<22} # {trial}
-  global_batch_size: {batch}
-  micro_batch_size: {micro}
-  max_compute_share: {max_compute_share:<17g}# of tuning over training; the smaller the target, the larger
+  global_batch_size: {trial_batch}
+  micro_batch_size: {trial_micro}
+  max_compute_share: {share:<17g}# of tuning over training; the smaller the target, the larger
   search:
     lr: {{log_uniform: [5.0e-4, 5.0e-2]}}
     init_method_std: {{log_uniform: [0.005, 0.1]}}
     output_multiplier: {{log_uniform: [0.25, 16]}}
 """
+
+
+def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
+    """The config, commented.
+
+    Args:
+        target: what to train.
+        max_compute_share: of tuning over the target's training.
+
+    Raises:
+        UserError: there is no proxy.
+    """
+    proxy = proxy_of(target)
+    base_groups = "" if proxy.num_query_groups is None else f", num_query_groups: {proxy.num_query_groups}"
+    steps = min(target.train_steps, max(_STEPS, target.train_steps // 10))
+    batch, every = min(target.global_batch_size, _TUNING_BATCH), max(1, target.train_steps // 10)
+    return _CONFIG.format(
+        schema=SCHEMA_FILE,
+        target=target,
+        groups="" if target.num_query_groups is None else f"\n  num_query_groups: {target.num_query_groups}",
+        sizes=f"{{hidden_size: {proxy.hidden_size}, ffn_hidden_size: {proxy.ffn_hidden_size}, "
+        f"num_attention_heads: {proxy.num_attention_heads}{base_groups}}}",
+        narrow=f"at least {_WIDTH} wide, below which the best values still move with width"
+        if proxy.hidden_size >= _WIDTH
+        else f"below the paper's {_WIDTH}, as the target is hardly wider; the best values may still move with width",
+        shallow="" if target.num_layers >= 4 else " The paper advises 4 or more.",
+        micro=math.gcd(target.global_batch_size, 8),
+        warm_up=target.train_steps // 50,
+        every=every,
+        log_every=max(1, every // 10),
+        source=f"files: {json.dumps(target.files, ensure_ascii=False)}" if target.files else "corpus: stdlib",
+        said="your text; a line of a .jsonl is a document, a single .txt is cut into documents"
+        if target.files
+        else "the Python standard library's source; for your own text: files: [my.txt] in place of corpus",
+        steps=steps,
+        trial=f"a tenth of the target's length, and not below the paper's {_STEPS}"
+        if steps < target.train_steps
+        else f"as long as the target; the paper advises {_STEPS} or more",
+        trial_batch=batch,
+        trial_micro=math.gcd(batch, 8),
+        share=max_compute_share,
+    )
 
 
 def write_folder(directory: Path, target: Target) -> float:
@@ -250,13 +254,6 @@ def _share(target: Target) -> float:
 
     config = parse_config(parse_yaml(config_text(target), "config.yaml"), "config.yaml")
     return float(budget.plan(resolve_auto(config), target.vocab_size, workers=1).share)
-
-
-def _quoted(text: str) -> str:
-    """A path as YAML."""
-    import json
-
-    return json.dumps(text, ensure_ascii=False)
 
 
 def seen_from(directory: Path, files: Sequence[str]) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,11 +24,20 @@ from mup_megatron.cli.common import (
     app,
     gpus,
     read_config,
+    show,
     start_typed,
     stopped,
 )
 from mup_megatron.cli.megatron import default_workers, processes_of, read_command
 from mup_megatron.util.errors import UserError
+
+if TYPE_CHECKING:
+    from mup_megatron.config import Config
+    from mup_megatron.parallel.ranks import Rank
+    from mup_megatron.proof.check import Check
+    from mup_megatron.proof.grid import Grid
+
+_STATUS = {"passed": 0, "failed": 1, "undecided": 3}
 
 
 @app.command(
@@ -58,8 +68,7 @@ def coordinate_check(
         typer.Option(metavar="NAME", help="mup, standard, fan_in or interpolate:INIT,LR; the config's if none."),
     ] = None,
     broken: Annotated[
-        str | None,
-        typer.Option("--break", metavar="RULE", help="Take a rule out, where it matters: it must fail."),
+        str | None, typer.Option("--break", metavar="RULE", help="Take a rule out, where it matters: it must fail.")
     ] = None,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Every regime in which some rule matters, and one table.")
@@ -79,58 +88,65 @@ def coordinate_check(
     as_json: AsJson = False,
 ) -> int:
     """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
-    from mup_megatron.parallel import upstream
     from mup_megatron.parallel.layout import smallest_world
     from mup_megatron.parallel.ranks import Rank, read_rank
-    from mup_megatron.proof.controls import processes
+    from mup_megatron.proof.check import Check
 
     if megatron:
         config, overrides = read_command([config, *(overrides or [])])
     settings = read_config(config, overrides)
-    factors = _factors(widths)
-    if thorough and settings.tuning.command:
-        raise UserError("--thorough: its regimes are measured by this project's engines; expected no --megatron")
-    if thorough and (broken or parametrization):
-        raise UserError(f"--thorough: judges mup; expected no {'--break' if broken else '--parametrization'}")
-    if thorough and ranges:
-        raise UserError("--thorough: judges slopes in every regime; expected no --ranges")
+    asked = Check(
+        factors=_factors(widths, "--widths"),
+        growth=_growth(growth or []),
+        steps=steps,
+        seeds=seeds,
+        point=parametrization,
+        broken=broken,
+        compare=beside,
+        own_batch=own_batch,
+        ranges=ranges,
+    )
+    if thorough:
+        asked.refuse_thorough(settings)
     rank = read_rank()
     if settings.tuning.command:
         rank = Rank(world_size=processes_of(settings))
     elif not rank.launched:
-        ranks = nproc_per_node or processes(broken, factors) or gpus() or smallest_world(settings)
+        ranks = nproc_per_node or asked.processes or gpus() or smallest_world(settings)
         if ranks > 1:
             return start_typed(ranks)
+    return _check(settings, rank, asked, Path(output or f"{settings.run.dir}/coord-check"), thorough, as_json)
+
+
+def _check(settings: Config, rank: Rank, asked: Check, folder: Path, thorough: bool, as_json: bool) -> int:
+    """Runs a coordinate check on this rank; writes and shows its result on the first; exit status."""
+    from mup_megatron.parallel import upstream
+
     upstream.prepare_process()
     from mup_megatron.proof.coord_check import coord_check
+    from mup_megatron.proof.thorough import thorough as check_thoroughly
     from mup_megatron.proof.told import lines, write
 
     def say(line: str) -> None:
         if rank.is_first and not as_json:
             print(line, flush=True)
 
-    asked: dict[str, Any] = {"factors": factors, "growth": _growth(growth or []), "steps": steps, "seeds": seeds}
-    asked |= {"own_batch": own_batch, "say": say}
-    folder = Path(output or f"{settings.run.dir}/coord-check")
     if thorough:
-        from mup_megatron.proof.thorough import thorough as check_thoroughly
-
-        result, plain = check_thoroughly(settings, rank, folder, compare=beside, **asked)
+        result, plain = check_thoroughly(settings, rank, asked, folder, say)
     else:
-        asked |= {"folder": folder / "runs", "ranges": ranges}
-        result = plain = coord_check(settings, rank, point=parametrization, broken=broken, compare=beside, **asked)
+        result = plain = coord_check(settings, rank, asked, folder=folder / "runs", say=say)
     if rank.is_first:
         from mup_megatron.report.coordinates import draw_coordinates
 
         path = write(result, folder)
-        said = [*lines(result), f"{path}", f"{draw_coordinates(plain, path.with_suffix('.png'))}"]
-        if ranges:
+        said = [*lines(result), path, draw_coordinates(plain, path.with_suffix(".png"))]
+        if asked.ranges:
             from mup_megatron.proof.ranges import range_lines
             from mup_megatron.report.ranges import draw_ranges
 
-            said = [*range_lines(result), *said, f"{draw_ranges(result, path.with_name(f'{path.stem}-ranges.png'))}"]
-        print(json.dumps(result, indent=1) if as_json else "\n".join(said))
-    return {"passed": 0, "failed": 1, "undecided": 3}[result["verdict"]]
+            said = [*range_lines(result), *said, draw_ranges(result, path.with_name(f"{path.stem}-ranges.png"))]
+        show(result, as_json, said)
+    return _STATUS[result["verdict"]]
 
 
 def _growth(options: list[str]) -> dict[str, list[Fraction]]:
@@ -149,10 +165,10 @@ def _growth(options: list[str]) -> dict[str, list[Fraction]]:
     return found
 
 
-def _factors(words: str, option: str = "--widths") -> list[int]:
-    """`1,2,4` as numbers."""
+def _factors(words: str, option: str) -> list[int]:
+    """`1,2,4` as numbers, ascending."""
     try:
-        return [int(word) for word in words.split(",") if word]
+        return sorted({int(word) for word in words.split(",") if word})
     except ValueError:
         raise UserError(f"{option}: {words}: expected whole factors, for example 1,2,4,8") from None
 
@@ -205,38 +221,30 @@ def stability(
     upstream.prepare_process()
     from mup_megatron.proof import stability as proof
     from mup_megatron.proof.question import question
+    from mup_megatron.proof.verdict import together
     from mup_megatron.report.stability import draw_stability
 
-    asked = [
-        question(
-            settings,
-            over=name,
-            across=across,
-            values=values,
-            factors=_factors(sizes, "--sizes"),
-            seeds=seeds,
-            least=least,
-            compare=beside,
-        )
-        for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip())
-    ]
-    directory, found = Path(output or f"{settings.run.dir}/stability"), []
+    asked = []
+    for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip()):
+        factors = _factors(sizes, "--sizes")
+        each = question(settings, name, across, values=values, factors=factors, seeds=seeds, least=least)
+        asked.append(each if beside else replace(each, compare_with=()))
 
-    def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
+    def body(grid: Grid) -> str:
+        found = []
         for each in asked:
-            result = proof.stability(settings, each, directory, rank, workers=workers, say=say)
+            result = proof.stability(settings, each, grid)
             found.append(result)
-            if rank.is_first:
-                path = proof.write(result, directory)
+            if grid.rank.is_first:
+                path = grid.write(f"{each.name}.json", result)
                 picture = draw_stability(result, path.with_suffix(".png"))
                 if not as_json:
-                    print("\n".join([*proof.lines(result), f"{path}", f"{picture}"]), flush=True)
-        if as_json and rank.is_first:
-            print(json.dumps(found, indent=1))
+                    show(result, as_json, [*proof.lines(result), path, picture])
+        if as_json and grid.rank.is_first:
+            show(found, as_json, [])
+        return together(result["verdict"] for result in found)
 
-    status = _grid(body, workers, as_json)
-    verdicts = [result["verdict"] for result in found]
-    return status or (1 if "failed" in verdicts else 3 if "undecided" in verdicts else 0)
+    return _on_grid(body, Path(output or f"{settings.run.dir}/stability"), workers, as_json)
 
 
 @app.command(
@@ -275,50 +283,40 @@ def ladder(
     settings = read_config(config, overrides, takes_ladder=False)
     upstream.prepare_process()
     from mup_megatron.proof.ladder import ladder as measure
-    from mup_megatron.proof.ladder_told import lines, write
-    from mup_megatron.proof.rungs import NAMES, Ladder
+    from mup_megatron.proof.ladder_told import lines
+    from mup_megatron.proof.rungs import Ladder, octaves, varied
     from mup_megatron.report.ladder import draw_ladder
     from mup_megatron.tuning.record_ladder import keep, record_of
 
-    factors = {
-        name: sorted(set(_factors(words, f"--{name}")))
-        for name, words in (("batch", batch), ("tokens", tokens), ("width", width), ("layers", layers))
-    }
-    for name, found in factors.items():
-        if (not found and name in ("batch", "tokens")) or (found and found[0] < 1):
-            raise UserError(f"--{name}: {','.join(map(str, found))}: expected whole factors from 1 on")
-    if seeds < 1:
-        raise UserError(f"--seeds: {seeds}: expected 1 or more")
-    if over not in NAMES:
-        raise UserError(f"--over: {over}: expected {' or '.join(NAMES)}")
-    own = getattr(settings.hparams, over)
-    tried = sorted(set(_numbers(values, "--values"))) or [own * 2.0**octave for octave in (-2, -1, 0, 1, 2)]
-    if min(tried) <= 0:
-        raise UserError(f"--values: hparams.{over} is {own:g}, so it has no octaves about it; expected values above 0")
-    asked = Ladder(**factors, values=tried, seeds=seeds, min_steps=min_steps, over=over)
+    factors = {"batch": batch, "tokens": tokens, "width": width, "layers": layers}
+    asked = Ladder(
+        **{name: _factors(words, f"--{name}") for name, words in factors.items()},
+        values=sorted(set(_numbers(values, "--values"))) or octaves(settings, varied(over)),
+        seeds=seeds,
+        min_steps=min_steps,
+        over=varied(over),
+    )
     if record is not None:
         if over != "lr":
             raise UserError(f"--record: takes exponents of the rate alone; expected --over lr, not {over}")
         record_of(Path(record), settings)  # says now, not when the rungs have been paid for, what is wrong with it
-    directory, verdicts = Path(output or f"{settings.run.dir}/ladder"), []
 
-    def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
-        result = measure(settings, asked, directory, rank, workers=workers, say=say)
-        verdicts.append(result["verdict"])
-        if rank.is_first:
-            path = write(result, directory)
-            picture = draw_ladder(result, path.with_suffix(".png"))
-            print(json.dumps(result, indent=1) if as_json else "\n".join([*lines(result), f"{path}", f"{picture}"]))
+    def body(grid: Grid) -> str:
+        result = measure(settings, asked, grid)
+        if grid.rank.is_first:
+            path = grid.write(f"{asked.name}.json", result)
+            show(result, as_json, [*lines(result), path, draw_ladder(result, path.with_suffix(".png"))])
             if record is not None:
-                say(keep(Path(record), settings, path))
+                grid.say(keep(Path(record), settings, path))
+        return result["verdict"]
 
-    status = _grid(body, workers, as_json)
-    return status or {"passed": 0, "failed": 1, "undecided": 3}[verdicts[0]]
+    return _on_grid(body, Path(output or f"{settings.run.dir}/ladder"), workers, as_json)
 
 
-def _grid(body: Callable[[Any, int, Callable[[str], None]], None], workers: int | None, as_json: bool) -> int:
-    """Runs `body(rank, workers, say)` on many runs of one process each; exit status."""
+def _on_grid(body: Callable[[Grid], str], directory: Path, workers: int | None, as_json: bool) -> int:
+    """Runs `body` on many runs of one process each, which says a verdict; exit status."""
     from mup_megatron.parallel.ranks import read_rank
+    from mup_megatron.proof.grid import Grid
     from mup_megatron.tuning import Stopped
 
     rank = read_rank()
@@ -326,11 +324,11 @@ def _grid(body: Callable[[Any, int, Callable[[str], None]], None], workers: int 
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
+    at_a_time = 1 if rank.launched else workers or gpus() or os.cpu_count() or 1
     try:
-        body(rank, 1 if rank.launched else workers or gpus() or os.cpu_count() or 1, say)
+        return _STATUS[body(Grid(directory=directory, rank=rank, workers=at_a_time, say=say))]
     except Stopped:
         return stopped("the runs at hand are saved")
-    return 0
 
 
 def _numbers(words: str, option: str) -> list[float]:
@@ -370,12 +368,11 @@ def reverse(
     from mup_megatron.proof import reverse as proof
     from mup_megatron.report.reverse import draw_reverse
 
-    directory = Path(output or f"{settings.run.dir}/reverse")
-
-    def body(rank: Any, workers: int, say: Callable[[str], None]) -> None:
-        result = proof.reverse(settings, numbers, seeds, directory, rank, compare=beside, workers=workers, say=say)
-        if rank.is_first:
-            paths = [*proof.write(result, directory), draw_reverse(result, directory / "reverse.png")]
+    def body(grid: Grid) -> str:
+        result = proof.reverse(settings, numbers, seeds, grid, compare=beside)
+        if grid.rank.is_first:
+            paths = [*proof.write(result, grid.directory), draw_reverse(result, grid.directory / "reverse.png")]
             print(json.dumps(result) if as_json else "\n".join([*proof.lines(result), *map(str, paths)]))
+        return "passed"
 
-    return _grid(body, workers, as_json)
+    return _on_grid(body, Path(output or f"{settings.run.dir}/reverse"), workers, as_json)

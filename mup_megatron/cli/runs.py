@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +18,12 @@ from mup_megatron.cli.common import (
     Processes,
     WorldSize,
     app,
+    aside,
     console,
     gpus,
+    laid_out,
     read_config,
+    show,
     start_typed,
     stopped,
 )
@@ -60,11 +61,7 @@ def explain(
     ] = None,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
-    from mup_megatron.engines.setup import resolve
-    from mup_megatron.parallel.layout import smallest_world
-
-    settings = read_config(config, overrides)
-    setup = resolve(settings, world_size or smallest_world(settings), trains=False)
+    setup = laid_out(config, overrides, world_size)
     settings, layout = setup.config, setup.layout
     if rank >= layout.world_size:
         raise UserError(f"--rank: {rank} is not below the {layout.world_size} processes of the layout")
@@ -79,12 +76,9 @@ def explain(
         text = base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
         write_output(Path(save_base_shapes), text, "--save-base-shapes")
     if as_json:
-        print(json.dumps(explain_data(parametrization, layout, rank), indent=1))
-        return
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else 200
-    print_table(parametrization, layout, Console(width=width, markup=False), rank)
+        show(explain_data(parametrization, layout, rank), as_json, [])
+    else:
+        print_table(parametrization, layout, console(200), rank)
 
 
 @app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")
@@ -189,11 +183,7 @@ def transfer(
     as_json: AsJson = False,
 ) -> None:
     """Show the values of the transfer record, and what each becomes on this config's target."""
-    from mup_megatron.engines.setup import resolve
-    from mup_megatron.parallel.layout import smallest_world
-
-    settings = read_config(config, overrides)
-    setup = resolve(settings, world_size or smallest_world(settings), trains=False)
+    setup = laid_out(config, overrides, world_size)
     settings, layout = setup.config, setup.layout
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.model.build import parametrize
@@ -215,17 +205,10 @@ def transfer(
     if (loss := predicted(transferred, ladder)) is not None:
         said.append(f"predicted loss of the target: {in_words(loss)}")
     if as_json:
-        shown: dict[str, Any] = {
-            "values": record.values,
-            "tuned": record.tuned,
-            "moved": over,
-            "becomes": on_target,
-            "remarks": said,
-        }
-        shown["predicted"] = loss
-        print(json.dumps(shown, indent=1))
-        return
-    print_transfer(record, over, on_target, said, console())
+        shown = {"values": record.values, "tuned": record.tuned, "moved": over, "becomes": on_target, "remarks": said}
+        show({**shown, "predicted": loss}, as_json, [])
+    else:
+        print_transfer(record, over, on_target, said, console())
 
 
 @app.command(epilog="Example: mup-megatron plan configs/gpt3/6.7b.yaml --world-size 64")
@@ -240,21 +223,16 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
-    from mup_megatron.engines.setup import resolve
-    from mup_megatron.parallel.layout import smallest_world
-
-    settings = read_config(config, overrides)
-    ranks = world_size or smallest_world(settings)
-    setup = resolve(settings, ranks, trains=False)
+    setup = laid_out(config, overrides, world_size)
     settings, layout = setup.config, setup.layout
     from mup_megatron.data.ahead import problem_ahead
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.tuning import budget
 
-    planned = budget.plan(settings, known_vocab_size(settings), ranks, measure=True, layout=layout)
+    planned = budget.plan(settings, known_vocab_size(settings), layout.world_size, measure=True, layout=layout)
     hours = budget.device_hours(planned, device_tflops, utilization) if device_tflops else None
     if as_json:
-        print(json.dumps({**planned.as_json(), **({"device_hours": hours} if hours else {})}, indent=1))
+        show({**planned.as_json(), **({"device_hours": hours} if hours else {})}, as_json, [])
         return
     print("\n".join(budget.lines(settings, planned)))
     if hours:
@@ -263,16 +241,11 @@ def plan(
             f"{hours['target']:.3g}"
         )
     if problem := problem_ahead(settings):
-        print(f"warning: {problem}", file=sys.stderr)
+        aside(f"warning: {problem}")
     budget.check_share(settings, planned)
 
 
-def _on_ranks(
-    config: str,
-    overrides: list[str] | None,
-    processes: int | None,
-    body: Callable[[Any, Any], None],
-) -> int:
+def _on_ranks(config: str, overrides: list[str] | None, processes: int | None, body: Callable[[Any, Any], None]) -> int:
     """Runs `body(config, rank)` here if a launcher started us, or one process is enough; else starts the ranks."""
     from mup_megatron.parallel.layout import resolve_layout, smallest_world
     from mup_megatron.parallel.ranks import read_rank
@@ -311,7 +284,7 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
     except Diverged as message:
         status = 1
         if rank.is_first:
-            print(f"mup-megatron: {message}; the last checkpoint is untouched", file=sys.stderr, flush=True)
+            aside(f"mup-megatron: {message}; the last checkpoint is untouched")
     if shows() if shows else rank.is_first:
         from mup_megatron.report.summary import summarize
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mup_megatron.cli.common import app
+from mup_megatron.cli.common import app, console
 
 
 @app.command(epilog="Example: mup-megatron new my-run --architecture llama --hidden-size 4096 --num-layers 32")
@@ -83,15 +83,14 @@ def describe_config(
         sys.stdout.write(reference.schema_text())
         return
     found = reference.find(key) if key is not None else list(reference.described())
-    from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    shown = console(100)
     for each in found:
-        console.print(Text(each.path, style="bold"))
+        shown.print(Text(each.path, style="bold"))
         if each.section is None:
             default = each.default if each.default == "required" else f"default {each.default}"
             said = "; ".join([each.values, default, *([f"unit: {each.unit}"] if each.unit else [])])
-            console.print(Padding(Text(said), (0, 0, 0, 4)))
-        console.print(Padding(Text(each.text), (0, 0, 0, 4)))
+            shown.print(Padding(Text(said), (0, 0, 0, 4)))
+        shown.print(Padding(Text(each.text), (0, 0, 0, 4)))

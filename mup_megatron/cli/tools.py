@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, app, console, read_config, start_typed
+from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, app, aside, console, read_config, show, start_typed
 from mup_megatron.util.errors import UserError
 
 
@@ -34,6 +33,9 @@ def report(
         print(write_page(Path(run)))
 
 
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
+]
 TokenizerOf = Annotated[
     str | None,
     typer.Option(metavar="LIBRARY:PATH", help="The tokenizer, where the checkpoint does not tell it or it was moved."),
@@ -42,9 +44,7 @@ TokenizerOf = Annotated[
 
 @app.command(epilog='Example: mup-megatron generate runs/demo "def main(" --temperature 0.8 --top-p 0.95')
 def generate(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
-    ],
+    checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from; '' begins a document.")],
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="128, or as many as the model has positions for, unless given.")
@@ -72,16 +72,13 @@ def generate(
     sampling = generation.Sampling(top_k=top_k, top_p=top_p, **given)
     _, model, own = generation.load_model(Path(checkpoint), device_of(Rank()), tokenizer)
     tokens = generation.generate(model, own, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
-    said = []
     if not as_json:
         print(prompt, end="", flush=True)
-    for token in tokens:
-        said.append(token)
-        if not as_json:
+        for token in tokens:
             print(token.text, end="", flush=True)
-    if not as_json:
         print()
         return
+    said = list(tokens)
     ended = bool(said) and said[-1].id == own.eod
     result = {
         "prompt": prompt,
@@ -90,7 +87,44 @@ def generate(
         "ended": "end_of_document" if ended else "max_new_tokens",
         "sampling": asdict(sampling),
     }
-    print(json.dumps(result, indent=1))
+    show(result, as_json, [])
+
+
+Perplexity = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help='{"text": ...}: exp of the mean negative log-likelihood per token of the tokenizer, per word (between '
+        "white space) and per byte (of UTF-8).",
+    ),
+]
+LastWord = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help='{"text": ...}: is the last word the most likely one? LAMBADA\'s form.'),
+]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help='{"context": ..., "endings": [...], "label": 0}: the likeliest ending, as it is, per character of it, '
+        "per token of it. HellaSwag's form.",
+    ),
+]
+Cloze = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help='{"text": "a ___ in it", "options": [...], "label": 0}: the option with which the text is likeliest.',
+    ),
+]
+Translation = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Pairs for an encoder-decoder, JSON lines with the run's keys, or two text files, SOURCE:TARGET: loss "
+        "of the targets, and BLEU by sacrebleu.",
+    ),
+]
 
 
 @app.command(
@@ -98,50 +132,18 @@ def generate(
     "Example: mup-megatron evaluate runs/demo --perplexity corpus.jsonl --choice hellaswag.jsonl --output figures.json"
 )
 def evaluate(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
-    ],
+    checkpoint: Checkpoint,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY.PATH=VALUE]...", help="Of parallel:, the layout here; the run's own unless given."
         ),
     ] = None,
-    perplexity: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help='{"text": ...}: exp of the mean negative log-likelihood per token of the tokenizer, per word (between '
-            "white space) and per byte (of UTF-8).",
-        ),
-    ] = None,
-    last_word: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help='{"text": ...}: is the last word the most likely one? LAMBADA\'s form.'),
-    ] = None,
-    choice: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help='{"context": ..., "endings": [...], "label": 0}: the likeliest ending, as it is, per character of it, '
-            "per token of it. HellaSwag's form.",
-        ),
-    ] = None,
-    cloze: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help='{"text": "a ___ in it", "options": [...], "label": 0}: the option with which the text is likeliest.',
-        ),
-    ] = None,
-    translation: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Pairs for an encoder-decoder, JSON lines with the run's keys, or two text files, SOURCE:TARGET: loss "
-            "of the targets, and BLEU by sacrebleu.",
-        ),
-    ] = None,
+    perplexity: Perplexity = None,
+    last_word: LastWord = None,
+    choice: Choice = None,
+    cloze: Cloze = None,
+    translation: Translation = None,
     beams: Annotated[int, typer.Option(min=1, help="Of the search for a translation; one is greedy.")] = 1,
     length_penalty: Annotated[
         float, typer.Option(min=0, help="Power of the length that a translation's log-probability is divided by.")
@@ -179,37 +181,36 @@ def evaluate(
     if not rank.launched and (nproc_per_node or 1) > 1:
         return start_typed(nproc_per_node or 1)
     upstream.prepare_process()
-    from mup_megatron.evaluate.evaluation import Task, evaluate_translations
+    from mup_megatron.evaluate.evaluation import Evaluation, Task, evaluate_translations
     from mup_megatron.evaluate.evaluation import evaluate as score
     from mup_megatron.evaluate.table import print_results
 
     tasks = [Task(kind=kind, path=Path(file)) for kind, files in asked.items() for file in files or ()]
-    given: dict[str, Any] = {"batch_size": batch_size, "tokenizer": tokenizer}
-    if rank.is_first:
-        given["say"] = lambda line: print(line, file=sys.stderr, flush=True)
-    keys = parse_overrides(overrides or [])
+    where = Evaluation(
+        checkpoint=Path(checkpoint),
+        rank=rank,
+        overrides=parse_overrides(overrides or []),
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+        say=aside if rank.is_first else lambda line: None,
+    )
     if translation:
         search: dict[str, Any] = {"beams": beams, "length_penalty": length_penalty, "max_length": max_length}
-        found = evaluate_translations(Path(checkpoint), translation, rank, keys, **search, **given)
+        found = evaluate_translations(where, translation, **search)
     else:
-        found = score(Path(checkpoint), tasks, rank, keys, window=window, **given)
-    if not rank.is_first:
-        return 0
-    text = json.dumps(found, indent=1)
-    if output is not None:
-        write_output(Path(output), text + "\n", "--output")
-    if as_json:
-        print(text)
-    else:
+        found = score(where, tasks, window)
+    if rank.is_first and output is not None:
+        write_output(Path(output), json.dumps(found, indent=1) + "\n", "--output")
+    if rank.is_first and as_json:
+        show(found, as_json, [])
+    elif rank.is_first:
         print_results(found, console())
     return 0
 
 
 @app.command(epilog="Example: mup-megatron export runs/demo exported --to hf --dtype bf16")
 def export(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
-    ],
+    checkpoint: Checkpoint,
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write; not there yet.")],
     to: Annotated[
         Literal["hf", "safetensors", "megatron"],
@@ -238,19 +239,15 @@ def export(
         max_shard_size=size_of(max_shard_size, "--max-shard-size"),
         keep_multipliers=keep_multipliers,
         tokenizer=tokenizer,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=aside,
     )
-    if as_json:
-        print(json.dumps(said, indent=1))
-    else:
-        print(f"{directory}: {said['architecture']}, {len(said['folded'])} tensors with a factor folded in, {dtype}")
+    folded = f"{len(said['folded'])} tensors with a factor folded in"
+    show(said, as_json, [f"{directory}: {said['architecture']}, {folded}, {dtype}"])
 
 
 @app.command(epilog="Example: mup-megatron rebase runs/demo runs/rebased --base base.yaml")
 def rebase(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
-    ],
+    checkpoint: Checkpoint,
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The run's folder to write; not there yet.")],
     base: Annotated[str, typer.Option(metavar="FILE", help="Base sizes as under base: in a config, or a .bsh file.")],
     overrides: Annotated[
@@ -264,20 +261,13 @@ def rebase(
     from mup_megatron.config import parse_overrides
     from mup_megatron.convert import rebase as rebasing
 
-    said = rebasing.rebase(
-        Path(checkpoint),
-        Path(directory),
-        Path(base),
-        parse_overrides(overrides or []),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    if as_json:
-        print(json.dumps(said, indent=1))
-        return
-    print(
+    keys = parse_overrides(overrides or [])
+    said = rebasing.rebase(Path(checkpoint), Path(directory), Path(base), keys, say=aside)
+    told = (
         f"{directory}: step {said['step']}, {len(said['weights'])} tensors with a factor, {len(said['carried'])} that "
         f"carry their rates; goes on with mup-megatron train {directory}/config.yaml"
     )
+    show(said, as_json, [told])
 
 
 @app.command("import", epilog="Example: mup-megatron import llama-hf my.yaml run.dir=runs/llama")
@@ -297,16 +287,12 @@ def import_(
     settings = read_config(config, overrides)
     from mup_megatron.convert.importing import import_checkpoint
 
-    said = import_checkpoint(
-        Path(source), settings, say=lambda line: print(line, file=sys.stderr, flush=True), check=check
-    )
-    if as_json:
-        print(json.dumps(said, indent=1))
-        return
+    said = import_checkpoint(Path(source), settings, say=aside, check=check)
     state = "with the optimizer's state" if said["optimizer"] else "weights alone"
     if said["deviation"] is not None:
         state += f", logits within {said['deviation']:.0e} of transformers'"
-    print(f"{said['checkpoint']}: {said['tensors']} tensors, {state}; goes on with mup-megatron train {config}")
+    told = f"{said['checkpoint']}: {said['tensors']} tensors, {state}; goes on with mup-megatron train {config}"
+    show(said, as_json, [told])
 
 
 @app.command(
@@ -378,11 +364,9 @@ def doctor(as_json: AsJson = False) -> None:
 
     examination = examine()
     if as_json:
-        print(json.dumps(examination, indent=1))
-        return
-    from rich.console import Console
-
-    print_examination(examination, Console(width=None if sys.stdout.isatty() else 160))
+        show(examination, as_json, [])
+    else:
+        print_examination(examination, console(160))
 
 
 def _one_process(command: str) -> None:

@@ -25,6 +25,7 @@ from mup_megatron.config import Config
 from mup_megatron.convert.saved_model import load_saved
 from mup_megatron.convert.saved_run import open_run
 from mup_megatron.data.tokenizer import prompt_tokens
+from mup_megatron.evaluate.scores import DIVERGED
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.ranks import Rank
@@ -78,7 +79,7 @@ class Sampling:
         """
         logits = logits.detach().to("cpu", torch.float64)
         if not logits.isfinite().all():
-            raise UserError("the model's logits are not finite numbers; the checkpoint is of a run that diverged")
+            raise UserError(DIVERGED)
         logits, tokens = logits.sort(descending=True, stable=True)
         if self.temperature == 0:
             return int(tokens[0])
@@ -153,12 +154,7 @@ class Decoder:
 
 
 def generate(
-    model: GPTModel,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    sampling: Sampling | None = None,
-    max_new_tokens: int | None = None,
+    model: GPTModel, tokenizer: Any, prompt: str, *, sampling: Sampling | None = None, max_new_tokens: int | None = None
 ) -> Iterator[Token]:
     """Goes on from a prompt, token by token, until the document ends or `max_new_tokens` are there.
 

@@ -13,10 +13,10 @@ v entries of the vocabulary that a tensor-parallel rank holds, n scored tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -24,13 +24,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mup_megatron.data.gpt import sequence_part
+from mup_megatron.evaluate.replica import Replica, gathered
 from mup_megatron.evaluate.requests import Request
-from mup_megatron.evaluate.scores import Answer
-from mup_megatron.parallel.layout import Layout
+from mup_megatron.evaluate.scores import DIVERGED, Answer
 from mup_megatron.util.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
 _ROWS = 1024
 """Tokens whose logits are taken as float32 at once."""
@@ -62,32 +59,16 @@ class Scorer:
     """Scores requests. Collective: every rank makes it and calls it with the same requests.
 
     Args:
-        chunks: this rank's part of the model, in evaluation mode.
-        layout: how ranks split the model.
-        rank: of this process.
-        batch_size: sequences that a rank computes at once.
-        vocabulary: entries of the tokenizer.
-        pad: a token that fills up shorter sequences; nothing attends to it.
-        positions: of the model, where it learned them.
-        say: takes lines of progress.
+        replica: this rank's part of the model.
     """
 
-    def __init__(
-        self,
-        chunks: list[GPTModel],
-        layout: Layout,
-        rank: int,
-        *,
-        batch_size: int,
-        vocabulary: int,
-        pad: int,
-        positions: int | None,
-        say: Callable[[str], None] = lambda _line: None,
-    ) -> None:
-        self._say = say
-        self._chunks, self._layout, self._rank = chunks, layout, rank
-        self._size, self._vocabulary, self._pad, self._positions = batch_size, vocabulary, pad, positions
-        self._device = next(chunks[0].parameters()).device
+    def __init__(self, replica: Replica) -> None:
+        layout = replica.layout
+        self._chunks, self._layout, self._positions = list(replica.chunks), layout, replica.positions
+        self._rank, self._size, self._say = replica.asked.rank.rank, replica.asked.batch_size, replica.asked.say
+        self._device = next(replica.chunks[0].parameters()).device
+        self._vocabulary = int(replica.tokenizer.vocab_size)
+        self._pad = int(replica.tokenizer.eod)  # fills up shorter sequences; nothing attends to it
         # As many micro-batches as keep the pipeline's stages busy, and as the interleaved schedule asks for.
         self._count = layout.micro_batch_group if layout.virtual_pipeline > 1 else layout.pipeline
 
@@ -106,12 +87,9 @@ class Scorer:
             if time.monotonic() - told > _SAY_SECONDS:
                 told = time.monotonic()
                 self._say(f"{min(first + step, len(order)):,} of {len(order):,} sequences, the longest first")
-        parts: list[dict[int, Answer]] = [{}] * self._layout.data
-        torch.distributed.all_gather_object(parts, own, group=parallel_state.get_data_parallel_group())
-        found = {number: answer for part in parts for number, answer in part.items()}
-        answers = [found[number] for number in range(len(requests))]
+        answers = gathered(own, self._layout)
         if not all(answer.log_likelihood > float("-inf") for answer in answers):
-            raise UserError("the model's logits are not finite numbers; the checkpoint is of a run that diverged")
+            raise UserError(DIVERGED)
         return answers
 
     def _answers(self, requests: Sequence[Request], numbers: Sequence[int]) -> Iterator[tuple[int, Answer]]:

@@ -1,4 +1,6 @@
-"""Examples as tokens: what the model reads, and which of it is scored. Public names: `Request`, `requests_of`.
+"""Examples as tokens: what the model reads, and which of it is scored.
+
+Public names: `Request`, `requests_of`, `tokens_of`.
 
 Text becomes tokens as lm-evaluation-harness makes them (EleutherAI's `lm_eval`, api/model.py), so that its numbers on
 an exported checkpoint and these are the same: context and continuation are tokenized together, spaces between them
@@ -46,7 +48,7 @@ def requests_of(
     """
     place = f"{where}, line {example.line}"
     if kind == "perplexity":
-        return _windows(_tokens(tokenizer, example.pairs[0][1], place), int(tokenizer.eod), window)
+        return _windows(tokens_of(tokenizer, example.pairs[0][1], place), int(tokenizer.eod), window)
     found = [_pair(tokenizer, *pair, place) for pair in example.pairs]
     longest = max(len(request.tokens) - 1 for request in found)
     if positions is not None and longest > positions:
@@ -69,14 +71,15 @@ def _windows(tokens: Sequence[int], begin: int, window: int) -> list[Request]:
 
 def _pair(tokenizer: Any, context: str, continuation: str, place: str) -> Request:
     kept = context.rstrip()
-    before = _tokens(tokenizer, kept, place)
-    after = _tokens(tokenizer, context + continuation, place)[len(before) :]
+    before = tokens_of(tokenizer, kept, place)
+    after = tokens_of(tokenizer, context + continuation, place)[len(before) :]
     if not after:
         raise UserError(f"{place}: the tokenizer makes no token of {continuation!r}")
     return Request(tokens=[*(before or [int(tokenizer.eod)]), *after], scored=len(after))
 
 
-def _tokens(tokenizer: Any, text: str, place: str) -> list[int]:
+def tokens_of(tokenizer: Any, text: str, place: str) -> list[int]:
+    """A text's tokens. Raises UserError where the tokenizer cannot read it; `place` says where the text stands."""
     try:
         return [int(token) for token in tokenizer.tokenize(text)] if text else []
     except Exception as error:  # the libraries raise whatever they like; the null tokenizer reads numbers alone

@@ -1,6 +1,6 @@
 """Log-probabilities to figures: perplexities, accuracies. Numbers in, numbers out.
 
-Public names: `perplexity`, `last_word`, `choices`, `Answer`.
+Public names: `perplexity`, `last_word`, `choices`, `Answer`, `DIVERGED`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Metrics = dict[str, float | int | None]
+
+DIVERGED = "the model's logits are not finite numbers; the checkpoint is of a run that diverged"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Negative controls: one rule taken out, in a regime that excites it; and the plane between standard and µP.
 
-Public names: `Control`, `CONTROLS`, `control`, `processes`, `interpolate`. A control changes the table
+Public names: `Control`, `CONTROLS`, `control`, `interpolate`. A control changes the table
 (`Parametrization`) that init, optimizer and forward pass read. The model that then trains is a real one with one wrong
 rule.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mup_megatron.config import Config
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules import formulas
 from mup_megatron.rules.apply import base_std
@@ -21,6 +22,7 @@ from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 from mup_megatron.util.errors import UserError
 
 Break = Callable[[Parametrization, Layout], Parametrization]
+Which = Callable[[TensorHyperparameters], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +62,10 @@ def interpolate(init: float, lr: float) -> Break:
         def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
             # Of a readout, what W's init and rate would be without the multiplier A.
             forward = float(tensor.shape.ratios.forward)
-            bases = _base_stds(parametrization, tensor)
+            base = base_std(parametrization.config, tensor.shape.spec.init)
             std = {
-                block: base * (value / base * forward) ** init if base else 0.0
-                for (block, value), base in zip(tensor.init_std.items(), bases, strict=True)
+                block: base * (value / base * forward) ** init if value and base else 0.0
+                for block, value in tensor.init_std.items()
             }
             power = 2 if parametrization.update_rule == "sgd" else 1
             eps = (tensor.eps_multiplier or 1.0) / forward
@@ -87,11 +89,6 @@ def interpolate(init: float, lr: float) -> Break:
     return between
 
 
-def _base_stds(parametrization: Parametrization, tensor: TensorHyperparameters) -> list[float]:
-    base = base_std(parametrization.config, tensor.shape.spec.init)
-    return [base if std else 0.0 for std in tensor.init_std.values()]
-
-
 def _m_in(tensor: TensorHyperparameters) -> Fraction:
     return tensor.shape.ratios.m_in
 
@@ -104,170 +101,60 @@ def _is_hidden(tensor: TensorHyperparameters) -> bool:
     return not tensor.shape.spec.readout and tensor.shape.fan_in.grows
 
 
-def _embedding_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """The embedding's rate falls as a hidden tensor's does."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        if tensor.shape.spec.init is not Init.EMBEDDING:
-            return tensor
-        return tensor.retuned(lr=tensor.group.lr / _m_out(tensor))
-
-    return parametrization.replaced(change)
-
-
-def _relative_bias_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """The table of relative positions starts smaller on a wider model, as Hugging Face's T5 draws it."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        if tensor.shape.spec.init is not Init.RELATIVE_BIAS:
-            return tensor
-        factor = 1 / math.sqrt(_m_out(tensor))
-        return dataclasses.replace(tensor, init_std={block: std * factor for block, std in tensor.init_std.items()})
-
-    return parametrization.replaced(change)
-
-
-def _relative_bias_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """The rate of the table of relative positions falls as a hidden tensor's does."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        if tensor.shape.spec.init is not Init.RELATIVE_BIAS:
-            return tensor
-        return tensor.retuned(lr=tensor.group.lr / _m_out(tensor))
-
-    return parametrization.replaced(change)
-
-
-def _hidden_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """Hidden tensors are drawn with the base's standard deviation."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        if not _is_hidden(tensor):
-            return tensor
-        factor = math.sqrt(_m_in(tensor))
-        return dataclasses.replace(tensor, init_std={block: std * factor for block, std in tensor.init_std.items()})
-
-    return parametrization.replaced(change)
-
-
-def _hidden_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """Hidden tensors take the base's rate."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(lr=tensor.group.lr * _m_in(tensor)) if _is_hidden(tensor) else tensor
-
-    return parametrization.replaced(change)
-
-
-def _readout_multiplier(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """Logits are W h, without A = 1/m_in; init and rate are those that go with it."""
-    return parametrization.replaced(readout=parametrization.config.hparams.output_multiplier)
-
-
-def _attention_scale(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """1/sqrt(d) instead of 1/d."""
-    growth = math.sqrt(parametrization.config.model.head_size / parametrization.base_head_size)
-    return parametrization.replaced(softmax_scale=parametrization.forward.softmax_scale * growth)
-
-
-def _output_like_init(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """The readout, and whatever else is output-like, is drawn without g."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        factor = math.sqrt(_m_in(tensor))
-        fan_outs = tensor.shape.fan_outs
-        std = {block: value if fan_outs[block].grows else value * factor for block, value in tensor.init_std.items()}
-        return dataclasses.replace(tensor, init_std=std)
-
-    return parametrization.replaced(change)
-
-
-def _epsilon(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """One epsilon for all tensors at all widths."""
-    return parametrization.replaced(lambda tensor: tensor.retuned(eps=formulas.ONE))
-
-
 def _is_routed(tensor: TensorHyperparameters) -> bool:
     """Whether the rule over experts holds: of an expert, or of the router."""
     return tensor.shape.spec.expert or tensor.shape.name.endswith((".router.weight", ".router.bias"))
 
 
-def _experts(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """Epsilon of experts and router is the same however many experts there are."""
-    ratio = parametrization.config.experts_ratio
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(eps=tensor.group.eps * ratio) if _is_routed(tensor) else tensor
-
-    return parametrization.replaced(change)
+def _drawn_by(init: Init) -> Which:
+    return lambda tensor: tensor.shape.spec.init is init
 
 
-def _experts_sgd_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """SGD's rate of experts and router is the same however many experts there are."""
-    ratio = parametrization.config.experts_ratio
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(lr=tensor.group.lr / ratio) if _is_routed(tensor) else tensor
-
-    return parametrization.replaced(change)
+def _stepped_by(rule: str) -> Which:
+    return lambda tensor: tensor.group.update_rule == rule
 
 
-def _weight_decay(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """λ is the same at all widths, so that lr·λ falls as the rate does; where that is the rule, lr·λ is the same."""
-    coupled = parametrization.config.parametrization.weight_decay == "coupled"
+def _of(which: Which, change: Callable[[TensorHyperparameters, Config], TensorHyperparameters]) -> Break:
+    """Another rule for some tensors, each by itself."""
 
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(decay=1 / tensor.group.lr if coupled and tensor.group.lr else formulas.ONE)
+    def broken(parametrization: Parametrization, layout: Layout) -> Parametrization:
+        config = parametrization.config
+        return parametrization.replaced(lambda tensor: change(tensor, config) if which(tensor) else tensor)
 
-    return parametrization.replaced(change)
-
-
-def _depth_factor(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """Branches are added whole, whatever the depth."""
-    return parametrization.replaced(residual=parametrization.config.hparams.residual_multiplier)
+    return broken
 
 
-def _sgd_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """SGD's rate is the same for all tensors at all widths."""
-    return parametrization.replaced(lambda tensor: tensor.retuned(lr=formulas.ONE))
+def _every(tensor: TensorHyperparameters) -> bool:
+    return True
 
 
-def _muon_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """Muon's rate is the same at all widths: a coordinate of an update keeps its size, as it is commonly used."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(lr=formulas.ONE) if tensor.group.update_rule == "muon" else tensor
-
-    return parametrization.replaced(change)
+def _spread(tensor: TensorHyperparameters, factor: float) -> TensorHyperparameters:
+    """Initial values times a factor."""
+    return dataclasses.replace(tensor, init_std={block: std * factor for block, std in tensor.init_std.items()})
 
 
-def _soap_rate(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """SOAP's matrices have Adam's rate, 1/m_in: the update is Adam's, but in another basis."""
-
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(lr=1 / tensor.shape.ratios.m_in) if tensor.group.update_rule == "soap" else tensor
-
-    return parametrization.replaced(change)
+def _without_g(tensor: TensorHyperparameters, config: Config) -> TensorHyperparameters:
+    factor, fan_outs = math.sqrt(_m_in(tensor)), tensor.shape.fan_outs
+    std = {block: value if fan_outs[block].grows else value * factor for block, value in tensor.init_std.items()}
+    return dataclasses.replace(tensor, init_std=std)
 
 
-def _soap_epsilon(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """SOAP's epsilon follows one coordinate of the gradient, as Adam's does, and not a singular value."""
+def _other_decay(tensor: TensorHyperparameters, config: Config) -> TensorHyperparameters:
+    coupled = config.parametrization.weight_decay == "coupled"
+    return tensor.retuned(decay=1 / tensor.group.lr if coupled and tensor.group.lr else formulas.ONE)
 
-    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-        return tensor.retuned(eps=1 / _m_out(tensor)) if tensor.group.update_rule == "soap" else tensor
 
-    return parametrization.replaced(change)
+def _attention_scale(parametrization: Parametrization, layout: Layout) -> Parametrization:
+    growth = math.sqrt(parametrization.config.model.head_size / parametrization.base_head_size)
+    return parametrization.replaced(softmax_scale=parametrization.forward.softmax_scale * growth)
 
 
 def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametrization:
-    """Fan-in and fan-out are read from the parameter itself, which under tensor parallelism is a slice of it."""
-
     def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
         spec = tensor.shape.spec
         slices = layout.slice_of(spec, 0)[1] if spec.partition_dim is not None else 1
         if spec.partition_dim == spec.fan_in and tensor.shape.fan_in.grows:
-            std = {block: value * math.sqrt(slices) for block, value in tensor.init_std.items()}
-            return dataclasses.replace(tensor, init_std=std).retuned(lr=tensor.group.lr * slices)
+            return _spread(tensor, math.sqrt(slices)).retuned(lr=tensor.group.lr * slices)
         if spec.partition_dim == spec.fan_out and tensor.shape.fan_out.grows:
             return tensor.retuned(eps=tensor.group.eps * slices)
         return tensor
@@ -276,36 +163,97 @@ def _local_shard(parametrization: Parametrization, layout: Layout) -> Parametriz
 
 
 CONTROLS: dict[str, Control] = {
-    "embedding_rate": Control(taken_out="the embedding's rate", break_=_embedding_rate),
+    # Falls as a hidden tensor's does.
+    "embedding_rate": Control(
+        taken_out="the embedding's rate",
+        break_=_of(_drawn_by(Init.EMBEDDING), lambda tensor, _: tensor.retuned(lr=tensor.group.lr / _m_out(tensor))),
+    ),
+    # The table starts smaller on a wider model, as Hugging Face's T5 draws it.
     "relative_bias_init": Control(
-        taken_out="init of relative positions", break_=_relative_bias_init, regime="relative"
+        taken_out="init of relative positions",
+        break_=_of(_drawn_by(Init.RELATIVE_BIAS), lambda tensor, _: _spread(tensor, 1 / math.sqrt(_m_out(tensor)))),
+        regime="relative",
     ),
+    # Falls as a hidden tensor's does.
     "relative_bias_rate": Control(
-        taken_out="rate of relative positions", break_=_relative_bias_rate, regime="relative"
+        taken_out="rate of relative positions",
+        break_=_of(
+            _drawn_by(Init.RELATIVE_BIAS), lambda tensor, _: tensor.retuned(lr=tensor.group.lr / _m_out(tensor))
+        ),
+        regime="relative",
     ),
-    "hidden_init": Control(taken_out="init of hidden tensors", break_=_hidden_init),
-    "hidden_rate": Control(taken_out="rate of hidden tensors", break_=_hidden_rate),
-    "readout_multiplier": Control(taken_out="forward multiplier of the readout", break_=_readout_multiplier),
+    # The base's standard deviation.
+    "hidden_init": Control(
+        taken_out="init of hidden tensors",
+        break_=_of(_is_hidden, lambda tensor, _: _spread(tensor, math.sqrt(_m_in(tensor)))),
+    ),
+    # The base's rate.
+    "hidden_rate": Control(
+        taken_out="rate of hidden tensors",
+        break_=_of(_is_hidden, lambda tensor, _: tensor.retuned(lr=tensor.group.lr * _m_in(tensor))),
+    ),
+    # Logits are W h, without A = 1/m_in; init and rate are those that go with it.
+    "readout_multiplier": Control(
+        taken_out="forward multiplier of the readout",
+        break_=lambda rules, layout: rules.replaced(readout=rules.config.hparams.output_multiplier),
+    ),
+    # 1/sqrt(d) instead of 1/d.
     "attention_scale": Control(taken_out="attention scale", break_=_attention_scale, regime="head_size"),
-    "output_like_init": Control(taken_out="g, init of output-like tensors", break_=_output_like_init, regime="untied"),
-    "eps": Control(taken_out="Adam's epsilon", break_=_epsilon, regime="eps"),
+    # The readout, and whatever else is output-like, is drawn without g.
+    "output_like_init": Control(
+        taken_out="g, init of output-like tensors", break_=_of(_every, _without_g), regime="untied"
+    ),
+    # One epsilon for all tensors at all widths.
+    "eps": Control(
+        taken_out="Adam's epsilon", break_=_of(_every, lambda tensor, _: tensor.retuned(eps=formulas.ONE)), regime="eps"
+    ),
+    # The same epsilon of experts and router, however many experts there are.
     "experts": Control(
-        taken_out="the number of experts in epsilon", break_=_experts, regime="eps", grows="num_moe_experts"
+        taken_out="the number of experts in epsilon",
+        break_=_of(_is_routed, lambda tensor, config: tensor.retuned(eps=tensor.group.eps * config.experts_ratio)),
+        regime="eps",
+        grows="num_moe_experts",
     ),
+    # SGD's same rate of experts and router, however many experts there are.
     "experts_sgd_rate": Control(
-        taken_out="the number of experts in SGD's rate", break_=_experts_sgd_rate, regime="sgd", grows="num_moe_experts"
+        taken_out="the number of experts in SGD's rate",
+        break_=_of(_is_routed, lambda tensor, config: tensor.retuned(lr=tensor.group.lr / config.experts_ratio)),
+        regime="sgd",
+        grows="num_moe_experts",
     ),
-    "decay": Control(taken_out="the rule of weight decay", break_=_weight_decay, regime="decay"),
-    "depth_factor": Control(taken_out="depth factor of branches", break_=_depth_factor, regime="depth"),
-    "sgd_rate": Control(taken_out="SGD's rate", break_=_sgd_rate, regime="sgd"),
-    "muon_rate": Control(taken_out="Muon's rate", break_=_muon_rate, regime="muon"),
-    "soap_rate": Control(taken_out="SOAP's rate", break_=_soap_rate, regime="soap"),
-    "soap_eps": Control(taken_out="SOAP's epsilon", break_=_soap_epsilon, regime="soap_eps"),
+    # λ is the same at all widths, so that lr·λ falls as the rate does; where that is the rule, lr·λ is the same.
+    "decay": Control(taken_out="the rule of weight decay", break_=_of(_every, _other_decay), regime="decay"),
+    # Branches are added whole, whatever the depth.
+    "depth_factor": Control(
+        taken_out="depth factor of branches",
+        break_=lambda rules, layout: rules.replaced(residual=rules.config.hparams.residual_multiplier),
+        regime="depth",
+    ),
+    # The same for all tensors at all widths.
+    "sgd_rate": Control(
+        taken_out="SGD's rate", break_=_of(_every, lambda tensor, _: tensor.retuned(lr=formulas.ONE)), regime="sgd"
+    ),
+    # The same at all widths: a coordinate of an update keeps its size, as Muon is commonly used.
+    "muon_rate": Control(
+        taken_out="Muon's rate",
+        break_=_of(_stepped_by("muon"), lambda tensor, _: tensor.retuned(lr=formulas.ONE)),
+        regime="muon",
+    ),
+    # Adam's rate, 1/m_in: the update is Adam's, but in another basis.
+    "soap_rate": Control(
+        taken_out="SOAP's rate",
+        break_=_of(_stepped_by("soap"), lambda tensor, _: tensor.retuned(lr=1 / _m_in(tensor))),
+        regime="soap",
+    ),
+    # It follows one coordinate of the gradient, as Adam's does, and not a singular value.
+    "soap_eps": Control(
+        taken_out="SOAP's epsilon",
+        break_=_of(_stepped_by("soap"), lambda tensor, _: tensor.retuned(eps=1 / _m_out(tensor))),
+        regime="soap_eps",
+    ),
+    # Fan-in and fan-out are read from the parameter itself, which under tensor parallelism is a slice of it.
     "local_shard": Control(
-        taken_out="global widths (read from a local shard)",
-        break_=_local_shard,
-        growing_tensor=True,
-        factors=(1, 2, 4),
+        taken_out="global widths (read from a local shard)", break_=_local_shard, growing_tensor=True, factors=(1, 2, 4)
     ),
 }
 """By the name that `--break` takes."""
@@ -320,17 +268,3 @@ def control(name: str) -> Control:
     if name not in CONTROLS:
         raise UserError(f"--break {name}: expected one of {', '.join(CONTROLS)}")
     return CONTROLS[name]
-
-
-def processes(name: str | None, factors: Sequence[int]) -> int | None:
-    """Number of processes that a control needs; None where the config's own layout is enough.
-
-    A control whose tensor-parallel size grows with the width needs one process per factor.
-
-    Args:
-        name: of the control; None is none.
-        factors: sizes over the base's; the control's own if there are none.
-    """
-    if name is None or not control(name).growing_tensor:
-        return None
-    return max(factors or control(name).factors)

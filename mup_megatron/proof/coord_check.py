@@ -1,17 +1,13 @@
 """The coordinate check: sizes of activations, gradients and updates over width, after a few steps, in any layout.
 
-Public names: `coord_check`, `parse_parametrization`, `MeasuredParametrization`. Every model of the family is trained
-for some steps on one batch, once per seed, in the parametrization that is judged and in one to compare it with (Tensor
-Programs V, appendix D.1).
+Public name: `coord_check`. Every model of the family is trained for some steps on one batch, once per seed, in the
+parametrization that is judged and in one to compare it with (Tensor Programs V, appendix D.1).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -27,89 +23,31 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import runtime, upstream
 from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.parallel.ranks import Rank
-from mup_megatron.proof.controls import Break, Control, control, interpolate
+from mup_megatron.proof.check import Check, MeasuredParametrization
 from mup_megatron.proof.coordinates import measure
-from mup_megatron.proof.family import Member, default_factors, grown, models, own_path, scaled
+from mup_megatron.proof.family import Axis, Member, Point, default_factors, grown, models, own_path, scaled
 from mup_megatron.proof.megatron import megatron_measure
-from mup_megatron.proof.regimes import REGIMES, Regime
+from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.slopes import Measurement, slopes_of
 from mup_megatron.proof.sums import COLUMNS
 from mup_megatron.proof.theory import Theory
-from mup_megatron.proof.verdict import BOUNDS, judge, overall
+from mup_megatron.proof.verdict import BOUNDS, Slope, judge, overall
 from mup_megatron.rules.horizon import applied
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredParametrization:
-    """A parametrization that models of the family are trained in: the one that is judged, or one to compare it with.
-
-    Args:
-        label: for people.
-        name: of the config's `parametrization.name`.
-        break_: what is done to its rules.
-    """
-
-    label: str
-    name: str = "mup"
-    break_: Break | None = None
-
 
 _TOKENS = 16
 """Of a sequence, in the check's own batch."""
 _DIGITS = 7
 """Of a number in the JSON."""
 
-MUP = MeasuredParametrization(label="mup")
-STANDARD = MeasuredParametrization(label="standard", name="standard")
-FAN_IN = MeasuredParametrization(label="fan_in", name="fan_in")
-
-
-def parse_parametrization(point: str | None, broken: str | None, config: Config) -> MeasuredParametrization:
-    """What is judged.
-
-    Args:
-        point: mup, standard, fan_in or interpolate:INIT,LR; the config's own unless given.
-        broken: name of a control; µP without that rule.
-        config: the run.
-
-    Raises:
-        UserError: neither of these, or both.
-    """
-    if broken is not None:
-        if point not in (None, "mup"):
-            raise UserError(f"--break {broken}: takes a rule out of mup; expected no --parametrization {point}")
-        return MeasuredParametrization(label=f"mup without {control(broken).taken_out}", break_=control(broken).break_)
-    point = point or config.parametrization.name
-    for known in (MUP, STANDARD, FAN_IN):
-        if point == known.label:
-            return known
-    kind, _, numbers = point.partition(":")
-    try:
-        init, lr = (float(number) for number in numbers.split(","))
-        if kind != "interpolate" or not (math.isfinite(init) and math.isfinite(lr)):
-            raise ValueError
-    except ValueError:
-        raise UserError(f"--parametrization {point}: expected mup, standard, fan_in, or interpolate:0.5,1") from None
-    return MeasuredParametrization(label=point, break_=interpolate(init, lr))
-
 
 def coord_check(
     config: Config,
     rank: Rank,
+    asked: Check,
     *,
-    factors: Sequence[int] = (),
-    growth: Mapping[str, Sequence[int | Fraction]] | None = None,
-    steps: int = 4,
-    seeds: int = 3,
-    point: str | None = None,
-    broken: str | None = None,
-    regime: str = "plain",
-    compare: bool = True,
-    own_batch: bool = False,
-    ranges: bool = False,
     folder: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -118,16 +56,7 @@ def coord_check(
     Args:
         config: the run; its `base:` is the family's smallest model, and its layout that of all.
         rank: this process.
-        factors: sizes over the base's; the config's own path from the base to its target unless given.
-        growth: key of `base:` to factors of its own, instead.
-        steps: optimizer steps.
-        seeds: repetitions, with seeds from the config's on.
-        point: the parametrization that is judged; see `parse_parametrization`.
-        broken: a rule to take out (`controls.CONTROLS`), in the regime that excites it.
-        regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
-        compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
-        own_batch: the config's own batch, length and rate, which may hide what happens as widths grow (`_few_tokens`).
-        ranges: also measure the range of values of every tensor, and what formats of lower precision would lose.
+        asked: sizes, steps, seeds, and what is judged.
         folder: of runs of megatron.training, where the config has a `tuning.command`; it is then not collective, and
             `rank` counts the processes of such a run.
         say: takes lines of progress.
@@ -138,115 +67,113 @@ def coord_check(
     Raises:
         UserError: bad input.
     """
-    if steps < 1:
-        raise UserError(f"--steps: {steps}: nothing changes in no steps; expected 1 or more")
-    if seeds < 1:
-        raise UserError(f"--seeds: {seeds}: expected 1 or more")
-    if factors and growth:
-        raise UserError("--growth: says how each size grows; expected no --widths")
     upstream.prepare_process()
-    judged = parse_parametrization(point, broken, config)
-    compare_with = [STANDARD if judged is MUP else MUP] if compare else []
-    measured = [judged, *compare_with]
-    chosen = control(broken) if broken is not None else None
-    asked = _asked(config, rank, chosen, regime, factors, growth or {}, steps, own_batch)
+    measured = asked.measured(config)
+    judged, regime = measured[0], REGIMES[asked.in_regime]
+    keys, family = _asked(config, rank, asked)
     if config.tuning.command:
-        if asked.regime.resumes or (judged.break_ is not None and chosen is None) or (chosen and chosen.growing_tensor):
+        growing = asked.control is not None and asked.control.growing_tensor
+        if regime.resumes or growing or (judged.break_ is not None and judged.broken is None):
             raise UserError(
-                f"coord-check --megatron: {judged.label} in the regime {asked.name} is measured by this project's "
+                f"coord-check --megatron: {judged.label} in the regime {asked.in_regime} is measured by this project's "
                 "engines; expected no --megatron"
             )
-        names = [(each.label, each.name, broken if each is judged else None) for each in measured]
-        measurements, tables = megatron_measure(
-            asked.family, names, steps, seeds, folder or Path(config.run.dir), say, ranges=ranges
-        )
+        measurements, tables = megatron_measure(family, measured, asked, folder or Path(config.run.dir), say)
     else:
-        for member in asked.family:
+        for member in family:
             refuse(member.config, member.layout)
-        how = {"resumes": asked.regime.resumes, "ranges": ranges}
-        measurements, tables = _measure(asked.family, measured, rank, steps, seeds, how, say)
-    family, axis = asked.family, asked.regime.axis
-    theory = Theory(tables, [member.size for member in family], axis)
-    slopes = {each.label: slopes_of(measurements, each.label, family, steps, theory, axis) for each in measured}
+        measurements, tables = _measure(family, measured, rank, asked, say)
+    theory = Theory(tables, [member.size for member in family], regime.axis)
+    slopes = {each.label: slopes_of(measurements, each.label, family, theory, regime.axis) for each in measured}
+    return as_json({**_result(asked, keys, family, measurements, slopes), "config": config.model_dump()}, _DIGITS)
+
+
+def _result(
+    asked: Check,
+    keys: Mapping[str, Any],
+    family: Sequence[Member],
+    measurements: Sequence[Measurement],
+    slopes: Mapping[str, Sequence[Slope]],
+) -> dict[str, Any]:
+    """What the JSON file tells, but for the config; of the parametrizations the judged one comes first."""
+    judged, first = next(iter(slopes)), family[0]
     verdicts = {label: judge(held) for label, held in slopes.items()}
-    not_finite = _not_finite(measurements)
-    verdict = overall(verdicts[judged.label])
+    verdict = overall(verdicts[judged])
     named = {
-        state: [name for name, each in verdicts[judged.label].items() if each["verdict"] == state]
+        state: [name for name, each in verdicts[judged].items() if each["verdict"] == state]
         for state in ("out of bounds", "undecided")
     }
-    training = family[0].config.training
-    result = {
-        "judged": judged.label,
-        "regime": asked.name,
+    return {
+        "judged": judged,
+        "regime": asked.in_regime,
         "passed": verdict == "passed",
         "verdict": verdict,
         "out_of_bounds": named["out of bounds"],
         "undecided": named["undecided"],
-        "axis": axis,
-        "over": family[0].over,
+        "axis": REGIMES[asked.in_regime].axis,
+        "over": first.over,
         "sizes": [
             {"factor": member.factor, "size": member.size, "sizes": member.sizes, "layout": str(member.layout)}
             for member in family
         ],
-        "steps": steps,
-        "seeds": seeds,
-        "lr": family[0].config.hparams.lr,
-        "tokens": training.global_batch_size * training.seq_length,
-        "set": asked.keys,
+        "steps": asked.steps,
+        "seeds": asked.seeds,
+        "lr": first.config.hparams.lr,
+        "tokens": first.config.training.global_batch_size * first.config.training.seq_length,
+        "set": keys,
         "bounds": BOUNDS,
         "silent": sorted({name for each in measurements for name in each.coordinates.silent}),
-        "not_finite": not_finite,
+        "not_finite": [where for each in measurements for where in each.not_finite],
         "verdicts": verdicts,
         "slopes": {label: [dataclasses.asdict(each) for each in held] for label, held in slopes.items()},
-        **({"range_columns": COLUMNS} if ranges else {}),
+        **({"range_columns": COLUMNS} if asked.ranges else {}),
         "cells": [each.as_written() for each in measurements],
-        "config": config.model_dump(),
     }
-    found: dict[str, Any] = as_json(result, _DIGITS)
-    return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What is run: the family, and under what.
-
-    Args:
-        name: of the regime.
-        regime: the same.
-        keys: config keys that the regime sets, for people.
-        family: models, smallest first.
-    """
-
-    name: str
-    regime: Regime
-    keys: dict[str, Any]
-    family: list[Member]
-
-
-def _asked(
-    config: Config,
-    rank: Rank,
-    broken: Control | None,
-    name: str,
-    factors: Sequence[int],
-    growth: Mapping[str, Sequence[int | Fraction]],
-    steps: int,
-    own_batch: bool,
-) -> _Asked:
-    """The family of a check, in its regime."""
-    name = broken.regime if broken is not None else name
-    regime = REGIMES[name]
-    if broken is not None and broken.grows and broken.grows not in growth:
+def _asked(config: Config, rank: Rank, asked: Check) -> tuple[dict[str, Any], list[Member]]:
+    """Config keys that the check's regime sets, and its family, smallest model first."""
+    regime, broken = REGIMES[asked.in_regime], asked.control
+    if broken is not None and broken.grows and broken.grows not in asked.growth:
         raise UserError(
             f"--break: {broken.taken_out} matters only where experts become more; expected --growth "
             f"{broken.grows}=1,2,4,8"
         )
-    factors = factors or (broken.factors if broken is not None else ())
     # Rules over batch and tokens count from the run's own, and the check has others.
     config = derive(config, {**applied(config), "tuning.seq_length": None})
-    # Alike at every size, and nothing random or recomputed between the steps; a rate from the first step on.
-    plain: dict[str, Any] = {
+    points = _points(config, rank, asked, regime.axis)
+    small = {f"model.{key}": size for key, size in {**config.base.width.sizes, **config.base.experts}.items()}
+    alike = derive(config, {**_alike(config, asked), **small})
+    keys = regime.keys(alike, asked.steps)
+    if keys is None and broken is None:
+        raise UserError(f"{regime.what}: the config is that already")
+    alike = resolve_auto(derive(alike, keys or {}))
+    if regime.regrows and regime.axis == "width":
+        over = max(points[-1].sizes, key=lambda key: points[-1].sizes[key] / config.base.width.sizes[key])
+        ratios = [point.sizes[over] / config.base.width.sizes[over] for point in points]
+        points = scaled(alike, [max(1, round(ratio)) for ratio in ratios])
+    growing = broken is not None and broken.growing_tensor
+    if not asked.own_batch:
+        alike = derive(alike, _few_tokens(alike, rank.world_size, growing=growing))
+    return keys or {}, models(alike, points, rank.world_size, regime.axis, growing_tensor=growing)
+
+
+def _points(config: Config, rank: Rank, asked: Check, axis: Axis) -> list[Point]:
+    """Sizes of the family, before a regime changes what grows."""
+    if asked.growth and asked.factors:
+        raise UserError("--growth: says how each size grows; expected no --widths")
+    if asked.growth:
+        return grown(config, asked.growth)
+    if factors := asked.factors or (asked.control.factors if asked.control else ()):
+        return scaled(config, factors, axis)
+    if axis == "depth":
+        return scaled(config, default_factors(config, "depth")[:3], "depth")
+    return own_path(config, rank.world_size)
+
+
+def _alike(config: Config, asked: Check) -> dict[str, Any]:
+    """Keys with which all sizes are trained alike: nothing random or recomputed, a rate from the first step on."""
+    keys: dict[str, Any] = {
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "training.recompute_granularity": None,
@@ -254,45 +181,17 @@ def _asked(
         "training.recompute_num_layers": None,
         "training.lr_schedule": "constant",
         "training.lr_warmup_steps": 0,
-        "training.train_steps": steps + 1,
+        "training.train_steps": asked.steps + 1,
         "training.eval_interval": None,
         "run.samples": [],
         "parametrization.name": "mup",
     }
-    warmup = config.training.lr_warmup_steps
-    if warmup > steps and not own_batch:
-        plain["hparams.lr"] = LearningRateSchedule(config.training, config.hparams.lr)(steps)
+    if config.training.lr_warmup_steps > asked.steps and not asked.own_batch:
+        keys["hparams.lr"] = LearningRateSchedule(config.training, config.hparams.lr)(asked.steps)
     if config.optimizer.name == "sgd":
         # Clipping by the plain norm, which falls with width early on, is part of SGD's rate.
-        plain["training.clip_grad"] = 0.0
-    if growth:
-        points = grown(config, growth)
-    elif factors:
-        points = scaled(config, factors, regime.axis)
-    elif regime.axis == "depth":
-        points = scaled(config, default_factors(config, "depth")[:3], "depth")
-    else:
-        points = own_path(config, rank.world_size)
-    small = {f"model.{key}": size for key, size in {**config.base.width.sizes, **config.base.experts}.items()}
-    asked = derive(config, {**plain, **small})
-    keys = regime.keys(asked, steps)
-    if keys is None and broken is None:
-        raise UserError(f"{regime.what}: the config is that already")
-    keys = keys or {}
-    asked = resolve_auto(derive(asked, keys))
-    if regime.regrows and regime.axis == "width":
-        over = max(points[-1].sizes, key=lambda key: points[-1].sizes[key] / config.base.width.sizes[key])
-        ratios = [point.sizes[over] / config.base.width.sizes[over] for point in points]
-        points = scaled(asked, [max(1, round(ratio)) for ratio in ratios])
-    growing = broken is not None and broken.growing_tensor
-    if not own_batch:
-        asked = derive(asked, _few_tokens(asked, rank.world_size, growing=growing))
-    return _Asked(
-        name=name,
-        regime=regime,
-        keys=keys,
-        family=models(asked, points, rank.world_size, regime.axis, growing_tensor=growing),
-    )
+        keys["training.clip_grad"] = 0.0
+    return keys
 
 
 def _few_tokens(config: Config, world_size: int, *, growing: bool) -> dict[str, Any]:
@@ -322,9 +221,7 @@ def _measure(
     family: Sequence[Member],
     measured: Sequence[MeasuredParametrization],
     rank: Rank,
-    steps: int,
-    seeds: int,
-    how: Mapping[str, bool],
+    asked: Check,
     say: Callable[[str], None],
 ) -> tuple[list[Measurement], list[Parametrization]]:
     """Every measurement, and µP's own table of every size. Sizes of one layout follow each other."""
@@ -335,35 +232,32 @@ def _measure(
     tables: list[Parametrization] = []
     datasets: dict[int, Any] = {}
     started: Layout | None = None
-    seed = family[0].config.run.seed
+    first = family[0].config.run.seed
     try:
         for member in family:
             if started is None or _groups(started) != _groups(member.layout):
                 if started is not None:
                     parallel_state.destroy_model_parallel()
-                device = runtime.start_distributed(member.layout, rank, seed, meeting)
+                device = runtime.start_distributed(member.layout, rank, first, meeting)
                 started = member.layout
             prepared = prepare(member.config)
             tables.append(parametrize(member.config, prepared.vocab_size))
-            for number in range(seeds):
-                seeded = dataclasses.replace(member, config=derive(member.config, {"run.seed": seed + number}))
-                if number not in datasets:
-                    datasets[number] = build_datasets(seeded.config, prepared)[0]
-                batch = Batches(datasets[number], seeded.config, member.layout, rank.rank, device)[0]
+            for seed in range(first, first + asked.seeds):
+                seeded = derive(member.config, {"run.seed": seed})
+                if seed not in datasets:
+                    datasets[seed] = build_datasets(seeded, prepared)[0]
+                batch = Batches(datasets[seed], seeded, member.layout, rank.rank, device)[0]
                 for each in measured:
-                    config = derive(seeded.config, {"parametrization.name": each.name})
+                    config = derive(seeded, {"parametrization.name": each.name})
                     parametrization = parametrize(config, prepared.vocab_size)
                     if each.break_ is not None:
                         parametrization = each.break_(parametrization, member.layout)
-                    whole = dataclasses.replace(seeded, config=config)
-                    coordinates = measure(whole, parametrization, rank.rank, device, batch, steps, **how)
+                    whole = dataclasses.replace(member, config=config)
+                    found = measure(whole, parametrization, rank.rank, device, batch, asked)
                     measurements.append(
-                        Measurement(label=each.label, seed=seed + number, factor=member.factor, coordinates=coordinates)
+                        Measurement(label=each.label, seed=seed, factor=member.factor, coordinates=found)
                     )
-                    say(
-                        f"{each.label}: {member.factor} x base, seed {seed + number}: loss "
-                        + " ".join(f"{loss:.4f}" for loss in coordinates.losses)
-                    )
+                    say(str(measurements[-1]))
     finally:
         parallel_state.destroy_model_parallel()
     return measurements, tables
@@ -379,13 +273,3 @@ def _groups(layout: Layout) -> tuple[int, ...]:
         layout.expert,
         layout.expert_tensor,
     )
-
-
-def _not_finite(measurements: Sequence[Measurement]) -> list[str]:
-    """Where a loss was no finite number."""
-    return [
-        f"{each.label}: {each.factor} x base, seed {each.seed}, step {step}"
-        for each in measurements
-        for step, loss in enumerate(each.coordinates.losses)
-        if not math.isfinite(loss)
-    ]

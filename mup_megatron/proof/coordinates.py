@@ -1,6 +1,6 @@
 """Sizes of activations, gradients, weights and updates of one model that takes a few steps on one batch, on all ranks.
 
-Public names: `Coordinates`, `Probe`, `measure`, `parts`. The size of a tensor is the mean absolute value of its
+Public names: `Coordinates`, `Probe`, `measure`. The size of a tensor is the mean absolute value of its
 elements. Each rank adds up the absolute values of the elements that it holds, and counts them; then sums and counts are
 added over all ranks. Ranks may hold parts of a tensor (tensor, sequence, context, pipeline and data parallelism) or
 copies of it. Both give the mean over the whole tensor, because every element has the same number of copies. Copies that
@@ -32,9 +32,12 @@ from mup_megatron.model.build import build_model
 from mup_megatron.model.global_names import named_modules, named_parameters
 from mup_megatron.model.init import local_rows
 from mup_megatron.parallel.layout import Layout
+from mup_megatron.proof.check import Check
 from mup_megatron.proof.family import Member
 from mup_megatron.proof.hooks import attention_hook, router_hook
-from mup_megatron.proof.sums import Ranges, Sums
+from mup_megatron.proof.names import part_name
+from mup_megatron.proof.regimes import REGIMES
+from mup_megatron.proof.sums import Ranges, Sums, of_all_ranks
 from mup_megatron.rules.shapes import STACKS, TensorSpec
 from mup_megatron.rules.table import Parametrization
 
@@ -57,7 +60,7 @@ class Coordinates:
 
     Args:
         modules: by quantity (`QUANTITIES`), then by the module's global name: sizes before each step.
-        initial: by part of a parameter (`parts`): the size of its initial values.
+        initial: by part of a parameter (names.py): the size of its initial values.
         updates: by part of a parameter: the size of what each step added to it.
         copies: by part of a parameter that tensor-parallel ranks hold copies of: how far the copies are from the first
             rank's after each step.
@@ -82,10 +85,7 @@ def measure(
     rank: int,
     device: torch.device,
     batch: Sequence[Batch],
-    steps: int,
-    *,
-    resumes: bool = False,
-    ranges: bool = False,
+    asked: Check,
 ) -> Coordinates:
     """Builds a model of the family, trains it on one batch, and measures every module at every step. Collective.
 
@@ -97,17 +97,18 @@ def measure(
         rank: global rank of this process.
         device: where the model lives.
         batch: this rank's micro-batches of the global batch that every step takes.
-        steps: optimizer steps; sizes are measured before each step and after the last.
-        resumes: half way, save the state, build another model and optimizer, and go on from the saved files.
-        ranges: also measure ranges of values, before the first step and after the last.
+        asked: sizes are measured before each step and after the last, and ranges of values before the first and after
+            the last. Where the regime resumes, half way the state is saved, and another model and optimizer go on from
+            the saved files.
 
     Raises:
         UserError: the config's engine does not have the layout.
     """
-    config, layout = member.config, member.layout
+    config, layout, steps = member.config, member.layout, asked.steps
+    resumes = REGIMES[asked.in_regime].resumes
     chunks = build_model(parametrization, layout, rank, device)
     # Copies weights before the engine partitions them.
-    probe = Probe(parametrization, layout, rank, device, chunks, ranges=(0, steps) if ranges else ())
+    probe = Probe(parametrization, layout, rank, device, chunks, ranges=(0, steps) if asked.ranges else ())
     engine = build_engine(member.setup, parametrization, chunks)
     try:
         probe.watch(engine.chunks)
@@ -147,16 +148,15 @@ class Probe:
         chunks: Sequence[LanguageModule],
         ranges: Sequence[int] = (),
     ) -> None:
-        self._layout = layout
-        self._trained = {name: held for name, held in named_parameters(chunks) if not _frozen(parametrization, name)}
+        self._layout, tensors = layout, parametrization.tensors
+        self._trained = {name: held for name, held in named_parameters(chunks) if not tensors[name].shape.spec.frozen}
         self._weights = {name: held.detach().float().clone() for name, held in self._trained.items()}
-        tensors = parametrization.tensors
         self._specs = {name: tensors[name].shape.spec for name in self._trained}
         self._thetas = {name: float(tensors[name].theta) for name in self._trained}
-        self._cut = {name: _rows(tensors[name].shape.spec, layout, rank, device) for name in self._trained}
+        self._cut = {name: _rows(spec, layout, rank, device) for name, spec in self._specs.items()}
         self._initial, self._updates, self._copies = Sums(), Sums(), Sums()
         for name, weight in self._weights.items():
-            for part, values in parts(name, weight * self._thetas[name], self._cut[name]):
+            for part, values in self._parts(name, weight):
                 self._initial.add(part, values)
         self._recorder = _Recorder(gradient_scale=1.0 / (layout.data * layout.context), ranges=ranges)
         self.losses: list[float] = []
@@ -186,12 +186,17 @@ class Probe:
         for name, parameter in self._trained.items():
             held = gather(parameter)[WEIGHT]  # None where no optimizer group of this rank has it (ZeRO 1, 2)
             weight = self._weights[name] if held is None else held.detach().float().clone()
-            change = (weight - self._weights[name]) * self._thetas[name]
-            for part, values in parts(name, change, self._cut[name]):
+            for part, values in self._parts(name, weight - self._weights[name]):
                 self._updates.add((part, step), values)
             self._weights[name] = weight
             for part, values in self._from_the_first(name, weight):
                 self._copies.add((part, step), values)
+
+    def _parts(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of a parameter, or of what was added to it, by block, as its layer multiplies with it."""
+        values = weight * self._thetas[name]
+        for block, rows in self._cut[name].items():
+            yield part_name(name, block), values[rows]
 
     def _from_the_first(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """How far this rank's copy is from the first tensor-parallel rank's, by part; none where it is a slice."""
@@ -202,7 +207,7 @@ class Probe:
         group = state.get_expert_tensor_parallel_group() if spec.expert else state.get_tensor_model_parallel_group()
         first = weight.clone()
         torch.distributed.broadcast(first, torch.distributed.get_global_rank(group, 0), group=group)
-        yield from parts(name, (weight - first) * self._thetas[name], self._cut[name])
+        yield from self._parts(name, weight - first)
 
     def close(self) -> None:
         """Takes the hooks out."""
@@ -215,22 +220,19 @@ class Probe:
             steps: that were taken, and looked at.
         """
         recorder = self._recorder
-        silent = _silent_everywhere(recorder.silent, recorder.fired)
-        sizes, updated = recorder.sums.means(), self._updates.means()
         modules: dict[str, dict[str, list[float]]] = {quantity: {} for quantity in QUANTITIES}
-        for quantity, name, step in sizes:
-            modules[quantity].setdefault(name, [math.nan] * (steps + 1))[step] = sizes[quantity, name, step]
-        initial = self._initial.means()
+        for (quantity, name, step), size in recorder.sums.means().items():
+            modules[quantity].setdefault(name, [math.nan] * (steps + 1))[step] = size
         ranges: dict[str, dict[str, list[list[float]]]] = {}
         for (quantity, name, _), told in sorted(recorder.ranges.told().items(), key=lambda held: held[0][2]):
             ranges.setdefault(quantity, {}).setdefault(name, []).append(told)
         return Coordinates(
             modules=modules,
-            initial=initial,
-            updates=_by_step(updated, steps),
+            initial=self._initial.means(),
+            updates=_by_step(self._updates.means(), steps),
             copies=_by_step(self._copies.means(), steps),
             losses=self.losses,
-            silent=silent,
+            silent=_silent_everywhere(recorder.silent, recorder.fired),
             ranges=ranges,
         )
 
@@ -238,8 +240,8 @@ class Probe:
 def _by_step(sizes: Mapping[tuple[str, int], float], steps: int) -> dict[str, list[float]]:
     """By name, an entry per step."""
     found: dict[str, list[float]] = {}
-    for name, step in sizes:
-        found.setdefault(name, [math.nan] * steps)[step] = sizes[name, step]
+    for (name, step), size in sizes.items():
+        found.setdefault(name, [math.nan] * steps)[step] = size
     return found
 
 
@@ -266,35 +268,14 @@ def _resumed(
     return resumed
 
 
-def parts(
-    name: str, tensor: torch.Tensor, rows: Mapping[str, torch.Tensor] | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The blocks of a parameter, by name: `...linear_qkv.weight[key]`. One that is a single block keeps its own name.
-
-    Args:
-        name: global name.
-        tensor: this rank's slice, or what was added to it.
-        rows: block to its rows in the slice; None for a tensor that is one block.
-    """
-    if rows is None:
-        yield name, tensor
-        return
-    for block, which in rows.items():
-        yield f"{name}[{block}]", tensor[which]
-
-
-def _rows(spec: TensorSpec, layout: Layout, rank: int, device: torch.device) -> dict[str, torch.Tensor] | None:
-    """The rows of each block in this rank's slice; None for a tensor that is one block."""
+def _rows(spec: TensorSpec, layout: Layout, rank: int, device: torch.device) -> dict[str | None, Any]:
+    """The rows of each block in this rank's slice; all of them of a tensor that is one block."""
     if spec.fused is None:
-        return None
+        return {None: slice(None)}
     numbers: dict[str | None, float] = {block: number for number, block in enumerate(spec.fused.fan_outs)}
     slice_rank, slices = layout.slice_of(spec, rank)
     held = local_rows(spec, numbers, slice_rank, slices, device)
-    return {block: (held == numbers[block]).nonzero().flatten() for block in spec.fused.fan_outs}
-
-
-def _frozen(parametrization: Parametrization, name: str) -> bool:
-    return parametrization.tensors[name].shape.spec.frozen
+    return {block: (held == number).nonzero().flatten() for block, number in numbers.items()}
 
 
 class _Recorder:
@@ -393,6 +374,5 @@ class _Recorder:
 
 def _silent_everywhere(watched: set[str], fired: set[str]) -> tuple[str, ...]:
     """Modules that have parameters and ran on no rank. Collective."""
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, (watched, fired))
+    ranks = of_all_ranks((watched, fired))
     return tuple(sorted(set().union(*(held for held, _ in ranks)) - set().union(*(ran for _, ran in ranks))))

@@ -65,19 +65,14 @@ class Member:
 
 def default_factors(config: Config, axis: Axis = "width") -> list[int]:
     """Powers of two from the base to the config's own model, four of them at least."""
-    if axis == "depth":
-        largest = config.model.num_layers // config.num_layers_base
-    else:
-        sizes = config.model.model_dump()
-        largest = max((sizes[name] or 0) // size for name, size in _grows(config, axis).items())
+    sizes = config.model.model_dump()
+    largest = max((sizes[name] or 0) // size for name, size in _grows(config, axis).items())
     return [2**power for power in range(max(4, largest.bit_length()))]
 
 
-def members(
-    config: Config, factors: Sequence[int], world_size: int, axis: Axis = "width", *, growing_tensor: bool = False
-) -> list[Member]:
+def members(config: Config, factors: Sequence[int], world_size: int, axis: Axis = "width") -> list[Member]:
     """The family's models at whole factors of the base, smallest first: `models` of `scaled`."""
-    return models(config, scaled(config, factors, axis), world_size, axis, growing_tensor=growing_tensor)
+    return models(config, scaled(config, factors, axis), world_size, axis)
 
 
 def scaled(config: Config, factors: Sequence[int], axis: Axis = "width") -> list[Point]:

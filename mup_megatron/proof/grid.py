@@ -1,7 +1,7 @@
 """Many runs of one process each, at the same time; they go on where they were stopped.
 
-Public names: `Job`, `Outcome`, `comparable`, `run_grid`, `alone`. Each run writes its outcome to a file of its own in
-the grid's folder, and the process that holds the lock of a run's folder runs it. So any number of commands, on any node
+Public names: `Grid`, `Job`, `Outcome`, `ended`, `comparable`. Each run writes its outcome to a file of its own in the
+grid's folder, and the process that holds the lock of a run's folder runs it. So any number of commands, on any node
 that sees the folder, can work on one grid.
 """
 
@@ -12,15 +12,16 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mup_megatron.checkpoints.run_directory import Busy, own_run_directory, write_whole
 from mup_megatron.config import Config, derive
-from mup_megatron.data.prepare import data_directory
+from mup_megatron.data.prepare import data_directory, prepare
+from mup_megatron.data.record import Prepared
 from mup_megatron.engines.setup import resolve
 from mup_megatron.parallel.ranks import Rank, stop_signal
 from mup_megatron.rules.horizon import said
@@ -69,6 +70,14 @@ class Outcome:
     reason: str | None = None
 
 
+def ended(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """What a result tells of how its runs ended: which failed and why, and seconds of one process."""
+    return {
+        "failed": [f"{name}: {each.reason}" for name, each in outcomes.items() if each.state == "failed"],
+        "seconds": sum(each.seconds for each in outcomes.values()),
+    }
+
+
 def comparable(config: Config) -> Config:
     """The config as a run of a grid: on one process, on shared data, evaluated at the end.
 
@@ -84,74 +93,83 @@ def comparable(config: Config) -> Config:
     return derive(config, there)
 
 
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Waits until no other command prepares a grid in this folder."""
-    with ExitStack() as held:
-        while True:
-            with suppress(Busy):
-                held.enter_context(own_run_directory(directory, Rank(), ".prepare.lock"))
-                break
-            time.sleep(_POLL_SECONDS)
-        yield
-
-
-def run_grid(
-    jobs: Sequence[Job], directory: Path, rank: Rank, workers: int, say: Callable[[str], None]
-) -> dict[str, Outcome]:
-    """Runs what has no outcome yet; returns the outcomes of all, by name, once all are there.
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Where runs are trained, and by whom.
 
     Args:
-        jobs: distinct names.
-        directory: of the grid.
-        rank: this process; its local rank chooses the GPU of a single worker.
-        workers: runs at a time.
+        directory: of the command; its runs are in the folder `runs`, and what is there already is not trained again.
+        rank: this process, of several that may share the folder; its local rank chooses the GPU of a single worker.
+        workers: runs at a time in this process.
         say: takes lines of progress.
-
-    Raises:
-        UserError: the folder holds a run of this name with other settings.
-        DiskFull: nothing more could be written.
-        Stopped: SIGTERM; what ran was saved.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output: cannot write to {directory}: {error.strerror}") from None
-    outcomes = {}
-    for job in jobs:
-        found = _read(directory, job)
-        if found is not None and found.state == "failed":  # it has another chance with every command
-            (directory / f"{job.name}.json").unlink(missing_ok=True)
-        elif found is not None:
-            outcomes[job.name] = found
-    if outcomes:
-        say(f"{len(outcomes)} of {len(jobs)} runs are there already")
-    began, before = time.monotonic(), set(outcomes)
-    slots = [
-        _Slot(
-            directory, rank if workers == 1 else Rank(rank=number, local_rank=number, world_size=workers), rank, number
-        )
-        for number in range(workers)
-    ]
-    with stop_signal() as terminated:
+
+    directory: Path
+    rank: Rank
+    workers: int
+    say: Callable[[str], None]
+
+    def prepare(self, configs: Iterable[Config]) -> list[Prepared]:
+        """Makes the data of some runs, once no other command makes those of a grid in this folder."""
+        with ExitStack() as held:
+            while True:
+                with suppress(Busy):
+                    held.enter_context(own_run_directory(self.directory, Rank(), ".prepare.lock"))
+                    break
+                time.sleep(_POLL_SECONDS)
+            return [prepare(config, self.say) for config in configs]
+
+    def write(self, name: str, result: Mapping[str, Any]) -> Path:
+        """Writes a result as JSON; returns the file."""
+        path = self.directory / name
+        write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        return path
+
+    def run(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
+        """Runs what has no outcome yet; returns the outcomes of all, by name, once all are there.
+
+        Args:
+            jobs: distinct names.
+
+        Raises:
+            UserError: the folder holds a run of this name with other settings.
+            DiskFull: nothing more could be written.
+            Stopped: SIGTERM; what ran was saved.
+        """
+        directory, outcomes = self.directory / "runs", {}
         try:
-            while len(outcomes) < len(jobs):
-                if terminated():
-                    raise Stopped
-                for job in jobs:
-                    if job.name not in outcomes and (found := _read(directory, job)) is not None:
-                        outcomes[job.name] = found
-                        left = _left(jobs, outcomes, before, time.monotonic() - began)
-                        say(f"{len(outcomes)}/{len(jobs)} {_said(job, found, left)}")
-                waiting = (job for job in jobs if job.name not in outcomes)
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output: cannot write to {directory}: {error.strerror}") from None
+        for job in jobs:
+            found = _read(directory, job)
+            if found is not None and found.state == "failed":  # it has another chance with every command
+                (directory / f"{job.name}.json").unlink(missing_ok=True)
+            elif found is not None:
+                outcomes[job.name] = found
+        if outcomes:
+            self.say(f"{len(outcomes)} of {len(jobs)} runs are there already")
+        began, before = time.monotonic(), set(outcomes)
+        slots = [_Slot(directory, self, number) for number in range(self.workers)]
+        with stop_signal() as terminated:
+            try:
+                while len(outcomes) < len(jobs):
+                    if terminated():
+                        raise Stopped
+                    for job in jobs:
+                        if job.name not in outcomes and (found := _read(directory, job)) is not None:
+                            outcomes[job.name] = found
+                            left = _left(jobs, outcomes, before, time.monotonic() - began)
+                            self.say(f"{len(outcomes)}/{len(jobs)} {_said(job, found, left)}")
+                    waiting = (job for job in jobs if job.name not in outcomes)
+                    for slot in slots:
+                        slot.advance(waiting)
+                    if not any(slot.busy for slot in slots):
+                        time.sleep(_POLL_SECONDS)
+            finally:
                 for slot in slots:
-                    slot.advance(waiting)
-                if not any(slot.busy for slot in slots):
-                    time.sleep(_POLL_SECONDS)
-        finally:
-            for slot in slots:
-                slot.stop(save=terminated())
-    return outcomes
+                    slot.stop(save=terminated())
+        return outcomes
 
 
 def _left(jobs: Sequence[Job], done: Container[str], before: Container[str], seconds: float) -> float:
@@ -169,11 +187,12 @@ def _said(job: Job, found: Outcome, left: float) -> str:
 class _Slot:
     """A process that takes one run after the other."""
 
-    def __init__(self, directory: Path, worker: Rank, rank: Rank, number: int) -> None:
+    def __init__(self, directory: Path, grid: Grid, number: int) -> None:
         self._directory = directory
-        name = f"{os.uname().nodename}-{rank.rank}-{number}"
-        self._cache = directory / f"cache-{name}"
-        self._worker, self._log = worker, directory / f"worker-{name}.log"
+        name = f"{os.uname().nodename}-{grid.rank.rank}-{number}"
+        several = Rank(rank=number, local_rank=number, world_size=grid.workers)
+        self._worker = grid.rank if grid.workers == 1 else several
+        self._cache, self._log = directory / f"cache-{name}", directory / f"worker-{name}.log"
         self._process: TrialProcess | None = None
         self._job: Job | None = None
         self._held = ExitStack()
@@ -188,9 +207,7 @@ class _Slot:
     def advance(self, waiting: Iterator[Job]) -> None:
         """Takes the next run that nobody else has, or hears what the one at hand says."""
         if self._job is None:
-            for job in waiting:
-                if self._take(job):
-                    break
+            any(self._take(job) for job in waiting)
         else:
             self._hear(self._job)
 
@@ -213,13 +230,10 @@ class _Slot:
         return False
 
     def _start(self, job: Job) -> None:
-        there = {
-            "run.dir": str(self._directory / job.name),
-            "run.name": job.name,
-            "data.cache_dir": str(self._cache),
-        }
+        there = {"run.dir": str(self._directory / job.name), "run.name": job.name, "data.cache_dir": str(self._cache)}
         if self._process is None:
             self._process = process_for(job.config, self._worker, self._log)
+        self._attempts += 1
         self._process.start(derive(job.config, there))
 
     def _hear(self, job: Job) -> None:
@@ -232,15 +246,10 @@ class _Slot:
             self._end(job, "complete", loss=ended.loss)
         elif ended.state in ("diverged", "failed"):
             self._end(job, ended.state, reason=ended.reason)
-        else:
-            self._died(job, ended.reason)
-
-    def _died(self, job: Job, how: str) -> None:
-        self._attempts += 1
-        if self._attempts < ATTEMPTS:
+        elif self._attempts < ATTEMPTS:
             self._start(job)
         else:
-            self._end(job, "failed", reason=f"{how}, twice")
+            self._end(job, "failed", reason=f"{ended.reason}, twice")
 
     def _end(self, job: Job, state: Any, *, loss: float = math.inf, reason: str | None = None) -> None:
         outcome = Outcome(state=state, loss=loss, seconds=time.monotonic() - self._began, reason=reason)

@@ -8,16 +8,13 @@ whether they hold (ladder_verdict.py). Runs are one process each (grid.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from mup_megatron.config import Config, derive
 from mup_megatron.data.parts import times_read
-from mup_megatron.data.prepare import prepare
 from mup_megatron.parallel import upstream
-from mup_megatron.parallel.ranks import Rank
-from mup_megatron.proof.grid import Job, Outcome, alone, run_grid
+from mup_megatron.proof.grid import Grid, Job, Outcome, ended
 from mup_megatron.proof.halving import Wanted, wanted
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.optimum import Curve
@@ -28,24 +25,13 @@ from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
 
 
-def ladder(
-    config: Config,
-    asked: Ladder,
-    directory: Path,
-    rank: Rank,
-    *,
-    workers: int,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def ladder(config: Config, asked: Ladder, grid: Grid) -> dict[str, Any]:
     """Trains the rungs, or what is missing of them, and fits.
 
     Args:
         config: the run; a rule over batch or tokens that it has is left out.
         asked: the rungs.
-        directory: of the runs; what is there already is not trained again.
-        rank: this process; several may share the folder.
-        workers: runs at a time in this process.
-        say: takes lines of progress.
+        grid: where runs are trained.
 
     Returns:
         What is written as JSON.
@@ -57,24 +43,22 @@ def ladder(
     upstream.prepare_process()
     if config.tuning.command:
         raise UserError("ladder: trains by this project's engines; expected a config, not --megatron")
-    made = rungs(config, asked, say)
-    with alone(directory):
-        for rung, each in made.items():
-            if (times := times_read(each, prepare(each, say).blend[0])) > 1:
-                say(f"warning: {rung.name} reads its text {times:.3g} times; the laws are then of repeated text")
+    made = rungs(config, asked, grid.say)
+    for (rung, each), prepared in zip(made.items(), grid.prepare(made.values()), strict=True):
+        if (times := times_read(each, prepared.blend[0])) > 1:
+            grid.say(f"warning: {rung.name} reads its text {times:.3g} times; the laws are then of repeated text")
     runs = _Runs(asked.over, asked.values, range(config.run.seed, config.run.seed + asked.seeds))
     while jobs := runs.missing(made):
-        say(f"{len(jobs)} runs on {len(made)} rungs, {workers} at a time")
-        runs.outcomes |= run_grid(jobs, directory / "runs", rank, workers, say)
+        grid.say(f"{len(jobs)} runs on {len(made)} rungs, {grid.workers} at a time")
+        runs.outcomes |= grid.run(jobs)
     for line in (dropped := runs.dropped(made)):
-        say(f"dropped, too far from the minimum: {line}")
+        grid.say(f"dropped, too far from the minimum: {line}")
     result = {
         **laws({rung: runs.curve(rung) for rung in made}, asked.over),
         "seeds": asked.seeds,
         "steps": {rung.name: each.training.train_steps for rung, each in made.items()},
         "dropped": dropped,
-        "failed": [f"{name}: {each.reason}" for name, each in runs.outcomes.items() if each.state == "failed"],
-        "seconds": sum(each.seconds for each in runs.outcomes.values()),
+        **ended(runs.outcomes),
         "config": config.model_dump(),
         **facts(config, list(made.values()), {name: getattr(next(iter(made)), name) for name in AXES}),
     }
@@ -115,11 +99,10 @@ class _Runs:
 
     def dropped(self, made: dict[Rung, Config]) -> list[str]:
         """Rates that were not trained with every seed, in words, a line per rung."""
-        lines = []
+        lines, all_of_them = [], len(self._seeds)
         for rung in made:
             few = {value: self._seeds_of(rung, value) for value in self._wanted(rung).values}
-            left = [f"{value:.3g} ({seeds} of {len(self._seeds)} seeds)" for value, seeds in few.items()]
-            left = [line for line, seeds in zip(left, few.values(), strict=True) if seeds < len(self._seeds)]
+            left = [f"{value:.3g} ({n} of {all_of_them} seeds)" for value, n in few.items() if n < all_of_them]
             lines += [f"{rung.name}: {', '.join(left)}"] if left else []
         return lines
 

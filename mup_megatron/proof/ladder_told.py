@@ -1,15 +1,12 @@
-"""A ladder's result for people and as JSON. Public names: `lines`, `write`."""
+"""A ladder's result for people. Public name: `lines`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mup_megatron.proof.rungs import NAMES
 from mup_megatron.tuning.loss_law import AXES
-from mup_megatron.util.files import write_whole
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -59,10 +56,3 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 def _where(rung: Mapping[str, Any], layers: bool) -> str:
     """Factors of a rung, in words; of layers where they vary."""
     return ", ".join(f"{axis} × {rung[axis]}" for axis in AXES if layers or axis != "layers")
-
-
-def write(result: Mapping[str, Any], directory: Path) -> Path:
-    """Writes a result as JSON; returns the file: ladder.json, or ladder-weight_decay.json of the decay."""
-    path = directory / ("ladder.json" if result["over"] == "lr" else f"ladder-{result['over']}.json")
-    write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-    return path

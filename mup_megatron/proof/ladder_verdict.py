@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mup_megatron.proof.laws import Law, fit
 from mup_megatron.proof.optimum import Curve, Minimum, least_loss, minimum
 from mup_megatron.proof.rungs import NAMES, Over, Rung
+from mup_megatron.proof.verdict import verdict_of
 from mup_megatron.tuning.loss_law import AXES, LossLaw, fit_loss_law
 from mup_megatron.util.errors import UserError
 
@@ -22,11 +23,7 @@ BOUNDS = {"octaves": 0.25, "loss": 0.01}
 this share. A value that is farther off, but within two standard errors, is undecided."""
 
 PUBLISHED: dict[Over, dict[str, tuple[float, float]]] = {
-    "lr": {
-        "no rule": (0.0, 0.0),
-        "batch^0.5 tokens^-0.32": (0.5, -0.32),
-        "(batch / tokens)^0.5": (0.5, -0.5),
-    },
+    "lr": {"no rule": (0.0, 0.0), "batch^0.5 tokens^-0.32": (0.5, -0.32), "(batch / tokens)^0.5": (0.5, -0.5)},
     "weight_decay": {"no rule": (0.0, 0.0), "batch / tokens": (1.0, -1.0)},
 }
 """Exponents of batch and tokens that others give. Of the rate: none; the square root rule (2205.10287) with Bjorck et
@@ -59,9 +56,11 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
             "--values nearer to it"
         )
     points = [rung.octaves for rung in fitted]
-    best = fit(points, [math.log2(least[rung].value or 0) for rung in fitted], _noise(least, fitted))
+    noise = _noise(least[rung].error for rung in fitted)
+    best = fit(points, [math.log2(least[rung].value or 0) for rung in fitted], noise)
     lowest = {rung: least_loss(curve) for rung, curve in curves.items()}
-    loss = fit_loss_law(points, [lowest[rung] for rung in fitted], _loss_noise(curves, fitted))
+    noise = _noise(_loss_error(curves[rung]) for rung in fitted)
+    loss = fit_loss_law(points, [lowest[rung] for rung in fitted], noise)
     reasons, opened, held_out = _judge(name, largest, least[largest], lowest[largest], best, loss)
     return {
         "over": over,
@@ -70,7 +69,7 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
                 **dataclasses.asdict(rung),
                 **dataclasses.asdict(least[rung]),
                 "values": curve.values,
-                "losses": _of(curve),
+                "losses": curve.by_value,
                 "least": lowest[rung],
             }
             for rung, curve in curves.items()
@@ -83,29 +82,21 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
         "bounds": BOUNDS,
         "reasons": reasons,
         "open": opened,
-        "verdict": (verdict := "failed" if reasons else "undecided" if opened else "passed"),
+        "verdict": (verdict := verdict_of(reasons, opened)),
         "passed": verdict == "passed",
     }
 
 
-def _of(curve: Curve) -> list[list[float]]:
-    return [list(losses.values()) for losses in curve.losses]
+def _noise(errors: Iterable[float | None]) -> float:
+    """The root mean square of standard errors over seeds, of the rungs that have one; 0 without any."""
+    squares = [error**2 for error in errors if error is not None]
+    return math.sqrt(statistics.fmean(squares)) if squares else 0.0
 
 
-def _noise(least: Mapping[Rung, Minimum], rungs: Sequence[Rung]) -> float:
-    """Of a best value's logarithm, over seeds; 0 with one."""
-    errors = [error for rung in rungs if (error := least[rung].error) is not None]
-    return math.sqrt(statistics.fmean(error**2 for error in errors)) if errors else 0.0
-
-
-def _loss_noise(curves: Mapping[Rung, Curve], rungs: Sequence[Rung]) -> float:
-    """Of a lowest mean loss (nats), over seeds; 0 with one."""
-    spreads = []
-    for rung in rungs:
-        losses = list(curves[rung].losses[curves[rung].best].values())
-        if len(losses) > 1:
-            spreads.append(statistics.stdev(losses) / math.sqrt(len(losses)))
-    return math.sqrt(statistics.fmean(each**2 for each in spreads)) if spreads else 0.0
+def _loss_error(curve: Curve) -> float | None:
+    """Of a lowest mean loss (nats), over seeds; None with one."""
+    losses = curve.by_value[curve.best]
+    return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
 
 
 def _judge(

@@ -15,6 +15,7 @@ from pathlib import Path
 from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.model.build import parametrize
+from mup_megatron.proof.check import Check, MeasuredParametrization
 from mup_megatron.proof.coordinates import Coordinates
 from mup_megatron.proof.family import Member
 from mup_megatron.proof.slopes import Measurement
@@ -35,24 +36,19 @@ _DROPPED = (
 
 def megatron_measure(
     family: Sequence[Member],
-    measured: Sequence[tuple[str, str, str | None]],
-    steps: int,
-    seeds: int,
+    measured: Sequence[MeasuredParametrization],
+    asked: Check,
     directory: Path,
     say: Callable[[str], None],
-    *,
-    ranges: bool = False,
 ) -> tuple[list[Measurement], list[Parametrization]]:
     """Every measurement, and µP's own table of every size.
 
     Args:
         family: models, smallest first.
-        measured: label, name of the parametrization and rule that is taken out, of each that is measured.
-        steps: optimizer steps.
-        seeds: repetitions.
+        measured: what the models are trained in.
+        asked: steps, seeds, and whether ranges of values are measured.
         directory: of the runs' logs.
         say: takes lines of progress.
-        ranges: also measure ranges of values.
 
     Raises:
         UserError: a run failed; says how.
@@ -60,20 +56,27 @@ def megatron_measure(
     measurements: list[Measurement] = []
     tables = [parametrize(member.config, known_vocab_size(member.config)) for member in family]
     runs = [
-        (member, seed, *each)
+        (member, seed, each)
         for member in family
-        for seed in range(member.config.run.seed, member.config.run.seed + seeds)
+        for seed in range(member.config.run.seed, member.config.run.seed + asked.seeds)
         for each in measured
     ]
     with own_process() as process:
-        for number, (member, seed, label, name, broken) in enumerate(runs):
+        for number, (member, seed, each) in enumerate(runs):
             began = time.monotonic()
-            config = derive(member.config, {"run.seed": seed, "parametrization.name": name})
-            folder = directory / f"{label.replace(' ', '-')}-{member.factor}-seed-{seed}"
-            coordinates = _run(process, config, steps, broken, folder, ranges)
-            measurements.append(Measurement(label=label, seed=seed, factor=member.factor, coordinates=coordinates))
-            losses = " ".join(f"{loss:.4f}" for loss in coordinates.losses)
-            say(f"{label}: {member.factor} x base, seed {seed}: loss {losses}")
+            config = derive(member.config, {"run.seed": seed, "parametrization.name": each.name})
+            folder = directory / f"{each.label.replace(' ', '-')}-{member.factor}-seed-{seed}"
+            task = Task(
+                kind="coordinates",
+                path=str(folder / "coordinates.json"),
+                expected=said_by_options(config),
+                steps=asked.steps,
+                broken=each.broken,
+                ranges=asked.ranges,
+            )
+            found = _run(process, config, task, folder)
+            measurements.append(Measurement(label=each.label, seed=seed, factor=member.factor, coordinates=found))
+            say(str(measurements[-1]))
             if number == 1 and len(runs) > 2:  # the first one's time has the imports in it
                 seconds = time.monotonic() - began
                 minutes = seconds * (len(runs) - 2) / 60
@@ -81,21 +84,10 @@ def megatron_measure(
     return measurements, tables
 
 
-def _run(
-    process: MegatronProcess, config: Config, steps: int, broken: str | None, folder: Path, ranges: bool
-) -> Coordinates:
-    command = MegatronCommand.read(config.tuning.command)
+def _run(process: MegatronProcess, config: Config, task: Task, folder: Path) -> Coordinates:
+    command, path = MegatronCommand.read(config.tuning.command), Path(task.path)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "coordinates.json"
     path.unlink(missing_ok=True)
-    task = Task(
-        kind="coordinates",
-        path=str(path),
-        expected=said_by_options(config),
-        steps=steps,
-        broken=broken,
-        ranges=ranges,
-    )
     try:
         own_launch(command, check_arguments(command, config, folder), task, folder, process)
     except UserError as error:

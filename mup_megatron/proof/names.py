@@ -1,16 +1,19 @@
 """Names of modules and of parts of parameters, as the coordinate check compares them over a family of models.
 
-Public names: `named`, `part`, `in_family`, `in_whole_model`, `branch`, `expert_of`. A part is a block of a fused
-parameter (`...linear_qkv.weight[key]`), or a parameter that is one block. Where depth grows, the last layer of every
-model is `decoder.layers.last` (an encoder's likewise).
+Public names: `named`, `part_name`, `in_family`, `in_whole_model`, `branch`, `in_experts`, `expert_of`. A part is a
+block of a fused parameter (`...linear_qkv.weight[key]`), or a parameter that is one block. Where depth grows, the last
+layer of every model is `decoder.layers.last` (an encoder's likewise).
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+from mup_megatron.proof.roles import ATTENTION, FEED_FORWARD, ROUTER
 from mup_megatron.rules.shapes import stack_of
 
 
-def part(name: str, block: str | None) -> str:
+def part_name(name: str, block: str | None) -> str:
     """`...linear_qkv.weight[key]` of a parameter and a block; the parameter's own name where it is one block."""
     return name if block is None else f"{name}[{block}]"
 
@@ -45,11 +48,17 @@ def expert_of(name: str) -> int:
     return int(after.partition("[")[0]) if after else 0
 
 
+def in_experts(name: str, layers: int, parameters: Container[str]) -> tuple[str, str] | None:
+    """Where in an MLP of experts something is: its layer, and `experts.` or `router.logits.` there; None elsewhere."""
+    layer, mlp, inside = in_whole_model(f"{name}.", layers).partition(".mlp.")
+    return (layer, inside) if mlp and f"{layer}.mlp.router.weight" in parameters else None
+
+
 def branch(name: str) -> str:
     """The residual branch that a module or parameter is in; itself outside of one, and a router."""
-    if name.endswith((".router", ".router.logits", ".router.weight", ".router.bias")):
+    if name.endswith((ROUTER, *(f"{ROUTER}.{part}" for part in ("logits", "weight", "bias")))):
         return name
-    for kind in (".self_attention", ".cross_attention", ".mlp"):
+    for kind in (*ATTENTION, FEED_FORWARD):
         before, found, _ = f"{name}.".partition(f"{kind}.")
         if found:
             return _any_layer(before) + kind

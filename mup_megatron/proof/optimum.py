@@ -33,6 +33,11 @@ class Curve:
         return [statistics.fmean(losses.values()) for losses in self.losses]
 
     @property
+    def by_value(self) -> list[list[float]]:
+        """Per value, the losses of its seeds."""
+        return [list(losses.values()) for losses in self.losses]
+
+    @property
     def seeds(self) -> list[int]:
         """Seeds that every value has."""
         return sorted(set.intersection(*(set(losses) for losses in self.losses)))
@@ -65,44 +70,33 @@ class Minimum:
 
 def minimum(curve: Curve) -> Minimum:
     """The minimum of the mean over seeds."""
-    place, means = curve.best, curve.means
-    numbers = [value for value in curve.values if isinstance(value, float)]
-    edge = None
-    if len(numbers) == len(curve.values):
-        edge = {0: "low", len(numbers) - 1: "high"}.get(place)
-    found = _vertex(numbers, means) if numbers else None
-    each = [_vertex(numbers, [losses[seed] for losses in curve.losses]) for seed in curve.seeds] if numbers else []
-    error = None
-    if found is not None and len(each) > 1 and None not in each:
-        error = statistics.stdev(vertex for vertex in each if vertex is not None) / math.sqrt(len(each))
+    place, found = curve.best, _parabola(curve.values, curve.means)
+    tried, edges = curve.values[place], {0: "low", len(curve.values) - 1: "high"}
+    of_seeds = [_parabola(curve.values, [losses[seed] for losses in curve.losses]) for seed in curve.seeds]
+    vertices = [each[0] for each in of_seeds if each is not None]
+    known = found is not None and len(vertices) == len(of_seeds) > 1
     return Minimum(
-        tried=curve.values[place],
-        value=None if found is None else 2.0**found,
-        error=error,
-        loss=means[place],
-        edge=edge,
+        tried=tried,
+        value=None if found is None else 2.0 ** found[0],
+        error=statistics.stdev(vertices) / math.sqrt(len(vertices)) if known else None,
+        loss=curve.means[place],
+        edge=edges.get(place) if isinstance(tried, float) else None,
     )
 
 
 def least_loss(curve: Curve) -> float:
     """Of the parabola that `minimum` goes by; the lowest mean where there is none."""
-    numbers = [value for value in curve.values if isinstance(value, float)]
-    found = _parabola(numbers, curve.means) if len(numbers) == len(curve.values) else None
+    found = _parabola(curve.values, curve.means)
     return min(curve.means) if found is None else found[1]
 
 
-def _vertex(values: Sequence[float], losses: Sequence[float]) -> float | None:
-    """log2 of where the parabola through the lowest point and its neighbors is least."""
-    found = _parabola(values, losses)
-    return None if found is None else found[0]
-
-
-def _parabola(values: Sequence[float], losses: Sequence[float]) -> tuple[float, float] | None:
+def _parabola(values: Sequence[float | str], losses: Sequence[float]) -> tuple[float, float] | None:
     """log2 of where the parabola through the lowest point and its neighbors is least, and the loss there."""
     place = min(range(len(values)), key=lambda each: losses[each])
-    if not 0 < place < len(values) - 1 or not math.isfinite(losses[place - 1] + losses[place + 1]):
+    numbers = [value for value in values[max(0, place - 1) : place + 2] if isinstance(value, float)]
+    if not 0 < place < len(values) - 1 or len(numbers) < 3 or not math.isfinite(losses[place - 1] + losses[place + 1]):
         return None
-    x, y = [math.log2(value) for value in values[place - 1 : place + 2]], losses[place - 1 : place + 2]
+    x, y = [math.log2(value) for value in numbers], losses[place - 1 : place + 2]
     left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
     bend = (right - left) / (x[2] - x[0])
     if bend <= 0:  # three equal losses

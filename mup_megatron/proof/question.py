@@ -53,16 +53,17 @@ class Question:
 
 def question(
     config: Config,
-    *,
     over: str,
     across: str,
+    *,
     values: str = "",
     factors: Sequence[int] = (),
     seeds: int = 3,
     least: int | None = None,
-    compare: bool = True,
 ) -> Question:
     """Reads what is asked, and fills in what is not said.
+
+    Compared is µP with standard and fan_in, and what is not µP with that.
 
     Args:
         config: the run.
@@ -72,7 +73,6 @@ def question(
         factors: see `Question`; from the base to the config's own size unless given.
         seeds: see `Question`.
         least: see `Question`; the smallest unless given.
-        compare: also train other parametrizations: standard and fan_in with µP, µP with these.
 
     Raises:
         UserError: no such hyperparameter, values that are none, fewer than two sizes.
@@ -84,7 +84,9 @@ def question(
     if seeds < 1:
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
     known: Across = across
-    sizes = sorted(set(factors)) or _factors(config, known)
+    sizes = sorted(set(factors))
+    if not sizes:
+        sizes = default_factors(config, known) if known in ("width", "depth", "experts") else [1, 2, 4, 8]
     if len(sizes) < 2 or sizes[0] < 1:
         raise UserError(f"--sizes: {','.join(map(str, sizes))}: expected two different factors or more, from 1 on")
     if least is not None and least not in sizes[:-1]:
@@ -96,27 +98,16 @@ def question(
         factors=sizes,
         seeds=seeds,
         least=least or sizes[0],
-        compare_with=_others(config.parametrization.name) if compare else (),
+        compare_with=("standard", "fan_in") if config.parametrization.name == "mup" else ("mup",),
     )
-
-
-def _others(judged: str) -> tuple[str, ...]:
-    return ("standard", "fan_in") if judged == "mup" else ("mup",)
-
-
-def _factors(config: Config, across: Across) -> list[int]:
-    return default_factors(config, across) if across in ("width", "depth", "experts") else [1, 2, 4, 8]
 
 
 def _values(config: Config, over: str, values: str) -> list[float | str]:
     words = [word.strip() for word in values.split(",") if word.strip()]
     if over == "lr_schedule":
-        training = config.training
-        if words:
-            return list(dict.fromkeys(words))
-        there = ["linear", "cosine", "inverse-square-root", "constant"]
-        there += ["multi-step"] if training.lr_milestones else []
-        return [*there, *(["WSD"] if training.lr_wsd_decay_steps else [])]
+        named = {"multi-step": config.training.lr_milestones, "WSD": config.training.lr_wsd_decay_steps}
+        there = ["linear", "cosine", "inverse-square-root", "constant", *(name for name, has in named.items() if has)]
+        return [*(dict.fromkeys(words) or there)]
     if not words:
         own = value_of(config, over)
         if not own:

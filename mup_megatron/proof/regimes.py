@@ -14,6 +14,8 @@ from typing import Any, Literal
 from mup_megatron.config import Config
 from mup_megatron.proof.family import Axis
 
+Keys = Callable[[Config, int], dict[str, Any] | None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
@@ -33,7 +35,7 @@ class Regime:
     """
 
     what: str
-    keys: Callable[[Config, int], dict[str, Any] | None] = lambda config, steps: {}
+    keys: Keys = lambda config, steps: {}
     axis: Axis = "width"
     regrows: bool = False
     repeat: Literal["all", "start"] | None = None
@@ -109,24 +111,10 @@ def _sgd(config: Config, steps: int) -> dict[str, Any]:
     return {**keys, "optimizer.implementation": "auto"} if config.optimizer.name == "lion" else keys
 
 
-def _muon(config: Config, steps: int) -> dict[str, Any]:
-    """Muon under the Megatron engine, which alone has it; without decay."""
-    return _of_megatron("muon")
-
-
-def _soap(config: Config, steps: int) -> dict[str, Any]:
-    """SOAP under the Megatron engine, which alone has it; without decay."""
-    return _of_megatron("soap")
-
-
-def _soap_epsilon(config: Config, steps: int) -> dict[str, Any]:
-    """SOAP's epsilon above the singular values of every gradient; unclipped."""
-    return {**_of_megatron("soap"), "optimizer.soap_eps": 3.0, "training.clip_grad": 0.0}
-
-
-def _of_megatron(name: str) -> dict[str, Any]:
-    return {
-        "optimizer.name": name,
+def _of_megatron(optimizer: str, **more: Any) -> Keys:
+    """An optimizer under the Megatron engine, which alone has it; without decay."""
+    keys = {
+        "optimizer.name": optimizer,
         "optimizer.implementation": "auto",
         "parallel.engine": "megatron",
         "parallel.use_distributed_optimizer": False,
@@ -135,7 +123,9 @@ def _of_megatron(name: str) -> dict[str, Any]:
         "parallel.offload_optimizer": False,
         "parallel.deepspeed_config": None,
         **_UNDECAYED,
+        **more,
     }
+    return lambda config, steps: keys
 
 
 def _untied(config: Config, steps: int) -> dict[str, Any] | None:
@@ -151,13 +141,12 @@ def _relative(config: Config, steps: int) -> dict[str, Any] | None:
     return {"model.position_embedding_type": "relative", "model.rope_scaling": False}
 
 
-def _recomputed(config: Config, steps: int) -> dict[str, Any]:
-    """Every layer's forward pass runs twice."""
-    return {
-        "training.recompute_granularity": "full",
-        "training.recompute_method": "uniform",
-        "training.recompute_num_layers": 1,
-    }
+_RECOMPUTED = {
+    "training.recompute_granularity": "full",
+    "training.recompute_method": "uniform",
+    "training.recompute_num_layers": 1,
+}
+"""Every layer's forward pass runs twice."""
 
 
 def _doubled(config: Config, steps: int) -> dict[str, Any]:
@@ -180,11 +169,17 @@ REGIMES: dict[str, Regime] = {
     "head_size": Regime(what="a growing head size", keys=_head_size_grows, regrows=True),
     "depth": Regime(what="a growing depth", keys=_depth_grows, axis="depth", regrows=True),
     "sgd": Regime(what="SGD", keys=_sgd),
-    "muon": Regime(what="Muon", keys=_muon),
-    "soap": Regime(what="SOAP", keys=_soap, thorough=False),
-    "soap_eps": Regime(what="SOAP's epsilon above gradients", keys=_soap_epsilon, thorough=False, optimizer="soap"),
+    "muon": Regime(what="Muon", keys=_of_megatron("muon")),
+    "soap": Regime(what="SOAP", keys=_of_megatron("soap"), thorough=False),
+    # Above the singular values of every gradient; unclipped.
+    "soap_eps": Regime(
+        what="SOAP's epsilon above gradients",
+        keys=_of_megatron("soap", **{"optimizer.soap_eps": 3.0, "training.clip_grad": 0.0}),
+        thorough=False,
+        optimizer="soap",
+    ),
     "relative": Regime(what="relative positions", keys=_relative, thorough=False),
-    "recompute": Regime(what="recomputation: the plain numbers", keys=_recomputed, repeat="all"),
+    "recompute": Regime(what="recomputation: the plain numbers", keys=lambda *_: _RECOMPUTED, repeat="all"),
     "multipliers": Regime(
         what="embedding halved, its multiplier doubled: the plain start", keys=_doubled, repeat="start"
     ),

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mup_megatron.checkpoints.run_directory import write_whole
 from mup_megatron.config import Config, derive
-from mup_megatron.data.prepare import data_directory, prepare
+from mup_megatron.data.prepare import data_directory
 from mup_megatron.parallel import upstream
-from mup_megatron.parallel.ranks import Rank
-from mup_megatron.proof.grid import Job, alone, comparable, run_grid
+from mup_megatron.proof.grid import Grid, Job, comparable
 from mup_megatron.util.errors import UserError
-from mup_megatron.util.files import as_yaml, read_text
+from mup_megatron.util.files import as_json, as_yaml, read_text
 
 REVERSED, LARGE, SMALL = "small, reversed", "large, standard", "small, standard"
 _SMOOTH = 5
@@ -56,28 +55,15 @@ def small_model(config: Config) -> Config:
     return derive(config, {**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
 
 
-def reverse(
-    config: Config,
-    rates: Sequence[float],
-    seeds: int,
-    directory: Path,
-    rank: Rank,
-    *,
-    compare: bool,
-    workers: int,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def reverse(config: Config, rates: Sequence[float], seeds: int, grid: Grid, *, compare: bool) -> dict[str, Any]:
     """Trains the small model with the large one's hyperparameters.
 
     Args:
         config: the large run, its values those of the standard parametrization.
         rates: learning rates; the config's own where there are none.
         seeds: repetitions.
-        directory: for runs, which go on where they were stopped.
-        rank: this process.
+        grid: where runs are trained.
         compare: also train the large model, and the small one with the same values in the standard parametrization.
-        workers: runs at a time.
-        say: takes lines of progress.
 
     Returns:
         What is written as JSON: loss (nats per token) per step of every run, how far it rose, and the small config.
@@ -90,10 +76,10 @@ def reverse(
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
     upstream.prepare_process()
     small = small_model(config)
-    large = derive(config, {"parametrization.name": "standard"})
     models = {REVERSED: small}
     if compare:
-        models |= {LARGE: large, SMALL: derive(small, {"parametrization.name": "standard"})}
+        standard = {"parametrization.name": "standard"}
+        models |= {LARGE: derive(config, standard), SMALL: derive(small, standard)}
     jobs: dict[tuple[str, float, int], Job] = {}
     for label, model in models.items():
         alike = derive(comparable(model), {"data.dir": str(data_directory(config))})
@@ -101,25 +87,15 @@ def reverse(
             for seed in range(config.run.seed, config.run.seed + seeds):
                 name = f"{label.replace(', ', '-')}-lr-{lr:.6g}-seed-{seed}"
                 jobs[label, lr, seed] = Job(name=name, config=derive(alike, {"hparams.lr": lr, "run.seed": seed}))
-    with alone(directory):
-        prepare(next(iter(jobs.values())).config, say)
-    outcomes = run_grid(list(jobs.values()), directory / "runs", rank, workers, say)
+    grid.prepare([next(iter(jobs.values())).config])
+    outcomes = grid.run(list(jobs.values()))
     curves = []
     for (label, lr, seed), job in jobs.items():
-        outcome = outcomes[job.name]
-        losses = _losses(directory / "runs" / job.name)
-        curves.append(
-            {
-                "model": label,
-                "lr": lr,
-                "seed": seed,
-                "state": outcome.state,
-                "reason": outcome.reason,
-                "rise": rise(losses) if outcome.state == "complete" else None,
-                "losses": [loss if math.isfinite(loss) else None for loss in losses],
-            }
-        )
-    return {"curves": curves, "small": small.model_dump(), "config": config.model_dump()}
+        outcome, losses = outcomes[job.name], _losses(grid.directory / "runs" / job.name)
+        run = {"model": label, "lr": lr, "seed": seed, "state": outcome.state, "reason": outcome.reason}
+        risen = rise(losses) if outcome.state == "complete" else None
+        curves.append({**run, "rise": risen, "losses": losses})
+    return as_json({"curves": curves, "small": small.model_dump(), "config": config.model_dump()})
 
 
 def rise(losses: Sequence[float]) -> float:

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mup_megatron.config import Config
-from mup_megatron.proof.names import in_whole_model
+from mup_megatron.proof.names import in_experts, in_whole_model
 from mup_megatron.proof.verdict import BOUNDS, slope_of
 
 _RISE = 0.5
@@ -64,13 +64,12 @@ class Routed:
 
     def expected(self, name: str, quantity: str, step: int) -> tuple[float, float, float] | None:
         """Slope of a module's quantity, and how far it may lie below and above; None where widths alone decide."""
-        layer, mlp, inside = in_whole_model(f"{name}.", self.layers).partition(".mlp.")
-        if not mlp:
-            layer, reads, _ = layer.partition(".pre_mlp_layernorm.")
-            routes = reads and quantity == "gradient" and self._routes(layer)
-            return self._mean(layer, quantity, first=step == 0) if routes else None
-        if not self._routes(layer) or inside.startswith("shared_experts"):
+        if quantity == "gradient" and (layer := self._read_by_experts(name)):
+            return self._mean(layer, quantity, first=step == 0)
+        place = in_experts(name, self.layers, self.modules)
+        if place is None or place[1].startswith("shared_experts"):
             return None
+        layer, inside = place
         if inside.startswith("router."):
             return self._router(inside.removeprefix("router."), quantity)
         if inside.startswith("experts."):
@@ -81,18 +80,19 @@ class Routed:
 
     def update(self, name: str) -> tuple[float, float]:
         """How much further an update may fall and rise where the size of its gradient decides it, as SGD's."""
-        layer, reads, _ = in_whole_model(name, self.layers).partition(".pre_mlp_layernorm.")
-        if reads and self._routes(layer):
+        if self._read_by_experts(name):
             return max(0.0, self.topk / 2), 0.0
-        layer, _, inside = in_whole_model(name, self.layers).partition(".mlp.")
-        if not self._routes(layer) or not inside.startswith(("router.", "experts.")):
+        place = in_experts(name, self.layers, self.modules)
+        if place is None or not place[1].startswith(("router.", "experts.")):
             return 0.0, 0.0
         noise = max(0.0, (self.experts - self.topk) / 2)
-        further = self.ffn / 2 if ".linear_fc1." in inside else 0.0
+        further = self.ffn / 2 if ".linear_fc1." in place[1] else 0.0
         return max(0.0, -further), noise + max(0.0, further)
 
-    def _routes(self, layer: str) -> bool:
-        return f"{layer}.mlp.router.weight" in self.modules
+    def _read_by_experts(self, name: str) -> str | None:
+        """The layer of the norm that an MLP of experts reads; None of what is something else."""
+        layer, reads, _ = in_whole_model(f"{name}.", self.layers).partition(".pre_mlp_layernorm.")
+        return layer if reads and f"{layer}.mlp.router.weight" in self.modules else None
 
     def _mean(self, layer: str, quantity: str, *, first: bool) -> tuple[float, float, float]:
         """Of a mean over k experts, which are random at first."""

@@ -1,6 +1,6 @@
 """The sizes of a ladder: batch, tokens, width and layers, as factors of a config's own.
 
-Public names: `Ladder`, `Rung`, `rungs`, `NAMES`, `Over`.
+Public names: `Ladder`, `Rung`, `rungs`, `varied`, `octaves`, `NAMES`, `Over`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,37 @@ class Ladder:
     over: Over = "lr"
 
     def __post_init__(self) -> None:
-        """Raises UserError for what has no slope, or no minimum."""
+        """Raises UserError for factors that are none, and for what has no slope, or no minimum."""
+        for name in AXES:
+            found = getattr(self, name)
+            if (not found and name in ("batch", "tokens")) or (found and found[0] < 1):
+                raise UserError(f"--{name}: {','.join(map(str, found))}: expected whole factors from 1 on")
+        if self.seeds < 1:
+            raise UserError(f"--seeds: {self.seeds}: expected 1 or more")
         if not any(len(getattr(self, name)) > 1 for name in AXES):
             raise UserError("ladder: one rung has no slope; expected two factors or more of --batch or --tokens")
         if len(self.values) < 3:
             raise UserError("--values: a minimum needs three different positive numbers or more")
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return "ladder" if self.over == "lr" else f"ladder-{self.over}"
+
+
+def varied(over: str) -> Over:
+    """What `--over` names. Raises UserError."""
+    if over not in NAMES:
+        raise UserError(f"--over: {over}: expected {' or '.join(NAMES)}")
+    return over
+
+
+def octaves(config: Config, over: Over) -> list[float]:
+    """Values to begin with, where none are given: about the config's own. Raises UserError where that is 0."""
+    own = getattr(config.hparams, over)
+    if own <= 0:
+        raise UserError(f"--values: hparams.{over} is {own:g}, so it has no octaves about it; expected values above 0")
+    return [own * 2.0**octave for octave in (-2, -1, 0, 1, 2)]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Sizes that a config says by itself, worked out by hand: of initial values, of rates, and what is zero.
+"""Sizes that a config says by itself, worked out by hand: of initial values, of rates, of outputs.
 
-Public names: `Size`, `drawn_std`, `initial_size`, `ERRORS`, `first_rate`, `factor`, `output_size`, `zero_query`,
-`is_orthogonal`, `of_layers`. A slope does not see a factor that is the same at every width; these sizes do. As in
-theory.py, nothing here calls the rules that are under test.
+Public names: `Size`, `drawn_std`, `initial_size`, `ERRORS`, `first_rate`, `factor`, `output_size`, `is_orthogonal`,
+`of_layers`. A slope does not see a factor that is the same at every width; these sizes do. As in theory.py, nothing
+here calls the rules that are under test.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 from mup_megatron.config import Config
 from mup_megatron.proof.names import in_whole_model
+from mup_megatron.proof.roles import ATTENTION, HEAD_NORMS, KEY_VALUE
 from mup_megatron.rules.kinds import names
 from mup_megatron.rules.shapes import Init, TensorShape
 
 ERRORS = 6.0
 """How many standard errors a measured size of initial values may be off: with 10,000 sizes looked at, one in 50,000
 checks of correct code fails (2e-9 each)."""
-
-_ATTENTION = (".self_attention", ".cross_attention")
 
 
 class Size(NamedTuple):
@@ -106,57 +105,20 @@ def output_size(name: str, config: Config, shapes: Mapping[str, TensorShape]) ->
     """Coordinates of a module's output; the residual stream's where no weight says otherwise."""
     model = config.model
     name = in_whole_model(f"{name}.", model.num_layers)
-    kind = next((kind for kind in _ATTENTION if f"{kind}." in name), ".self_attention")
-    before, attention, after = name.partition(f"{kind}.")
-    normed = after.startswith(("q_layernorm", "k_layernorm")) and not model.multi_latent_attention
-    if after.startswith("core_attention") or normed:  # of all heads
-        shape = shapes.get(f"{before}{attention}linear_proj.weight")
+    kind = next((kind for kind in ATTENTION if f"{kind}." in name), ATTENTION[0])
+    before, _, after = name.partition(f"{kind}.")
+    per_head = after.startswith(HEAD_NORMS) and f"{before}{kind}{KEY_VALUE}" in shapes
+    if after.startswith("core_attention") or per_head:  # of all heads
+        shape = shapes.get(f"{before}{kind}.linear_proj.weight")
         return shape.fan_in.dim if shape is not None else model.hidden_size
     shape = shapes.get(f"{name}weight")
     return shape.fan_out.dim if shape is not None else model.hidden_size
 
 
-def zero_query(config: Config, name: str, quantity: str) -> bool:
-    """Whether a quantity is zero before the first step, or in it, where queries start at zero."""
-    model = config.model
-    if quantity == "output":
-        return name.endswith((".query", ".core_attention.logits", ".linear_q_up_proj", ".linear_q_proj", ".linear_q"))
-    if quantity == "gradient":  # of keys, and of what a query of zero weights is made of
-        made_of = (".k_layernorm", ".q_layernorm", ".linear_q_down_proj", ".pre_cross_attn_layernorm")
-        return name.endswith((".core_attention.key", *made_of))
-    queries: tuple[str, ...] = (
-        ".linear_qkv.weight[query]",
-        "linear_q_proj.weight[nope]",
-        "linear_q_proj.weight[rope]",
-        ".linear_q.weight",
-    )
-    queries += ("linear_q_up_proj.weight[nope]", "linear_q_up_proj.weight[rope]")
-    if quantity == "initial":
-        return name.endswith(queries)
-    keys: tuple[str, ...] = (
-        ".linear_qkv.weight[key]",
-        ".linear_qkv.bias[key]",
-        ".linear_kv.weight[key]",
-        ".pre_cross_attn_layernorm.weight",
-        ".pre_cross_attn_layernorm.bias",
-        ".k_layernorm.weight",
-        ".k_layernorm.bias",
-    )
-    if model.multi_latent_attention:
-        keys += (".linear_kv_up_proj.weight[nope]", ".linear_kv_down_proj.weight[rope]")
-        keys += (".linear_q_down_proj.weight", ".q_layernorm.weight", ".q_layernorm.bias")
-    return quantity == "update" and name.endswith(keys)
-
-
 def is_orthogonal(config: Config, shape: TensorShape) -> bool:
     """Megatron-core's Muon and SOAP take matrices that are neither embedding nor readout."""
     spec = shape.spec
-    return (
-        config.optimizer.name in ("muon", "soap")
-        and len(spec.shape) == 2
-        and spec.init not in (Init.EMBEDDING, Init.RELATIVE_BIAS)
-        and not spec.readout
-    )
+    return config.optimizer.name in ("muon", "soap") and len(spec.shape) == 2 and not (spec.is_lookup or spec.readout)
 
 
 def of_layers(shape: TensorShape) -> bool:

@@ -41,6 +41,16 @@ class Measurement:
     factor: float
     coordinates: Coordinates
 
+    def __str__(self) -> str:
+        losses = " ".join(f"{loss:.4f}" for loss in self.coordinates.losses)
+        return f"{self.label}: {self.factor} x base, seed {self.seed}: loss {losses}"
+
+    @property
+    def not_finite(self) -> list[str]:
+        """Where a loss was no finite number, for people."""
+        where = f"{self.label}: {self.factor} x base, seed {self.seed}"
+        return [f"{where}, step {step}" for step, loss in enumerate(self.coordinates.losses) if not math.isfinite(loss)]
+
     def as_written(self) -> dict[str, Any]:
         """As the JSON file of a check has it, under the names that earlier files use."""
         written = dataclasses.asdict(self.coordinates)
@@ -51,7 +61,7 @@ class Measurement:
 
 
 def slopes_of(
-    measurements: Sequence[Measurement], label: str, family: Sequence[Member], steps: int, theory: Theory, axis: Axis
+    measurements: Sequence[Measurement], label: str, family: Sequence[Member], theory: Theory, axis: Axis
 ) -> list[Slope]:
     """Every slope of one parametrization.
 
@@ -65,7 +75,6 @@ def slopes_of(
         measurements: of all parametrizations.
         label: of this one.
         family: models, smallest first.
-        steps: optimizer steps.
         theory: of the same family.
         axis: what grows.
     """
@@ -104,16 +113,7 @@ def _copies(tables: Sequence[Sequence[Table]], key: tuple[str, str]) -> Slope | 
         for step, (apart, update) in enumerate(zip(table[key], table["update", name], strict=True)):
             found.append((apart / update if update else math.inf if apart else 0.0, step))
     furthest, step = max(found)
-    return Slope(
-        name=name,
-        quantity=quantity,
-        step=step,
-        slope=furthest,
-        confidence=0.0,
-        expected=0.0,
-        low=None,
-        high=BOUNDS[quantity],
-    )
+    return Slope(name=name, quantity=quantity, step=step, slope=furthest, expected=0.0, low=None, high=BOUNDS[quantity])
 
 
 def _drawn(tables: Sequence[Sequence[Table]], key: tuple[str, str], theory: Theory) -> Slope | None:
@@ -129,16 +129,8 @@ def _drawn(tables: Sequence[Sequence[Table]], key: tuple[str, str], theory: Theo
         mean = sum(held) / len(held) if held else math.nan
         off = max(ERRORS * size.error / math.sqrt(max(len(held), 1)), _EXACT)
         ratio = mean / size.mean if size.mean else mean
-        one = Slope(
-            name=name,
-            quantity="drawn",
-            step=0,
-            slope=ratio,
-            confidence=0.0,
-            expected=1.0 if size.mean else 0.0,
-            low=off,
-            high=off,
-        )
+        expected_ratio = 1.0 if size.mean else 0.0
+        one = Slope(name=name, quantity="drawn", step=0, slope=ratio, expected=expected_ratio, low=off, high=off)
         found.append((-math.inf if math.isnan(ratio) else one.within / off, one))
     return min(found, key=lambda each: each[0])[1] if found else None
 
@@ -158,16 +150,8 @@ def _first_update(tables: Sequence[Sequence[Table]], key: tuple[str, str], theor
     if not used or min(used) == 0.0:
         return None  # a parameter that does not move is reported as that
     furthest = max(used, key=lambda each: abs(math.log(each)) if math.isfinite(each) else math.inf)
-    return Slope(
-        name=name,
-        quantity="rate",
-        step=0,
-        slope=furthest,
-        confidence=0.0,
-        expected=1.0,
-        low=rate[1],
-        high=BOUNDS["rate"],
-    )
+    high = BOUNDS["rate"]
+    return Slope(name=name, quantity="rate", step=0, slope=furthest, expected=1.0, low=rate[1], high=high)
 
 
 def _slope(
@@ -186,20 +170,9 @@ def _slope(
         return None  # judged by its size
     if quantity == "update" and not zero:
         here = [[sum(row[: step + 1]) for row in seed] for seed in rows]
-    fitted = fit(sizes, here)
-    expected = theory.expected(name, quantity, step)
-    return Slope(
-        name=name,
-        quantity=quantity,
-        step=step,
-        slope=fitted.slope,
-        confidence=fitted.confidence,
-        bend=fitted.bend,
-        expected=expected.slope,
-        low=expected.low,
-        high=expected.high,
-        zero=zero,
-    )
+    expected, low, high = theory.expected(name, quantity, step)
+    found = fit(sizes, here)._asdict()
+    return Slope(name=name, quantity=quantity, step=step, expected=expected, low=low, high=high, zero=zero, **found)
 
 
 def _unused(table: Table, name: str, step: int) -> bool:

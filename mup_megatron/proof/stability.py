@@ -1,6 +1,6 @@
 """Whether the best hyperparameter stays put while the model, the batch or the run grows.
 
-Public names: `stability`, `judge`, `as_json`, `lines`, `write`. After Tensor Programs V, figures 1 to 4. A question
+Public names: `stability`, `judge`, `as_json`, `lines`. After Tensor Programs V, figures 1 to 4. A question
 (question.py) names what is varied and what grows. Every size is trained with every value and seed, in the config's
 parametrization and in those that it is compared with; each run is one process (grid.py), as a tuning trial is.
 """
@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from mup_megatron.checkpoints.run_directory import write_whole
 from mup_megatron.config import Config, derive
-from mup_megatron.data.prepare import prepare
 from mup_megatron.parallel import upstream
-from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.family import members
-from mup_megatron.proof.grid import Job, Outcome, alone, comparable, run_grid
+from mup_megatron.proof.grid import Grid, Job, Outcome, comparable, ended
 from mup_megatron.proof.optimum import (
     Curve,
     drift,
@@ -35,6 +29,7 @@ from mup_megatron.proof.optimum import (
     wider_is_worse,
 )
 from mup_megatron.proof.question import Across, Question
+from mup_megatron.proof.verdict import verdict_of
 from mup_megatron.tuning.megatron_command import MegatronCommand
 from mup_megatron.tuning.space import key_of, stretched
 from mup_megatron.util.errors import ConfigError, UserError
@@ -47,35 +42,22 @@ standard errors), and its best value costs the largest at most this share of its
 _GROWS = {"batch": "training.global_batch_size", "sequence": "training.seq_length"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """One run of the grid."""
+class Run(NamedTuple):
+    """Which one of the grid."""
 
     parametrization: str
     factor: int
     value: float | str
     seed: int
-    job: Job
 
 
-def stability(
-    config: Config,
-    asked: Question,
-    directory: Path,
-    rank: Rank,
-    *,
-    workers: int,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def stability(config: Config, asked: Question, grid: Grid) -> dict[str, Any]:
     """Trains the grid, or what is missing of it, and says where the minima lie.
 
     Args:
         config: the run.
         asked: the question.
-        directory: of the grid; what is there already is not trained again.
-        rank: this process; several may share the folder.
-        workers: runs at a time in this process.
-        say: takes lines of progress.
+        grid: where runs are trained.
 
     Returns:
         What is written as JSON.
@@ -85,39 +67,32 @@ def stability(
         Stopped: SIGTERM; the same command goes on.
     """
     upstream.prepare_process()
-    runs = grid(config, asked)
-    say(f"{len(runs)} runs: {asked.over} over {asked.across}, {workers} at a time")
-    with alone(directory):
-        for each in {run.factor: run.job.config for run in runs}.values():
-            if not config.tuning.command:
-                prepare(each, say)
-    outcomes = run_grid([run.job for run in runs], directory / "runs", rank, workers, say)
-    return _result(config, asked, runs, outcomes)
+    jobs = jobs_of(config, asked)
+    grid.say(f"{len(jobs)} runs: {asked.over} over {asked.across}, {grid.workers} at a time")
+    sizes = {run.factor: job.config for run, job in jobs.items()}
+    grid.prepare([] if config.tuning.command else sizes.values())
+    return _result(config, asked, jobs, grid.run(list(jobs.values())))
 
 
-def grid(config: Config, asked: Question) -> list[_Run]:
+def jobs_of(config: Config, asked: Question) -> dict[Run, Job]:
     """Every run, those of the first seed first.
 
     Raises:
         UserError: a size or a value makes no config; names it.
     """
+    seeds = range(config.run.seed, config.run.seed + asked.seeds)
+    sized = zip(asked.factors, _sized(config, asked), strict=True)
     parametrizations = [config.parametrization.name, *asked.compare_with]
-    sized = dict(zip(asked.factors, _sized(config, asked), strict=True))
-    runs = []
-    for seed in range(config.run.seed, config.run.seed + asked.seeds):
-        for factor, sizes in sized.items():
-            for value in asked.values:
-                for parametrization in parametrizations:
-                    keys = {key_of(asked.over): value, "parametrization.name": parametrization}
-                    try:
-                        made = derive(sizes, {**keys, "run.seed": seed})
-                    except ConfigError as error:
-                        raise UserError(f"--values: {value}: {error}") from None
-                    shown = value if isinstance(value, str) else f"{value:.6g}"
-                    name = f"{parametrization}-{asked.across}-{factor}-{asked.over}-{shown}-seed-{seed}"
-                    job = Job(name=name, config=made)
-                    runs.append(_Run(parametrization=parametrization, factor=factor, value=value, seed=seed, job=job))
-    return runs
+    jobs = {}
+    for seed, (factor, sizes), value, name in itertools.product(seeds, sized, asked.values, parametrizations):
+        try:
+            made = derive(sizes, {key_of(asked.over): value, "parametrization.name": name, "run.seed": seed})
+        except ConfigError as error:
+            raise UserError(f"--values: {value}: {error}") from None
+        shown = value if isinstance(value, str) else f"{value:.6g}"
+        folder = f"{name}-{asked.across}-{factor}-{asked.over}-{shown}-seed-{seed}"
+        jobs[Run(name, factor, value, seed)] = Job(name=folder, config=made)
+    return jobs
 
 
 def _sized(config: Config, asked: Question) -> list[Config]:
@@ -158,33 +133,19 @@ def size_of(config: Config, across: Across) -> int:
     }[across]
 
 
-def _result(config: Config, asked: Question, runs: Sequence[_Run], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    sizes = {run.factor: size_of(run.job.config, asked.across) for run in runs}
-    parametrizations = list(dict.fromkeys(run.parametrization for run in runs))
+def _result(
+    config: Config, asked: Question, jobs: Mapping[Run, Job], outcomes: Mapping[str, Outcome]
+) -> dict[str, Any]:
+    sizes = {run.factor: size_of(job.config, asked.across) for run, job in jobs.items()}
+    losses: dict[str, dict[int, dict[float | str, dict[int, float]]]] = {}
+    for run, job in jobs.items():
+        of_size = losses.setdefault(run.parametrization, {}).setdefault(run.factor, {})
+        of_size.setdefault(run.value, {})[run.seed] = outcomes[job.name].loss
     curves = {
-        parametrization: {
-            factor: Curve(
-                values=asked.values,
-                losses=[
-                    {
-                        run.seed: outcomes[run.job.name].loss
-                        for run in runs
-                        if (run.parametrization, run.factor, run.value) == (parametrization, factor, value)
-                    }
-                    for value in asked.values
-                ],
-            )
-            for factor in sizes
-        }
-        for parametrization in parametrizations
+        name: {factor: Curve(values=asked.values, losses=list(each.values())) for factor, each in held.items()}
+        for name, held in losses.items()
     }
-    result = {
-        **judge(curves, sizes, asked),
-        "failed": [f"{name}: {each.reason}" for name, each in outcomes.items() if each.state == "failed"],
-        "seconds": sum(each.seconds for each in outcomes.values()),
-        "config": config.model_dump(),
-    }
-    return as_json(result)
+    return as_json({**judge(curves, sizes, asked), **ended(outcomes), "config": config.model_dump()})
 
 
 def judge(curves: Mapping[str, Mapping[int, Curve]], sizes: Mapping[int, int], asked: Question) -> dict[str, Any]:
@@ -210,7 +171,7 @@ def judge(curves: Mapping[str, Mapping[int, Curve]], sizes: Mapping[int, int], a
                 )
     found = {parametrization: _line(held, sizes, asked) for parametrization, held in curves.items()}
     judged = next(iter(curves))
-    verdict = _verdict(found[judged])
+    verdict = verdict_of(found[judged]["reasons"], found[judged]["open"])
     return {
         "judged": judged,
         "over": asked.over,
@@ -237,7 +198,7 @@ def _line(held: Mapping[int, Curve], sizes: Mapping[int, int], asked: Question) 
         rows.append(
             {
                 "size": sizes[factor],
-                "losses": [list(losses.values()) for losses in curve.losses],
+                "losses": curve.by_value,
                 "minimum": dataclasses.asdict(least[factor]),
                 "drift": None if moved is None else {"octaves": moved[0], "error": moved[1]},
                 "cost": transfer_cost(curve, held[largest]),
@@ -255,11 +216,6 @@ def _line(held: Mapping[int, Curve], sizes: Mapping[int, int], asked: Question) 
         "reasons": _reasons(judged, rows[-1], asked, moves_at_least(least[asked.least], least[largest])),
         "open": _open(judged, rows[-1], asked),
     }
-
-
-def _verdict(line: Mapping[str, Any]) -> str:
-    """Failed where the optimum moves, undecided where it may lie beyond what was tried, else passed."""
-    return "failed" if line["reasons"] else "undecided" if line["open"] else "passed"
 
 
 def _open(small: Mapping[str, Any], large: Mapping[str, Any], asked: Question) -> list[str]:
@@ -319,9 +275,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
                 said.append(f"  {across} {size} is worse than the size before at {over} {shown}")
     said += [f"failed: {line}" for line in result["failed"]]
     judged = result["lines"][result["judged"]]
-    said += [f"{result['judged']}: {reason}" for reason in (*judged["reasons"], *judged.get("open", ()))]
-    # Results of earlier versions name no verdict.
-    verdict = result.get("verdict") or ("passed" if result["passed"] else "failed")
+    said += [f"{result['judged']}: {reason}" for reason in (*judged["reasons"], *judged["open"])]
     best = f"{result['judged']}'s best {over}"
     return [
         *said,
@@ -329,12 +283,5 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             "passed": f"passed: {best} stays",
             "failed": f"failed: {best} does not stay",
             "undecided": f"undecided: {best} lies beyond the values that were tried, so whether it stays is not known",
-        }[verdict],
+        }[result["verdict"]],
     ]
-
-
-def write(result: Mapping[str, Any], directory: Path) -> Path:
-    """Writes a result as JSON; returns the file."""
-    path = directory / f"{result['over']}-{result['across']}.json"
-    write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-    return path

@@ -1,14 +1,14 @@
 """Sums over all elements of a tensor, wherever ranks hold them: mean sizes, and the range of values.
 
 Public names: `Sums` (mean absolute values), `Ranges` (largest and root mean square value, and what a format of lower
-precision would lose), `FORMATS`, `COLUMNS`. Each rank adds up what it holds; then sums and counts are added over all
-ranks. Ranks may hold parts of a tensor or copies of it: every element has the same number of copies.
+precision would lose), `of_all_ranks`, `FORMATS`, `COLUMNS`. Each rank adds up what it holds; then sums and counts are
+added over all ranks. Ranks may hold parts of a tensor or copies of it: every element has the same number of copies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Sums:
         """Mean absolute value by key, over all ranks. Collective."""
         here = {key: (float(total), count) for key, (total, count) in self._held.items()}
         whole: dict[Any, list[float]] = {}
-        for held in _of_all_ranks(here):
+        for held in of_all_ranks(here):
             for key, (total, count) in held.items():
                 of_key = whole.setdefault(key, [0.0, 0])
                 of_key[0] += total
@@ -67,7 +67,7 @@ class Ranges:
     def told(self) -> dict[Any, list[float]]:
         """`COLUMNS` by key, over all ranks. Collective."""
         whole: dict[Any, torch.Tensor] = {}
-        for held in _of_all_ranks({key: found.tolist() for key, found in self._held.items()}):
+        for held in of_all_ranks({key: found.tolist() for key, found in self._held.items()}):
             for key, numbers in held.items():
                 found = torch.tensor(numbers, dtype=torch.float64)
                 whole[key] = _joined(whole[key], found) if key in whole else found
@@ -99,7 +99,8 @@ def _shares(found: Iterable[float]) -> list[float]:
     return [largest, math.sqrt(squares / count), *(each / numbers if numbers else 0.0 for each in lost)]
 
 
-def _of_all_ranks(here: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+def of_all_ranks(here: Any) -> list[Any]:
+    """What each rank has, on every rank. Collective."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, dict(here))
+    torch.distributed.all_gather_object(ranks, here)
     return ranks

@@ -1,10 +1,10 @@
 """What the slopes of a family should be, written out by hand: nothing here calls the rules that are under test.
 
 That A = 1/n_in for the readout is therefore said here a second time, on purpose: a verdict that read the table
-(rules/table.py) would agree with whatever the table says.
+(rules/table.py) would agree with whatever the table says. roles.py says what modules are, by their names.
 
-Public names: `Theory`, `Expected`, `KEY_BIAS`. Expected is what Tensor Programs V says of
-a tensor whose dimensions are those of the models at hand, n_in by n_out (arXiv 2203.03466, Table 8 and appendix D.1):
+Public names: `Theory`, `Expected`. Expected is what Tensor Programs V says of a tensor whose dimensions are those of
+the models at hand, n_in by n_out (arXiv 2203.03466, Table 8 and appendix D.1):
 
 | quantity of a parameter | hidden | output-like, no multiplier | readout (A = 1/n_in) | embedding, gain, bias |
 | --- | --- | --- | --- | --- |
@@ -31,9 +31,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from mup_megatron.config import Config
+from mup_megatron.proof import roles
 from mup_megatron.proof import sizes as said
 from mup_megatron.proof.family import Axis
-from mup_megatron.proof.names import branch, in_whole_model, named, part
+from mup_megatron.proof.names import branch, in_experts, in_whole_model, named, part_name
 from mup_megatron.proof.routed import routed
 from mup_megatron.proof.sizes import Size
 from mup_megatron.proof.verdict import BOUNDS, slope_of
@@ -75,26 +76,6 @@ _ABOVE = 1.0
 
 _DEEPEST = tuple(f"{stack}.layers.last" for stack in STACKS)
 
-_LOGITS = ("output_layer", "binary_head")
-"""What turns features into logits: BERT has a head of two classes beside the readout."""
-
-_SCORED = (
-    *(".query", ".key", ".q_layernorm", ".k_layernorm", ".linear_q", ".linear_q_up_proj", ".linear_q_down_proj"),
-    ".pre_cross_attn_layernorm",
-)
-"""Ends of names of what only attention's logits are made of. The norm before cross-attention feeds only its queries."""
-
-_GATE = ".shared_experts.gate_weight"
-
-KEY_BIAS = (".linear_qkv.bias[key]", ".linear_kv.bias[key]")
-"""Whose gradient is zero in exact arithmetic: softmax does not see what all keys share. It moves by rounding noise."""
-
-_ATTENTION = (".self_attention", ".cross_attention")
-
-_BEFORE_ATTENTION = (".input_layernorm", ".pre_cross_attn_layernorm")
-"""Norms whose output goes into attention alone."""
-
-
 Shapes = Mapping[str, TensorShape]
 
 
@@ -104,6 +85,28 @@ class Expected(NamedTuple):
     slope: float
     low: float | None
     high: float | None
+
+
+_NOT_JUDGED = Expected(0.0, None, None)
+
+
+class _Part(NamedTuple):
+    """A parameter, or a block of one, on every model.
+
+    Args:
+        tensor: name of the parameter in the family.
+        block: None where the parameter is one block.
+        shapes: of the parameter, smallest model first.
+    """
+
+    tensor: str
+    block: str | None
+    shapes: list[TensorShape]
+
+    @property
+    def largest(self) -> TensorShape:
+        """The parameter's shape on the largest model."""
+        return self.shapes[-1]
 
 
 class Theory:
@@ -119,17 +122,13 @@ class Theory:
         self._models = [(each.config, each.shapes) for each in parametrizations]
         self._sizes, self._axis, self._ratio = sizes, axis, sizes[-1] / sizes[0]
         self._config, self._shapes = self._models[-1]
-        self._layers = self._config.model.num_layers
-        self._is_t5 = self._config.model.family == "t5"
-        # T5's head holds the readout; the norm after its encoder feeds all keys and values of the decoder's.
-        self._logits = (*_LOGITS, *(["lm_head", "lm_head.output_layer"] if self._is_t5 else []))
-        self._before_attention = (*_BEFORE_ATTENTION, *(["encoder.final_layernorm"] if self._is_t5 else []))
+        self._layers, self._roles = self._config.model.num_layers, roles.ROLES[self._config.model.family]
         # Branches, and modules outside them, that an output-like tensor feeds.
         self._falling = {
             branch(name)
             for name, shape in self._shapes.items()
             # A gate's sigmoid is 1/2 where its logits are 0.
-            if not name.endswith(_GATE) and any(self._has_g(shape, block) for block in shape.fan_outs)
+            if not name.endswith(roles.GATE) and any(self._has_g(shape, block) for block in shape.fan_outs)
         }
         self._routed = routed([(config, frozenset(shapes)) for config, shapes in self._models], sizes)
         self._hidden = self._over(lambda config, _: config.model.hidden_size)
@@ -138,29 +137,27 @@ class Theory:
         felt = any(self._decay(shape, 0.0)[1] > 1 / _DECAYS for shape in self._shapes.values())
         kept = _KEEPS_OF_RATE[self._config.parametrization.weight_decay]
         self._shrinks = hparams.lr * hparams.weight_decay if kept and felt else 0.0
-        self._key = self._kv_fall("key")
-        self._value = self._kv_fall("value")
+        self._key_value = next((name for name in self._shapes if name.endswith(roles.KEY_VALUE)), None)
 
     def expected(self, name: str, quantity: str, step: int) -> Expected:
         """Slope and bounds of one quantity of a module or of a part of a parameter."""
         bound = BOUNDS[quantity]
         if self.vanishes(name, quantity, step):
-            return Expected(0.0, None, None)
+            return _NOT_JUDGED
         if quantity in ("initial", "update"):
-            tensor, block = named(name)
-            shape = self._shapes[in_whole_model(tensor, self._layers)]
+            part = self._part(name)
             if quantity == "initial":
-                return Expected(self._initial(tensor, shape, block), bound, bound)
-            found = self._update(tensor, shape, block)
+                return Expected(self._initial(part), bound, bound)
+            found = self._update(part)
             if self._routed is None or found.low is None or not self._gradient_decides():
                 return found
-            fall, rise = self._routed.update(tensor)
+            fall, rise = self._routed.update(part.tensor)
             return found._replace(low=found.low + fall, high=None if found.high is None else found.high + rise)
         if self._shrinks and (quantity == "change" or self._shrinks * step > _FADES):
-            return Expected(0.0, None, None)
+            return _NOT_JUDGED
         if self._axis == "depth" and stack_of(name) and name not in _DEEPEST:
             # Half of all branches come before it in a model of two layers, most in a deep one.
-            return Expected(0.0, None, None)
+            return _NOT_JUDGED
         of_experts = None if self._routed is None else self._routed.expected(name, quantity, step)
         if of_experts is not None:
             return Expected(*of_experts)
@@ -180,25 +177,23 @@ class Theory:
         A parameter that is not on the list, has a rate and does not move is out of bounds. An expert's parameter is
         out of bounds too, unless no token came to that expert (slopes.py).
         """
-        if quantity == "update" and name.endswith(KEY_BIAS):
+        if quantity == "update" and name.endswith(roles.KEY_BIAS):
             return True
         config, model = self._config.parametrization, self._config.model
         constant = model.moe_router_topk == 1 and model.moe_router_score_function == "softmax"
         if constant and not model.moe_router_pre_softmax:
             # The one expert's probability is 1 whatever the logits are; only a balancing loss moves them.
-            if name.endswith(".router") and quantity in ("change", "gradient"):
+            if name.endswith(roles.ROUTER) and quantity in ("change", "gradient"):
                 return True
-            if quantity == "update" and ".router." in name and not model.moe_aux_loss_coeff:
+            if quantity == "update" and f"{roles.ROUTER}." in name and not model.moe_aux_loss_coeff:
                 return True
-        if config.zero_init_readout and not model.share_embeddings_and_output_weights:
-            logits = name.startswith("lm_head" if self._is_t5 else "output_layer")
+        if config.zero_init_readout:
+            logits = name.startswith(self._roles.logits[0])
             if quantity in ("initial", "output") and step == 0 and logits:
                 return True
             if (quantity, step) in (("gradient", 0), ("update", 0), ("change", 1)) and not logits:
                 return True
-        if config.zero_init_query and step == 0:
-            return said.zero_query(self._config, name, quantity)
-        return False
+        return config.zero_init_query and step == 0 and name.endswith(roles.WITHOUT_QUERY.get(quantity, ()))
 
     def first_update(self, name: str) -> tuple[list[float], float | None] | None:
         """The size that Adam's first update should have: the learning rate, wherever there is a gradient.
@@ -209,19 +204,15 @@ class Theory:
             None instead of both where weight decay, another optimizer or a zero gradient decides the update.
         """
         config = self._config
-        tensor, block = named(name)
-        shape = self._shapes[in_whole_model(tensor, self._layers)]
         if config.optimizer.name not in ("adamw", "adam") or self.vanishes(name, "update", 0):
             return None
-        further = (_KEEPS_OF_RATE[config.parametrization.weight_decay] - 1) * self._rate(tensor, shape)
-        if self._decay(shape, self._initial(tensor, shape, block) + further)[1] > _LITTLE:
+        part = self._part(name)
+        further = (_KEEPS_OF_RATE[config.parametrization.weight_decay] - 1) * self._rate(part)
+        if self._decay(part.largest, self._initial(part) + further)[1] > _LITTLE:
             return None
-        sizes = [
-            said.first_rate(model, shapes[in_whole_model(tensor, model.model.num_layers)])
-            for model, shapes in self._models
-        ]
-        sparse = shape.spec.init in (Init.EMBEDDING, Init.RELATIVE_BIAS) or (
-            ".mlp." in name and "relu" in config.model.activation_func
+        sizes = [said.first_rate(model, shape) for (model, _), shape in zip(self._models, part.shapes, strict=True)]
+        sparse = part.largest.spec.is_lookup or (
+            f"{roles.FEED_FORWARD}." in name and "relu" in config.model.activation_func
         )
         return sizes, None if sparse or config.optimizer.eps > _SMALL_EPS else 0.5
 
@@ -231,12 +222,10 @@ class Theory:
         Returns:
             None where a layer draws values of its own.
         """
-        tensor, block = named(name)
-        zero = self.vanishes(name, "initial", 0)
+        part, zero = self._part(name), self.vanishes(name, "initial", 0)
         sizes = []
-        for model, shapes in self._models:
-            shape = shapes[in_whole_model(tensor, model.model.num_layers)]
-            size = said.initial_size(model, shape, block, output_like=self._has_g(shape, block))
+        for (model, _), shape in zip(self._models, part.shapes, strict=True):
+            size = said.initial_size(model, shape, part.block, output_like=self._has_g(shape, part.block))
             if size is None:
                 return None
             sizes.append(Size(0.0) if zero else size)
@@ -244,42 +233,45 @@ class Theory:
 
     # --- parameters ---
 
-    def _initial(self, name: str, shape: TensorShape, block: str | None) -> float:
+    def _part(self, name: str) -> _Part:
+        tensor, block = named(name)
+        shapes = [shapes[in_whole_model(tensor, config.model.num_layers)] for config, shapes in self._models]
+        return _Part(tensor, block, shapes)
+
+    def _initial(self, part: _Part) -> float:
         """Table 8: a readout with A = 1/n_in, embeddings, gains and biases are as large at every width."""
-        if shape.spec.readout or shape.spec.fan_in is None or shape.spec.init is Init.EMBEDDING:
+        spec = part.largest.spec
+        if spec.readout or spec.fan_in is None or spec.init is Init.EMBEDDING:
             return 0.0
-        fan_in = self._fan_in(name)
-        return -fan_in if self._has_g(shape, block) else -fan_in / 2
+        fan_in = self._fan_in(part)
+        return -fan_in if self._has_g(part.largest, part.block) else -fan_in / 2
 
     def _gradient_decides(self) -> bool:
         """Whether the size of a gradient decides that of its update."""
         optimizer = self._config.optimizer
         return optimizer.name == "sgd" or optimizer.eps > _SMALL_EPS
 
-    def _update(self, name: str, shape: TensorShape, block: str | None) -> Expected:
-        bound, rate = BOUNDS["update"], self._rate(name, shape)
-        initial = self._initial(name, shape, block)
+    def _update(self, part: _Part) -> Expected:
+        optimizer, bound, rate = self._config.optimizer, BOUNDS["update"], self._rate(part)
+        initial = self._initial(part)
         decayed = rate * _KEEPS_OF_RATE[self._config.parametrization.weight_decay]
-        least, most = self._decay(shape, initial + decayed - rate)
+        least, most = self._decay(part.largest, initial + decayed - rate)
         if most > 1 / _DECAYS:
-            if least < _DECAYS or self.vanishes(part(name, block), "initial", 0):
-                return Expected(0.0, None, None)
+            if least < _DECAYS or self.vanishes(part_name(part.tensor, part.block), "initial", 0):
+                return _NOT_JUDGED
             return Expected(initial + decayed, bound, bound)
-        if not said.is_orthogonal(self._config, shape):
+        fan_in, fan_out = self._fan_in(part), self._fan_out(part, part.block)
+        if not said.is_orthogonal(self._config, part.largest):
             # One epsilon serves all blocks, the smallest: one that grows less than others leaves it with width.
-            has_epsilon = self._config.optimizer.name != "lion" and self._config.optimizer.eps > _SMALL_EPS
-            slowest = has_epsilon and any(
-                self._fan_out(name, block) < self._fan_out(name, other) for other in shape.fan_outs
-            )
+            has_epsilon = optimizer.name != "lion" and optimizer.eps > _SMALL_EPS
+            slowest = has_epsilon and any(fan_out < self._fan_out(part, other) for other in part.largest.fan_outs)
             return Expected(rate, bound, None if slowest else bound)
-        if self._config.optimizer.name == "soap" and self._config.optimizer.soap_eps >= _ABOVE:
+        if optimizer.name == "soap" and optimizer.soap_eps >= _ABOVE:
             # The gradient over epsilon: 1/(n_in · own size) times m_out, as under SGD. Where the own size stays, a
             # gradient goes through initial weights as 1/sqrt(hidden · own size), which is less.
-            less = max(0.0, (self._hidden - self._fan_out(name, block)) / 2)
-            return Expected(rate, bound + less, bound)
+            return Expected(rate, bound + max(0.0, (self._hidden - fan_out) / 2), bound)
         # An orthogonal matrix has coordinates of 1/sqrt(longer side), one of rank 1 of 1/sqrt(n_in n_out); its rate
         # goes as sqrt(n_out/n_in). The gradient of a few tokens is between the two.
-        fan_in, fan_out = self._fan_in(name), self._fan_out(name, block)
         further = (fan_in + fan_out - max(fan_in, fan_out)) / 2
         return Expected(rate + further, bound + further, bound)
 
@@ -293,11 +285,11 @@ class Theory:
         ends = config.hparams.weight_decay * std, config.hparams.weight_decay * std * self._ratio**growth
         return min(ends), max(ends)
 
-    def _rate(self, name: str, shape: TensorShape) -> float:
+    def _rate(self, part: _Part) -> float:
         """Slope of 1/n_in, 1 for a readout with A = 1/n_in; inside the blocks times m_L^(α-1)."""
-        rate = 0.0 if shape.spec.readout or shape.spec.fan_in is None else -self._fan_in(name)
+        rate = 0.0 if part.largest.spec.readout or part.largest.spec.fan_in is None else -self._fan_in(part)
         exponent = self._config.parametrization.depth_exponent
-        if said.of_layers(shape) and exponent is not None:
+        if said.of_layers(part.largest) and exponent is not None:
             rate += self._over(lambda config, _: config.model.num_layers) * (exponent - 1)
         return rate
 
@@ -309,54 +301,53 @@ class Theory:
         spec, config = shape.spec, self._config
         if spec.readout or spec.fan_in is None or not shape.fan_in.grows or shape.fan_outs[block].grows:
             return False
-        if shape.name.endswith((".router.weight", _GATE)) or shape.name == "binary_head.weight":
+        if shape.name.endswith(roles.CLASSIFIERS):
             return True
-        normed = config.model.qk_layernorm and (
-            (".linear_qkv." in shape.name and block in ("query", "key"))
-            or (config.model.multi_latent_attention and "_down_proj." in shape.name and block in (None, "rank"))
-        )
         rule = config.parametrization.fixed_fan_out_init
         if rule == "auto":
-            rule = "hidden_like" if ".mlp." in shape.name else "output_like"
+            rule = "hidden_like" if f"{roles.FEED_FORWARD}." in shape.name else "output_like"
+        normed = config.model.qk_layernorm and part_name(shape.name, block).endswith(roles.NORMED)
         return rule == "output_like" and not normed
 
     # --- modules ---
 
     def _first(self, name: str) -> float | None:
         """Slope of an output before the first step, where random weights decide it and it is not 0; None elsewhere."""
-        if name in self._logits:
+        if name in self._roles.logits:
             # 1/n_in times a sum of n_in random terms.
             return -self._hidden / 2
-        if name.endswith(".router.logits"):
-            biased = f"{in_whole_model(name, self._layers).removesuffix('.logits')}.bias" in self._shapes
+        before, router_logits, _ = f"{name}.".partition(f"{roles.ROUTER}.logits.")
+        if router_logits:
+            biased = in_whole_model(f"{before}{roles.ROUTER}.bias", self._layers) in self._shapes
             return None if biased else -self._hidden / 2
-        if self._config.model.multi_latent_attention:
-            known = name.endswith(".core_attention.logits") and branch(name) not in self._falling
-            return -self._head / 2 if known else None
-        if name.endswith(".core_attention.key"):
-            return self._key
-        if name.endswith(".core_attention.value"):
-            return self._value
-        if name.endswith(".core_attention.logits"):
-            # 1/d times a sum of d random terms.
-            return self._key - self._head / 2
-        return None
+        of_attention = name.partition(".core_attention.")[2]
+        if of_attention not in ("key", "value", "logits"):
+            return None
+        if self._key_value is None and branch(name) in self._falling:
+            return None
+        fall = self._key_value_fall("value" if of_attention == "value" else "key")
+        # Logits: 1/d times a sum of d random terms.
+        return fall - self._head / 2 if of_attention == "logits" else fall
 
-    def _kv_fall(self, block: str) -> float:
+    def _key_value_fall(self, block: str) -> float:
         """Slope of keys or values before the first step."""
-        name = next((name for name in self._shapes if name.endswith(".linear_qkv.weight")), None)
-        if name is None or not self._has_g(self._shapes[name], block):
+        if self._key_value is None or not self._has_g(self._shapes[self._key_value], block):
             return 0.0
-        return -self._fan_in(name) / 2
+        return -self._fan_in(self._part(self._key_value)) / 2
 
     def _gradient(self, name: str) -> Expected:
-        bound = BOUNDS["gradient"]
-        ends = name.endswith(self._logits)
-        if self._axis == "depth" or (self._falls(name) and not ends) or (self._head and name.endswith(_SCORED)):
-            return Expected(0.0, None, None)
-        if ends:
+        bound, of_logits = BOUNDS["gradient"], name in self._roles.logits
+        if (
+            self._axis == "depth"
+            or (self._falls(name) and not of_logits)
+            or (self._head and name.endswith(roles.SCORED))
+        ):
+            return _NOT_JUDGED
+        if of_logits:
             return Expected(0.0, bound, bound)
-        feeds = name.endswith(self._before_attention) and any(each.endswith(_ATTENTION) for each in self._falling)
+        feeds = name.endswith(self._roles.before_attention) and any(
+            each.endswith(roles.ATTENTION) for each in self._falling
+        )
         # Through initial weights as 1/sqrt(own size · next size), through what was learned as 1/(own size).
         further = (self._over(lambda config, shapes: said.output_size(name, config, shapes)) - self._hidden) / 2
         low = None if feeds else bound + max(0.0, further)
@@ -364,24 +355,23 @@ class Theory:
 
     def _falls(self, name: str) -> bool:
         """Whether the output may fall with width in the first steps."""
-        return name.endswith(self._logits) or self._is_score(name) or branch(name) in self._falling
+        return name in self._roles.logits or self._is_score(name) or branch(name) in self._falling
 
     def _is_fed(self, name: str) -> bool:
         """Whether a branch that falls is added to what the module sees or gives."""
-        falls = any(each.endswith((*_ATTENTION, ".mlp")) for each in self._falling)
-        return falls and name.startswith((*(f"{stack}." for stack in STACKS), "lm_head.", "pooler."))
+        falls = any(each.endswith((*roles.ATTENTION, roles.FEED_FORWARD)) for each in self._falling)
+        return falls and name.startswith((*(f"{stack}." for stack in STACKS), *self._roles.behind))
 
     def _is_chosen(self, name: str) -> bool:
         """Whether the output changes where a token gets another expert: of a router, the experts, an MLP of experts."""
-        layer, mlp, inside = in_whole_model(f"{name}.", self._layers).partition(".mlp.")
-        chooses = f"{layer}{mlp}router.weight" in self._shapes
-        return chooses and inside in ("", "router.", "experts.")
+        place = in_experts(name, self._layers, self._shapes)
+        return place is not None and place[1] in ("", "router.", "experts.")
 
     def _is_score(self, name: str) -> bool:
         """Whether it is made of two activations that learn to agree, or of an output-like tensor's alone."""
-        if name.endswith(("router", "router.logits")):
-            return True
-        return bool(self._head) and ".core_attention.logits" in name
+        return name.endswith((roles.ROUTER, f"{roles.ROUTER}.logits")) or (
+            bool(self._head) and ".core_attention.logits" in name
+        )
 
     # --- dimensions ---
 
@@ -389,12 +379,8 @@ class Theory:
         """Slope of some size over the family."""
         return slope_of(self._sizes, [size(config, shapes) for config, shapes in self._models])
 
-    def _fan_in(self, name: str) -> float:
-        return self._over(lambda config, shapes: shapes[in_whole_model(name, config.model.num_layers)].fan_in.dim)
+    def _fan_in(self, part: _Part) -> float:
+        return slope_of(self._sizes, [shape.fan_in.dim for shape in part.shapes])
 
-    def _fan_out(self, name: str, block: str | None) -> float:
-        def size(config: Config, shapes: Shapes) -> int:
-            shape = shapes[in_whole_model(name, config.model.num_layers)]
-            return shape.fan_outs[block].dim
-
-        return self._over(size)
+    def _fan_out(self, part: _Part, block: str | None) -> float:
+        return slope_of(self._sizes, [shape.fan_outs[block].dim for shape in part.shapes])

@@ -5,18 +5,19 @@ Public names: `thorough`, `in_regime`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.proof.check import Check
 from mup_megatron.proof.coord_check import coord_check
 from mup_megatron.proof.regimes import REGIMES
-from mup_megatron.proof.theory import KEY_BIAS
+from mup_megatron.proof.roles import KEY_BIAS
 from mup_megatron.proof.told import lines, write
-from mup_megatron.proof.verdict import Slope
+from mup_megatron.proof.verdict import Slope, together, verdict_of
 from mup_megatron.util.errors import UserError
 
 SAME = 1e-3
@@ -25,16 +26,16 @@ what is nearly zero."""
 
 
 def thorough(
-    config: Config, rank: Rank, directory: Path, *, compare: bool = True, **asked: Any
+    config: Config, rank: Rank, asked: Check, directory: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs every regime and writes each one's result. Collective.
 
     Args:
         config: the run.
         rank: this process.
+        asked: of the plain regime, which alone is compared with another parametrization.
         directory: for the regimes' results, in a folder `regimes`.
-        compare: as for `coord_check`, of the plain regime.
-        asked: arguments of `coord_check`.
+        say: takes lines of progress.
 
     Returns:
         The whole result, the same on every rank; that of the plain regime, for the picture.
@@ -42,7 +43,6 @@ def thorough(
     Raises:
         UserError: bad input to the plain check. What another regime cannot do is told in its row.
     """
-    say = asked["say"]
     rows: list[dict[str, Any]] = []
     plain: dict[str, Any] = {}
     for name, regime in REGIMES.items():
@@ -50,7 +50,8 @@ def thorough(
             continue
         say(f"regime {name}: {regime.what}")
         try:
-            row, result = in_regime(name, config, rank, plain, compare=compare and name == "plain", **asked)
+            of_regime = replace(asked, regime=name, compare=asked.compare and name == "plain")
+            row, result = in_regime(config, rank, of_regime, plain, say)
         except UserError as error:
             if name == "plain":
                 raise
@@ -64,46 +65,38 @@ def thorough(
         if not regime.repeat:
             for line in lines(result):
                 say(f"  {line}")
-    found = {row["verdict"] for row in rows}
-    verdict = "failed" if "failed" in found else "undecided" if "undecided" in found else "passed"
+    verdict = together(row["verdict"] for row in rows)
     whole = {"judged": "thorough", "passed": verdict == "passed", "verdict": verdict, "regimes": rows}
     return whole, plain
 
 
 def in_regime(
-    name: str, config: Config, rank: Rank, plain: Mapping[str, Any], *, compare: bool = False, **asked: Any
+    config: Config, rank: Rank, asked: Check, plain: Mapping[str, Any], say: Callable[[str], None] = lambda line: None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One regime's row of the table, and its result. Collective.
 
     Args:
-        name: of the regime.
         config: the run.
         rank: this process.
+        asked: names the regime; µP is judged.
         plain: result of the plain regime, for what has to repeat it.
-        compare: as for `coord_check`.
-        asked: arguments of `coord_check`.
+        say: takes lines of progress.
     """
-    regime = REGIMES[name]
-    if not regime.repeat:
-        result = coord_check(config, rank, regime=name, point="mup", compare=compare, **asked)
-        return _row(name, result), result
+    repeat = REGIMES[asked.regime].repeat
     # The same numbers or others: one seed says it.
-    result = coord_check(config, rank, regime=name, point="mup", compare=False, **{**asked, "seeds": 1})
-    return _repeated(name, plain, result, start=regime.repeat == "start"), result
+    asked = replace(asked, point="mup", seeds=1 if repeat else asked.seeds)
+    result = coord_check(config, rank, asked, say=say)
+    row = _repeated(asked.regime, plain, result, start=repeat == "start") if repeat else _row(asked.regime, result)
+    return row, result
 
 
 def _row(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     """A regime's verdict, with its worst module or parameter."""
     verdicts = result["verdicts"][result["judged"]]
     judged = {name: each for name, each in verdicts.items() if each["verdict"] != "not judged"}
-    worst = max(judged, key=lambda each: _badness(judged[each]))
+    worst = max(judged, key=lambda each: Slope.of(judged[each]).order)
     own = {key: result[key] for key in ("verdict", "out_of_bounds", "undecided")}
     return {"regime": name, "worst": worst, **judged[worst], **own}
-
-
-def _badness(verdict: Mapping[str, Any]) -> tuple[float, ...]:
-    held = {key: value for key, value in verdict.items() if key != "verdict"}
-    return Slope(**held | {"name": "", "slope": math.nan if held["slope"] is None else held["slope"]}).order
 
 
 def _repeated(name: str, plain: Mapping[str, Any], result: Mapping[str, Any], *, start: bool) -> dict[str, Any]:
@@ -122,12 +115,7 @@ def _repeated(name: str, plain: Mapping[str, Any], result: Mapping[str, Any], *,
                 worst, most = key, off
             if off > apart.get(key[1], {"difference": SAME})["difference"]:
                 apart[key[1]] = {"quantity": key[0], "step": key[2], "factor": cell["factor"], "difference": off}
-    row: dict[str, Any] = {
-        "regime": name,
-        "verdict": "failed" if apart else "passed",
-        "difference": most,
-        "bound": SAME,
-    }
+    row: dict[str, Any] = {"regime": name, "verdict": verdict_of(apart, False), "difference": most, "bound": SAME}
     row |= {"out_of_bounds": sorted(apart, key=lambda each: -apart[each]["difference"]), "undecided": []}
     return row if worst is None else {**row, "worst": worst[1], "quantity": worst[0], "step": worst[2], "apart": apart}
 

@@ -29,17 +29,16 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         return _table(result)
     sizes = ", ".join(f"{size['size']}" for size in result["sizes"])
     layouts = "; ".join(dict.fromkeys(size["layout"] for size in result["sizes"]))
-    what = "layers" if result["axis"] == "depth" else result.get("over", "hidden_size").replace("_", " ")
+    what = "layers" if result["axis"] == "depth" else result["over"].replace("_", " ")
     said = [
-        f"coordinate check of {result['judged']}: {what} {sizes}, {result['steps']} steps"
-        + (f" at rate {result['lr']:.3g}, {result['tokens']} tokens" if "tokens" in result else "")
-        + f", seeds {result['seeds']}, {layouts}"
+        f"coordinate check of {result['judged']}: {what} {sizes}, {result['steps']} steps at rate {result['lr']:.3g}, "
+        f"{result['tokens']} tokens, seeds {result['seeds']}, {layouts}"
     ]
-    said += [f"set for this regime: {key} = {value}" for key, value in result.get("set", {}).items()]
+    said += [f"set for this regime: {key} = {value}" for key, value in result["set"].items()]
     said += [f"never ran: {name}" for name in result["silent"]]
     said += [f"not a finite loss: {where}" for where in result["not_finite"]]
     verdicts = result["verdicts"][result["judged"]]
-    undecided = result.get("undecided", [])
+    undecided = result["undecided"]
     for state, names in (("out of bounds", result["out_of_bounds"]), ("undecided", undecided)):
         said += [f"{state}: {name}: {_worst(verdicts[name], result['axis'])}" for name in names[:_MOST]]
         if len(names) > _MOST:
@@ -50,8 +49,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     judged = [verdict for verdict in verdicts.values() if verdict["verdict"] != "not judged"]
     within = len(judged) - len(result["out_of_bounds"]) - len(undecided)
     said.append(
-        f"{result.get('verdict') or ('passed' if result['passed'] else 'failed')}: {within} of {len(judged)} "
-        "modules and parameters are within bounds" + (f", {len(undecided)} undecided" if undecided else "")
+        f"{result['verdict']}: {within} of {len(judged)} modules and parameters are within bounds"
+        + (f", {len(undecided)} undecided" if undecided else "")
     )
     return said
 
@@ -90,28 +89,28 @@ def _table(result: Mapping[str, Any]) -> list[str]:
 
 def _worst(verdict: Mapping[str, Any], axis: str) -> str:
     """What was found of one module or parameter."""
-    if verdict["quantity"] == "rate" and verdict["slope"] is not None:
-        return f"first update is {verdict['slope']:.3g} times its rate, expected 1"
-    if verdict["quantity"] == "drawn" and verdict["slope"] is not None:
+    quantity, slope, when = verdict["quantity"], verdict["slope"], f" at step {verdict['step']}"
+    if quantity == "copies":
+        far = "" if slope is None else f" by {slope:.3g} of what a step adds"
+        return f"its copies on tensor-parallel ranks differ{far}{when}, expected no difference"
+    if quantity == "rate" and slope is not None:
+        return f"first update is {slope:.3g} times its rate, expected 1"
+    if quantity == "drawn" and slope is not None:
         if not verdict["expected"]:
-            return f"initial values have a mean size of {verdict['slope']:.3g}, expected 0"
+            return f"initial values have a mean size of {slope:.3g}, expected 0"
         bounds = f"{1 - verdict['low']:.3g} to {1 + verdict['high']:.3g}"
-        return f"initial values are {verdict['slope']:.3g} times what the config says, expected 1 ({bounds})"
-    if verdict["quantity"] == "copies":
-        far = "" if verdict["slope"] is None else f" by {verdict['slope']:.3g} of what a step adds"
-        return f"its copies on tensor-parallel ranks differ{far} at step {verdict['step']}, expected no difference"
-    when = "" if verdict["quantity"] in ("initial", "drawn") else f" at step {verdict['step']}"
-    quantity = {"initial": "initial size", "update": "way of updates"}.get(verdict["quantity"], verdict["quantity"])
-    if verdict["slope"] is None:
-        if verdict.get("zero"):
-            does = {"update": "does not move", "change": "does not change"}.get(verdict["quantity"], f"{quantity} is 0")
-            return f"{does}{when}"
-        return f"{quantity}{when} is no number at some size"
+        return f"initial values are {slope:.3g} times what the config says, expected 1 ({bounds})"
+    what = {"initial": "initial size", "update": "way of updates"}.get(quantity, quantity)
+    when = "" if quantity in ("initial", "drawn") else when
+    if slope is None and not verdict["zero"]:
+        return f"{what}{when} is no number at some size"
+    if slope is None:
+        return {"update": "does not move", "change": "does not change"}.get(quantity, f"{what} is 0") + when
     spread = (
         " (no points to tell its error from)" if verdict["confidence"] is None else f" ± {verdict['confidence']:.2f}"
     )
     size = "depth" if axis == "depth" else "size"
-    return f"{quantity}{when} goes as {size}^{verdict['slope']:.2f}{spread}, expected {bound_of(verdict)}"
+    return f"{what}{when} goes as {size}^{slope:.2f}{spread}, expected {bound_of(verdict)}"
 
 
 def bound_of(verdict: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Slopes of log size over log width, with their errors, and the verdict on each.
 
-Public names: `BOUNDS`, `Slope`, `Fit`, `fit`, `slope_of`, `judge`, `overall`, `advice`. A slope is fitted by least
-squares over the sizes of the family, with an intercept per seed. Its 95 % interval (Student's t) comes from the
-residuals of the fit: the noise of the seeds, and the bend of a quantity that is no power of width.
+Public names: `BOUNDS`, `Slope`, `Fit`, `fit`, `slope_of`, `judge`, `overall`, `verdict_of`, `together`, `advice`. A
+slope is fitted by least squares over the sizes of the family, with an intercept per seed. Its 95 % interval (Student's
+t) comes from the residuals of the fit: the noise of the seeds, and the bend of a quantity that is no power of width.
 
 A slope whose whole interval is within its bounds is ok, one whose whole interval is outside is out of bounds, and one
 whose interval reaches a bound is undecided. theory.py says what a slope should be.
@@ -11,7 +11,7 @@ whose interval reaches a bound is undecided. theory.py says what a slope should 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -57,7 +57,8 @@ class Slope:
         quantity: initial, output, change, gradient, update, rate, drawn (initial values over what the
             config says) or copies (how far they are apart, over an update).
         step: before which the coordinates were looked at; of an update the one that made it.
-        slope: of the size over the width, with `confidence` and `bend` as `Fit` has them.
+        slope: of the size over the width, with `confidence` and `bend` as `Fit` has them; of `rate`, `drawn` and
+            `copies` a number that has no error.
         expected: what it should be.
         low: how far below that it may be; None: as far as it likes.
         high: how far above; None: as far as it likes.
@@ -68,12 +69,18 @@ class Slope:
     quantity: str
     step: int
     slope: float
-    confidence: float | None
+    confidence: float | None = 0.0
     expected: float
     low: float | None
     high: float | None
     bend: float = 0.0
     zero: bool = False
+
+    @classmethod
+    def of(cls, verdict: Mapping[str, Any]) -> Slope:
+        """The worst slope of a verdict of `judge`, as that says it or as it was written; without the name."""
+        held = {key: value for key, value in verdict.items() if key != "verdict"}
+        return cls(**held | {"name": "", "slope": math.nan if held["slope"] is None else held["slope"]})
 
     @property
     def state(self) -> State:
@@ -172,7 +179,18 @@ def judge(slopes: Sequence[Slope]) -> dict[str, dict[str, Any]]:
 def overall(verdicts: Mapping[str, Mapping[str, Any]]) -> Verdict:
     """Of a whole line: failed where anything is out of bounds, else undecided where anything is."""
     states = {verdict["verdict"] for verdict in verdicts.values()}
-    return "failed" if "out of bounds" in states else "undecided" if "undecided" in states else "passed"
+    return verdict_of("out of bounds" in states, "undecided" in states)
+
+
+def verdict_of(failed: object, undecided: object) -> Verdict:
+    """Failed where something speaks against it, else undecided where something is open, else passed."""
+    return "failed" if failed else "undecided" if undecided else "passed"
+
+
+def together(verdicts: Iterable[str]) -> Verdict:
+    """Of several checks: the worst verdict of any."""
+    found = set(verdicts)
+    return verdict_of("failed" in found, "undecided" in found)
 
 
 def advice(verdicts: Mapping[str, Mapping[str, Any]], seeds: int, lr: float) -> str:
@@ -201,6 +219,5 @@ def advice(verdicts: Mapping[str, Mapping[str, Any]], seeds: int, lr: float) -> 
 
 
 def _seeds(verdict: Mapping[str, Any], seeds: int) -> int:
-    found = Slope(**{key: value for key, value in verdict.items() if key != "verdict"}, name="")
-    room = abs(found.within)
-    return math.ceil(seeds * ((found.confidence or 0.0) / room) ** 2) + 1 if room else _MOST_SEEDS + 1
+    room = abs(Slope.of(verdict).within)
+    return math.ceil(seeds * (verdict["confidence"] / room) ** 2) + 1 if room else _MOST_SEEDS + 1

@@ -20,7 +20,7 @@ import yaml
 from mup_megatron import cli
 from mup_megatron.convert.export import export_hugging_face, open_source
 from mup_megatron.evaluate import likelihood
-from mup_megatron.evaluate.evaluation import Task, evaluate
+from mup_megatron.evaluate.evaluation import Evaluation, Task, evaluate
 from mup_megatron.evaluate.likelihood import Scorer
 from mup_megatron.evaluate.requests import Request
 from mup_megatron.parallel import runtime, upstream
@@ -80,7 +80,7 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 def figures(run: Path, tasks: list[Task], **given: Any) -> dict[str, dict[str, Any]]:
     try:
-        found = evaluate(run, tasks, Rank(), window=WINDOW, **given)
+        found = evaluate(Evaluation(checkpoint=run, rank=Rank(), **given), tasks, window=WINDOW)
     finally:
         runtime.stop_distributed()
     return {result["task"]: result["metrics"] for result in found["results"]}

@@ -16,7 +16,7 @@ from mup_megatron import cli
 from mup_megatron.convert.saved_model import load_saved
 from mup_megatron.convert.saved_run import open_run
 from mup_megatron.data.t5 import pair_masks
-from mup_megatron.evaluate.evaluation import evaluate_translations
+from mup_megatron.evaluate.evaluation import Evaluation, evaluate_translations
 from mup_megatron.parallel import runtime, upstream
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.ranks import Rank
@@ -51,13 +51,15 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def found(run: Path, files: Any, **given: Any) -> dict[str, Any]:
     try:
-        return evaluate_translations(run, files, Rank(), **given)
+        return on_ranks(Rank(), run=run, files=files, given=given)
     finally:
         runtime.stop_distributed()
 
 
 def on_ranks(rank: Rank, *, run: Path, files: Any, given: dict[str, Any]) -> dict[str, Any]:
-    return evaluate_translations(run, files, rank, **given)
+    where = {key: value for key, value in given.items() if key in ("batch_size", "overrides")}
+    how = {key: value for key, value in given.items() if key not in where}
+    return evaluate_translations(Evaluation(checkpoint=run, rank=rank, **where), files, **how)
 
 
 def references_loss(run: Path) -> tuple[float, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mup_megatron.config import Config
@@ -9,6 +10,7 @@ from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof import coordinates
+from mup_megatron.proof.check import Check
 from mup_megatron.proof.coord_check import coord_check
 from tests.helpers.breakages import break_, replaced
 
@@ -19,20 +21,20 @@ def check(
     """The coordinate check; `alone` leaves out the addition over ranks, `broken` names a breakage."""
     if not alone:
         with break_(broken):
-            return coord_check(config, rank, **options)
+            return coord_check(config, rank, Check(**options))
 
     def means(sums: Any) -> dict[Any, float]:
         return {key: float(total) / count for key, (total, count) in sums._held.items() if count}
 
     with replaced(coordinates.Sums, "means", means):
-        return coord_check(config, rank, **options)
+        return coord_check(config, rank, Check(**options))
 
 
 def corners(rank: Rank, *, config: Config) -> dict[str, list[float]]:
     """Losses at the corners of the plane, on the larger of two sizes."""
     found = {}
     for point in ("mup", "standard", "interpolate:1,1", "interpolate:0,0"):
-        result = coord_check(config, rank, factors=(1, 4), steps=3, seeds=1, point=point, compare=False)
+        result = coord_check(config, rank, Check(factors=(1, 4), steps=3, seeds=1, point=point, compare=False))
         found[point] = result["cells"][-1]["coordinates"]["losses"]
     return found
 
@@ -68,8 +70,9 @@ def in_regime(
 
     with FAULTS[fault].plant() if fault else contextlib.nullcontext():
         repeats = bool(REGIMES[regime].repeat)
-        plain = coord_check(config, rank, compare=False, **{**options, "seeds": 1}) if repeats else {}
-        row, result = run(regime, config, rank, plain, **options)
+        asked = Check(**options, regime=regime, compare=False)
+        plain = coord_check(config, rank, replace(asked, regime="plain", seeds=1)) if repeats else {}
+        row, result = run(config, rank, asked, plain)
     if repeats:
         return {name: [each["quantity"]] for name, each in row.get("apart", {}).items()}
     found: dict[str, list[str]] = {}

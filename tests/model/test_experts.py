@@ -14,7 +14,7 @@ from mup_megatron.engines.setup import resolve
 from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
 from mup_megatron.proof.question import question
-from mup_megatron.proof.stability import grid
+from mup_megatron.proof.stability import jobs_of
 from mup_megatron.rules import formulas
 from mup_megatron.tuning.family import digested
 from mup_megatron.util.errors import ConfigError
@@ -266,7 +266,7 @@ def test_a_stability_check_grows_experts() -> None:
     config = config_of(32, 16, **{"base.moe_router_topk": 2, "parametrization.experts": "fixed_share"})
     config = derive(config, {"data.split": "98,2,0"})
     asked = question(config, over="lr", across="experts", values="1e-3,2e-3,4e-3", factors=[1, 4], seeds=1)
-    runs = [run.job.config for run in grid(config, asked)]
+    runs = [job.config for job in jobs_of(config, asked).values()]
     assert {(run.model.num_moe_experts, run.model.moe_router_topk) for run in runs} == {(4, 2), (16, 8)}
     assert {run.model.hidden_size for run in runs} == {96}
 

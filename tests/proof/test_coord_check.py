@@ -17,6 +17,7 @@ from mup_megatron.config import Config, derive, load_config
 from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.proof.check import Check
 from mup_megatron.proof.controls import CONTROLS
 from mup_megatron.proof.coord_check import _asked
 from mup_megatron.proof.family import default_factors, grown, members, models, own_path
@@ -350,7 +351,7 @@ def test_rules_over_batch_and_tokens_are_the_run_s_own() -> None:
     The check takes 2 sequences a step and 5 steps. From these the rules would count to other numbers.
     """
     config = config_of(**{**RATE, **RULED}, model__hidden_size=128, model__num_attention_heads=8)
-    asked = _asked(config, Rank(), None, "plain", FACTORS, {}, 4, False).family
+    asked = _asked(config, Rank(), Check(factors=FACTORS))[1]
     for member in asked:
         made = member.config
         assert (made.batch_ratio, made.tokens_ratio) == (2, 2)
@@ -360,14 +361,14 @@ def test_rules_over_batch_and_tokens_are_the_run_s_own() -> None:
         assert made.optimizer.eps == pytest.approx(config.optimizer.eps / 8**0.5)
         assert made.optimizer.betas == pytest.approx([0.2, 0.6])
     # Control: without rules nothing moves.
-    free = _asked(derive(config, horizon.without_rules(config)), Rank(), None, "plain", FACTORS, {}, 4, False)
-    assert (free.family[0].config.hparams.lr, free.family[0].config.optimizer.betas) == (2e-3, [0.9, 0.95])
+    _, free = _asked(derive(config, horizon.without_rules(config)), Rank(), Check(factors=FACTORS))
+    assert (free[0].config.hparams.lr, free[0].config.optimizer.betas) == (2e-3, [0.9, 0.95])
 
 
 def test_a_trial_s_length_does_not_stop_it() -> None:
     """Trials of 24 tokens, a check of 16, and as many learned positions: refused before."""
-    asked = _asked(config_of(tuning__seq_length=24), Rank(), None, "plain", FACTORS, {}, 4, False)
-    assert asked.family[0].config.training.seq_length == 16
+    _, asked = _asked(config_of(tuning__seq_length=24), Rank(), Check(factors=FACTORS))
+    assert asked[0].config.training.seq_length == 16
 
 
 def test_the_config_s_own_path() -> None:

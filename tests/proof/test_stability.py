@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof import stability
-from mup_megatron.proof.grid import Outcome
+from mup_megatron.proof.grid import Grid, Outcome
 from mup_megatron.proof.question import Question
 from mup_megatron.proof.question import question as ask_question
 from mup_megatron.proof.reverse import rise, small_model
@@ -38,13 +39,15 @@ def config_of(folder: Path, **keys: Any) -> Config:
 
 
 def asked(config: Config, **keys: Any) -> Question:
-    return ask_question(config, **{"over": "lr", "across": "width", **keys})
+    compare = keys.pop("compare", True)
+    question = ask_question(config, **{"over": "lr", "across": "width", **keys})
+    return question if compare else replace(question, compare_with=())
 
 
 def ask(config: Config, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
-    question = asked(config, **keys)
-    return stability.stability(config, question, folder, Rank(), workers=1, say=said.append), said
+    grid = Grid(directory=folder, rank=Rank(), workers=1, say=said.append)
+    return stability.stability(config, asked(config, **keys), grid), said
 
 
 def test_what_is_not_said(tmp_path: Path) -> None:
@@ -79,13 +82,13 @@ def test_bad_questions(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
 
 def test_a_size_or_value_that_makes_no_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--values: triangle"):
-        stability.grid(config_of(tmp_path), asked(config_of(tmp_path), over="lr_schedule", values="linear,triangle"))
+        stability.jobs_of(config_of(tmp_path), asked(config_of(tmp_path), over="lr_schedule", values="linear,triangle"))
     fixed = make({"model": MIXED["model"], "base": {}}, "gpt3", parametrization__name="standard", **SMALL)
     with pytest.raises(UserError, match="names no size that grows"):
-        stability.grid(fixed, asked(fixed, factors=[1, 2]))
+        stability.jobs_of(fixed, asked(fixed, factors=[1, 2]))
     unsplit = config_of(tmp_path, data__split="100,0,0")
     with pytest.raises(UserError, match=r"data\.split.*nothing to validate on"):
-        stability.grid(unsplit, asked(unsplit))
+        stability.jobs_of(unsplit, asked(unsplit))
 
 
 @pytest.mark.skipif(emerging_missing("muon") is None, reason="muon is there, so that nothing of it is refused")
@@ -94,7 +97,7 @@ def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path)
         tmp_path, optimizer={"name": "muon"}, parallel={"engine": "megatron", "use_distributed_optimizer": False}
     )
     with pytest.raises(ConfigError) as error:
-        stability.grid(muon, asked(muon))
+        stability.jobs_of(muon, asked(muon))
     assert (error.value.key, error.value.problem) == ("optimizer.name", emerging_missing("muon"))
 
 
@@ -110,11 +113,11 @@ def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path)
 )
 def test_what_grows_and_nothing_else(tmp_path: Path, across: Any, sizes: dict[int, int]) -> None:
     config = config_of(tmp_path, training__lr_warmup_steps=2, parallel__zero_stage=3)
-    runs = stability.grid(config, asked(config, across=across, factors=[1, 4], seeds=2))
-    assert {run.factor: stability.size_of(run.job.config, across) for run in runs} == sizes
-    assert len({run.job.name for run in runs}) == len(runs) == 2 * 9 * 2 * 3
-    for run in runs:
-        made = run.job.config
+    jobs = stability.jobs_of(config, asked(config, across=across, factors=[1, 4], seeds=2))
+    assert {run.factor: stability.size_of(job.config, across) for run, job in jobs.items()} == sizes
+    assert len({job.name for job in jobs.values()}) == len(jobs) == 2 * 9 * 2 * 3
+    for run, job in jobs.items():
+        made = job.config
         assert (made.hparams.lr, made.run.seed, made.parametrization.name) == (run.value, run.seed, run.parametrization)
         assert made.training.eval_interval == made.training.train_steps
         assert made.training.lr_warmup_steps == (8 if across == "tokens" and run.factor == 4 else 2)
@@ -131,8 +134,8 @@ def outcome(loss: float) -> Outcome:
 
 
 def result_of(config: Config, question: Question, loss: Any) -> dict[str, Any]:
-    runs = stability.grid(config, question)
-    return stability._result(config, question, runs, {run.job.name: outcome(loss(run)) for run in runs})
+    jobs = stability.jobs_of(config, question)
+    return stability._result(config, question, jobs, {job.name: outcome(loss(run)) for run, job in jobs.items()})
 
 
 def bowl(moves: dict[str, float]) -> Any:
@@ -240,14 +243,15 @@ def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytes
     with pytest.raises(UserError, match="was run with other settings"):
         ask(config_of(tmp_path, training__clip_grad=0.5), tmp_path / "grid", **keys)
 
-    (run,) = [run for run in stability.grid(config, asked(config, **keys)) if (run.factor, run.value) == (2, 8e-3)]
-    alone = run.job.config.model_dump()
+    jobs = stability.jobs_of(config, asked(config, **keys))
+    (job,) = [job for run, job in jobs.items() if (run.factor, run.value) == (2, 8e-3)]
+    alone = job.config.model_dump()
     alone["run"]["dir"] = str(tmp_path / "alone")
     (tmp_path / "alone.yaml").write_text(yaml.safe_dump(alone))
     ((status, _, err),) = ranks.run(1, bodies.command, arguments=["train", str(tmp_path / "alone.yaml")])
     assert status == 0, err
     assert metrics(tmp_path / "alone")[-1]["eval_loss"] == result["lines"]["mup"]["rows"][1]["losses"][1][0]
-    assert losses(tmp_path / "alone") == losses(tmp_path / "grid" / "runs" / run.job.name)
+    assert losses(tmp_path / "alone") == losses(tmp_path / "grid" / "runs" / job.name)
 
 
 @pytest.mark.slow

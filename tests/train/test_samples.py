@@ -17,6 +17,7 @@ from mup_megatron.engines.setup import resolve
 from mup_megatron.evaluate.generate import generate, load_model
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.proof.check import Check
 from mup_megatron.proof.coord_check import _asked
 from mup_megatron.report.page import page
 from mup_megatron.report.run_data import read_run
@@ -153,5 +154,5 @@ def test_without_evaluations_there_are_none() -> None:
 def test_neither_a_trial_nor_a_check_writes_any(tmp_path: Path) -> None:
     config = make(MIXED, **KEYS, proxy=SIZES)
     assert proxy_config(config, values_of(config), seed=1, directory=tmp_path).run.samples == []
-    family = _asked(config, Rank(), None, "plain", (1, 2), {}, 3, False).family
+    _, family = _asked(config, Rank(), Check(factors=(1, 2), steps=3))
     assert [member.config.run.samples for member in family] == [[], []]

@@ -49,8 +49,5 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> Bleu:
     metric = BLEU()
     found = metric.corpus_score(list(translations), [list(references)])
     return Bleu(
-        score=found.score,
-        brevity_penalty=found.bp,
-        length_ratio=found.ratio,
-        signature=str(metric.get_signature()),
+        score=found.score, brevity_penalty=found.bp, length_ratio=found.ratio, signature=str(metric.get_signature())
     )

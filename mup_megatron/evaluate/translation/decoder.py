@@ -114,7 +114,6 @@ def padded(sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 def translate(
     model: T5Model,
     sources: Sequence[Sequence[int]],
-    *,
     tokenizer: Any,
     settings: Search,
     batch_size: int,

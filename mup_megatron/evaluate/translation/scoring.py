@@ -7,27 +7,24 @@ tokenizer's entries, as evaluation of text does (likelihood.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed
 
 from mup_megatron.config import Config
 from mup_megatron.config.study import Pairs
 from mup_megatron.data.corpus import pairs_of
 from mup_megatron.data.pairs import Pair, read_pairs
 from mup_megatron.data.t5 import pair_masks
-from mup_megatron.evaluate.scores import Metrics, perplexity
+from mup_megatron.evaluate.replica import Replica, gathered
+from mup_megatron.evaluate.requests import tokens_of
+from mup_megatron.evaluate.scores import DIVERGED, Metrics, perplexity
 from mup_megatron.evaluate.translation.bleu import bleu
 from mup_megatron.evaluate.translation.decoder import padded, translate
 from mup_megatron.evaluate.translation.search import Search
-from mup_megatron.parallel.layout import Layout
 from mup_megatron.util.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron.core.models.T5 import T5Model
 
 
 def pairs_named(config: Config, given: str) -> Pairs:
@@ -56,10 +53,7 @@ def read_tokens(
             place = f"{path or pairs.jsonl}, line {pair.line}"
             if not text.strip():
                 raise UserError(f"{place}: the {name} is empty; expected a text and its translation")
-            try:
-                side = [*map(int, tokenizer.tokenize(text)), int(tokenizer.eod)]
-            except Exception as error:  # the libraries raise whatever they like; the null tokenizer reads numbers alone
-                raise UserError(f"{place}: the tokenizer cannot read the text ({error})") from None
+            side = [*tokens_of(tokenizer, text, place), int(tokenizer.eod)]
             if positions is not None and len(side) > positions:
                 raise UserError(
                     f"{place}: the {name} has {len(side)} tokens with its end, but the model learned {positions} "
@@ -71,48 +65,31 @@ def read_tokens(
 
 
 def evaluate_pairs(
-    model: T5Model,
-    pairs: Sequence[Pair],
-    tokens: Sequence[tuple[list[int], list[int]]],
-    *,
-    tokenizer: Any,
-    settings: Search,
-    layout: Layout,
-    rank: int,
-    batch_size: int,
-    say: Callable[[str], None] = lambda _line: None,
+    replica: Replica, pairs: Sequence[Pair], tokens: Sequence[tuple[list[int], list[int]]], settings: Search
 ) -> tuple[Metrics, str, list[str]]:
     """Figures of a file, BLEU's signature, and the translations. Collective.
 
     Args:
-        model: this rank's part, in evaluation mode.
+        replica: this rank's part of the model.
         pairs: text of source and target, from `read_tokens`.
         tokens: of the same pairs, from `read_tokens`.
-        tokenizer: megatron-core's tokenizer object.
         settings: how to search.
-        layout: how ranks split the model; each data-parallel replica takes its share of the pairs.
-        rank: of this process.
-        batch_size: pairs at once.
-        say: takes lines of progress.
     """
-    own = range(layout.data_rank(rank), len(pairs), layout.data)
+    layout, tokenizer = replica.layout, replica.tokenizer
+    own = range(layout.data_rank(replica.asked.rank.rank), len(pairs), layout.data)
     share = [tokens[number] for number in own]
-    likelihoods = _likelihoods(model, share, int(tokenizer.vocab_size), batch_size)
-    translated = translate(
-        model,
-        [source for source, _ in share],
-        tokenizer=tokenizer,
-        settings=settings,
-        batch_size=batch_size,
-        say=lambda count: say(f"{count * layout.data:,} of {len(pairs):,} sentences translated"),
-    )
+
+    def say(count: int) -> None:
+        replica.asked.say(f"{count * layout.data:,} of {len(pairs):,} sentences translated")
+
+    likelihoods, sources = _likelihoods(replica, share), [source for source, _ in share]
+    translated = translate(replica.chunks[0], sources, tokenizer, settings, replica.asked.batch_size, say)
     texts = [str(tokenizer.detokenize(sequence)) for sequence in translated]
-    gathered = _gathered(dict(zip(own, zip(likelihoods, texts, strict=True), strict=True)), layout)
-    total = math.fsum(gathered[number][0] for number in range(len(pairs)))
+    found = gathered(dict(zip(own, zip(likelihoods, texts, strict=True), strict=True)), layout)
+    total = math.fsum(likelihood for likelihood, _ in found)
     if not math.isfinite(total):
-        raise UserError("the model's logits are not finite numbers; the checkpoint is of a run that diverged")
-    translations = [gathered[number][1] for number in range(len(pairs))]
-    targets = [pair.target for pair in pairs]
+        raise UserError(DIVERGED)
+    translations, targets = [text for _, text in found], [pair.target for pair in pairs]
     count = sum(len(target) for _, target in tokens)
     words, size = sum(len(text.split()) for text in targets), sum(len(text.encode()) for text in targets)
     score = bleu(translations, targets)
@@ -126,29 +103,22 @@ def evaluate_pairs(
     return figures, score.signature, translations
 
 
-def _gathered(own: dict[int, tuple[float, str]], layout: Layout) -> dict[int, tuple[float, str]]:
-    from megatron.core import parallel_state
-
-    parts: list[dict[int, tuple[float, str]]] = [{}] * layout.data
-    torch.distributed.all_gather_object(parts, own, group=parallel_state.get_data_parallel_group())
-    return {number: each for part in parts for number, each in part.items()}
-
-
 @torch.no_grad()
-def _likelihoods(
-    model: T5Model, tokens: Sequence[tuple[list[int], list[int]]], vocabulary: int, batch_size: int
-) -> list[float]:
+def _likelihoods(replica: Replica, tokens: Sequence[tuple[list[int], list[int]]]) -> list[float]:
     """Log-probability of each target and its end, natural logarithm."""
     from mup_megatron.evaluate.likelihood import target_scores
 
+    (model,), size = replica.chunks, replica.asked.batch_size
     device = next(model.parameters()).device
     found = []
-    for first in range(0, len(tokens), batch_size):
-        batch = tokens[first : first + batch_size]
+    for first in range(0, len(tokens), size):
+        batch = tokens[first : first + size]
         sources, present = (each.to(device) for each in padded([source for source, _ in batch]))
         labels, counted = (each.to(device) for each in padded([target for _, target in batch]))
         fed, _ = padded([[target[-1], *target[:-1]] for _, target in batch])
         logits = model(sources, fed.to(device), *pair_masks(present, labels.shape[1]))
-        scores = target_scores(logits.flatten(0, 1), labels.flatten(), vocabulary)[:, 0].view(labels.shape)
+        scores = target_scores(logits.flatten(0, 1), labels.flatten(), int(replica.tokenizer.vocab_size))[:, 0].view(
+            labels.shape
+        )
         found += torch.where(counted, scores, 0.0).sum(-1).tolist()
     return found

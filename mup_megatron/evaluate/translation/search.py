@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from mup_megatron.evaluate.scores import DIVERGED
 from mup_megatron.util.errors import UserError
 
 
@@ -96,7 +97,7 @@ def search(following: Next, sentences: int, *, begin: int, end: int, settings: S
     for length in range(1, settings.max_length + 1):
         logits = following(last, parents).detach().to("cpu", torch.float64)
         if not logits.isfinite().all():
-            raise UserError("the model's logits are not finite numbers; the checkpoint is of a run that diverged")
+            raise UserError(DIVERGED)
         likely = logits.log_softmax(-1).view(sentences, k, -1)
         if length == settings.max_length:
             likely[..., torch.arange(likely.shape[-1]) != end] = float("-inf")

@@ -17,6 +17,7 @@ import torch.distributed
 from mup_megatron.config import derive
 from mup_megatron.engines import WEIGHT, Engine
 from mup_megatron.engines.setup import Setup
+from mup_megatron.evaluate.replica import gathered
 from mup_megatron.evaluate.translation.bleu import bleu, check_installed
 from mup_megatron.evaluate.translation.decoder import translate
 from mup_megatron.evaluate.translation.search import Search
@@ -48,27 +49,24 @@ class Validation:
         config, layout = setup.config, setup.layout
         self._tokenizer, self._length = dataset.config.tokenizer, config.training.decoder_length
         count = min(config.training.eval_translations, dataset.pairs)
-        own = [dataset[index] for index in range(layout.data_rank(rank), count, layout.data)]
+        self._own = range(layout.data_rank(rank), count, layout.data)
+        own = [dataset[index] for index in self._own]
         self._sources = [sample["text_enc"][sample["enc_mask"]].tolist() for sample in own]
         self._targets = [self._text(sample["labels"][sample["dec_mask"]].tolist()[:-1]) for sample in own]
 
     def __call__(self) -> float:
         """BLEU, 0 to 100, the same on every rank. Collective."""
-        from megatron.core import parallel_state
-
         model = self._plain_copy() if self._shards else self._engine.chunks[0]
         training = model.training
         model.eval()
         try:
-            settings = Search(max_length=self._length)
-            given: dict[str, Any] = {"tokenizer": self._tokenizer, "settings": settings, "batch_size": _SENTENCES}
-            found = translate(model, self._sources, **given)
+            found = translate(model, self._sources, self._tokenizer, Search(max_length=self._length), _SENTENCES)
         finally:
             model.train(training)
-        own = list(zip(map(self._text, found), self._targets, strict=True))
-        parts: list[list[tuple[str, str]]] = [[]] * self._setup.layout.data
-        torch.distributed.all_gather_object(parts, own, group=parallel_state.get_data_parallel_group())
-        translations, targets = zip(*[pair for part in parts for pair in part], strict=True)
+        pairs = zip(map(self._text, found), self._targets, strict=True)
+        translations, targets = zip(
+            *gathered(dict(zip(self._own, pairs, strict=True)), self._setup.layout), strict=True
+        )
         return bleu(translations, targets).score
 
     @property

@@ -14,7 +14,7 @@ from mup_megatron.config import load_config
 from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup import resolve
-from mup_megatron.evaluate.evaluation import evaluate_translations
+from mup_megatron.evaluate.evaluation import Evaluation, evaluate_translations
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.train.run import train
 from mup_megatron.util.errors import ConfigError
@@ -46,7 +46,8 @@ def trained(rank: Rank, *, path: Path, watched: bool) -> tuple[dict[int, float],
 
 
 def evaluated(rank: Rank, *, run: Path, file: str) -> dict[str, Any]:
-    return evaluate_translations(run, [file], rank, batch_size=4)["results"][0]["metrics"]
+    asked = Evaluation(checkpoint=run, rank=rank, batch_size=4)
+    return evaluate_translations(asked, [file])["results"][0]["metrics"]
 
 
 def config_file(folder: Path, **overrides: Any) -> Path:

@@ -42,7 +42,7 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
     Each slice is written by one rank; data-parallel ranks, which all hold it, take turns.
     """
     shards: dict[str, ShardedTensor] = {}
-    for number, (name, parameter) in enumerate(named_parameters(engine.chunks)):
+    for number, (name, parameter) in enumerate(engine.named):
         spec = parametrization.tensors[name].shape.spec
         whole = engine.gather(parameter)
         copied = is_copied(name) and layout.pipeline_rank(rank) > 0
@@ -91,15 +91,12 @@ def load_state(
     engine.prepare_state(kinds, step)
     for rule in dict.fromkeys(tensor.group.update_rule for tensor in parametrization.tensors.values()):
         own = [kind for kind in kinds if kind in (WEIGHT, *MOMENTS[rule])]
-        parameters = {
-            name: parameter
-            for name, parameter in named_parameters(engine.chunks)
-            if parametrization.tensors[name].group.update_rule == rule
-        }
-        specs = {name: parametrization.tensors[name].shape.spec for name in parameters}
+        tensors = {name: parametrization.tensors[name] for name, _ in engine.named}
+        specs = {name: tensor.shape.spec for name, tensor in tensors.items() if tensor.group.update_rule == rule}
         loaded = _load(directory, specs, own, layout, rank)
-        for name, parameter in parameters.items():
-            engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in own})
+        for name, parameter in dict(engine.named).items():
+            if name in specs:
+                engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in own})
 
 
 @torch.no_grad()
@@ -124,10 +121,10 @@ def load_weights(
     Raises:
         UserError: as for `load_state`.
     """
-    parameters = [(name, parameter) for name, parameter in named_parameters(chunks) if name not in left_out]
-    specs = {name: parametrization.tensors[name].shape.spec for name, _ in parameters}
+    named = [(name, parameter) for name, parameter in named_parameters(chunks) if name not in left_out]
+    specs = {name: parametrization.tensors[name].shape.spec for name, _ in named}
     loaded = _load(directory, specs, [WEIGHT], layout, rank)
-    for name, parameter in parameters:
+    for name, parameter in named:
         parameter.copy_(loaded[f"{WEIGHT}.{name}"])
     buffers = dict(named_buffers(chunks))
     loaded = _load(directory, {name: _buffer_spec(b) for name, b in buffers.items()}, [BUFFER], layout, rank)
@@ -165,9 +162,7 @@ def _load(
             shards.update(_shards(key, empty, spec, layout, rank))
     try:
         loaded = dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
-    except CheckpointException as error:  # of torch, and no Exception: what went wrong on which rank
-        raise damaged(directory, next((failure for failure, _ in error.failures.values()), error)) from None
-    except Exception as error:  # the files decide what: upstream checks next to nothing
+    except (Exception, CheckpointException) as error:  # the files decide what: upstream checks next to nothing
         raise damaged(directory, error) from None
     result = {}
     for name, whole in specs.items():

@@ -286,7 +286,7 @@ class MegatronRun:
         for said in (standard_tensors(self.parametrization), accepted_names(self._settings.accepted)):
             if said and torch.distributed.get_rank() == 0:
                 print(f"mup-megatron: {said}", file=sys.stderr, flush=True)
-        overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
+        overrides = megatron_overrides(list(named_parameters(chunks)), self.parametrization)
         for override in overrides.values():
             # Up to 0.18 megatron-core tells the groups of a checkpoint apart by four keys. `lr_mult` is one of them and
             # has no other effect, so it carries the rule.

@@ -94,7 +94,7 @@ def load_state(
         tensors = {name: parametrization.tensors[name] for name, _ in engine.named}
         specs = {name: tensor.shape.spec for name, tensor in tensors.items() if tensor.group.update_rule == rule}
         loaded = _load(directory, specs, own, layout, rank)
-        for name, parameter in dict(engine.named).items():
+        for name, parameter in engine.named:  # of which two may be one tensor
             if name in specs:
                 engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in own})
 

@@ -57,7 +57,7 @@ class Corpus:
     def fetched(self) -> Path | None:
         """The file that `prepare` fetches, where the corpus is such a one."""
         found = FETCHED.get(self.config.data.corpus)
-        return self.directory / found[0] if found else None
+        return self.directory / found.file if found else None
 
     @cached_property
     def files(self) -> list[Path]:

@@ -93,7 +93,7 @@ def _fetch(corpus: Corpus, path: Path, say: Callable[[str], None]) -> None:
         with hold(directory / LOCK, say, f"fetches text into {directory}"):
             if not path.is_file():
                 refuse_other_data(corpus)
-                FETCHED[corpus.config.data.corpus][1](corpus.config, directory, say)
+                FETCHED[corpus.config.data.corpus].fetch(corpus.config, directory, say)
     except OSError as error:
         raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 _TRANSLATE = "mup_megatron/megatron_training/translate.py"
+_MODEL = "mup_megatron/megatron_training/model_section.py"
 _RUN = "mup_megatron/megatron_training/megatron_run.py"
 _FAMILY = "mup_megatron/megatron_training/family.py"
 _CHECK = "mup_megatron/megatron_training/option_check.py"
@@ -16,7 +17,7 @@ NATIVE: tuple[Mutant, ...] = (
     mutant(
         "translation: a size that follows is taken for one of its own",
         "the experts' FFN size, which nobody typed, does not grow with the model's",
-        _TRANSLATE,
+        _MODEL,
         "return None if name not in settings.sizes and found == derived else int(found)",
         "return int(found)",
         f"{_TESTS}_translation.py::test_what_the_script_sets_is_a_size",
@@ -41,7 +42,7 @@ NATIVE: tuple[Mutant, ...] = (
     mutant(
         "translation: the model as built is not compared",
         "a field that the script sets beside its options is not noticed",
-        _TRANSLATE,
+        _MODEL,
         "if value != read and not (callable(value) and _same(read, value)):",
         "if False:",
         f"{_TESTS}_translation.py::test_the_model_that_is_built_is_the_one_that_was_read",
@@ -49,7 +50,7 @@ NATIVE: tuple[Mutant, ...] = (
     mutant(
         "translation: rows of the vocabulary",
         "an embedding is padded as Megatron pads at TP 1, whatever its tensor-parallel size",
-        _TRANSLATE,
+        _MODEL,
         "for candidate in (multiple, multiple * args.tensor_model_parallel_size):",
         "for candidate in (multiple, multiple):",
         f"{_TESTS}_translation.py::test_rows_of_the_vocabulary",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, chec
 from mup_megatron.config import Config
 from mup_megatron.data.whole import read_object
 from mup_megatron.util.errors import UserError
-from mup_megatron.util.files import read_text, sha256_of
+from mup_megatron.util.files import read_text, sha256_of, write_whole
 
 SUMS = "SHA256SUMS"
 METRICS = "metrics.jsonl"
@@ -226,9 +225,10 @@ class Checkpoints:
         """
         partial = self.partial(manifest.step)
         final = partial.with_suffix("")
-        _write(partial / MANIFEST, json.dumps(manifest.replaced(files=sorted(sums)).as_json(), indent=1))
+        said = json.dumps(manifest.replaced(files=sorted(sums)).as_json(), indent=1)
+        write_whole(partial / MANIFEST, said, sync=True)
         sums = {**sums, MANIFEST: sha256_of(partial / MANIFEST)}
-        _write(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+        write_whole(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)), sync=True)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in self._whole()[: -self._kept]:
@@ -277,10 +277,3 @@ def mismatch(folder: Path, sums: Mapping[str, str]) -> str | None:
         if sha256_of(folder / name) != digest:
             return f"{name} does not match its checksum"
     return None
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -228,13 +228,22 @@ def open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, whenever the process is killed; through no link that somebody put there."""
+def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Writes a file whole or not at all, whenever the process is killed; through no link that somebody put there.
+
+    Args:
+        path: of the file.
+        content: text in UTF-8, or bytes.
+        sync: whether it is on the disk before it has its name.
+    """
     partial = path.with_name(path.name + ".partial")
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         with open(open_new(partial), "wb") as file:
             file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)  # on a full disk it would hold what room there is

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.harness import machine
 from mup_megatron.config import load_config
-from mup_megatron.data.english import ENGLISH, fetch_english
+from mup_megatron.data.english import ENGLISH
 from mup_megatron.report.pictures import load_pyplot, save_figure
 
 CONFIG = "configs/proof/quality.yaml"
@@ -90,9 +90,10 @@ def make_text(folder: Path, tasks: int) -> None:
     """Fetches the corpus, unless it is there, and writes the text to train on and the files of the tasks."""
     folder.mkdir(parents=True, exist_ok=True)
     config = load_config(CONFIG)
-    if not (folder / ENGLISH).is_file():
-        fetch_english(config, folder, print)
-    documents = [json.loads(line)["text"] for line in (folder / ENGLISH).read_text(encoding="utf-8").splitlines()]
+    path = folder / ENGLISH.file
+    if not path.is_file():
+        ENGLISH.fetch(config, folder, print)
+    documents = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
     held = documents[::HELD_OUT]
     found = list(passages(held))[:tasks]
     _write(folder / "held_out.jsonl", [{"text": text} for text in held])

@@ -94,10 +94,7 @@ def put_into(
     record: Path | None,
     sections: Mapping[str, dict[str, Any]],
     tensors: str | None,
-    allowed: tuple[str, ...],
-    accepted: tuple[str, ...],
-    explain: bool,
-    written: Path | None,
+    **further: Any,
 ) -> None:
     """Puts a run into a container: marks its model config, and takes the places of overrides and checkpoint manager.
 
@@ -107,10 +104,7 @@ def put_into(
         record: the transfer record.
         sections: `hparams` (multipliers alone) and `parametrization`.
         tensors: file of a user's entries.
-        allowed: keys that may differ from the checkpoint's.
-        accepted: fields that no table has, and that the user takes all the same.
-        explain: print the table and leave.
-        written: the file to write a config for tuning to, before leaving.
+        further: parts of `Settings` that are handed on: `allowed`, `accepted`, `explain` and `written`.
 
     Raises:
         UserError: see `apply_mup`.
@@ -130,12 +124,9 @@ def put_into(
         parametrization=sections["parametrization"],
         hparams=multipliers,
         record=record,
-        explain=explain,
-        written=written,
-        allowed=allowed,
-        accepted=accepted,
         sizes=given,
         tensors=() if tensors is None else read_tensors(tensors, READY_MADE.get(tensors) or text_of(tensors)),
+        **further,
     )
     try:
         prepare()

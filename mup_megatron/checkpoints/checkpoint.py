@@ -10,10 +10,8 @@ when every rank is done.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -24,7 +22,7 @@ from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, chec
 from mup_megatron.config import Config
 from mup_megatron.data.whole import read_object
 from mup_megatron.util.errors import UserError
-from mup_megatron.util.files import open_regular, read_text
+from mup_megatron.util.files import read_text, sha256_of, write_whole
 
 SUMS = "SHA256SUMS"
 METRICS = "metrics.jsonl"
@@ -227,9 +225,10 @@ class Checkpoints:
         """
         partial = self.partial(manifest.step)
         final = partial.with_suffix("")
-        _write(partial / MANIFEST, json.dumps(manifest.replaced(files=sorted(sums)).as_json(), indent=1))
-        sums = {**sums, MANIFEST: _sha256(partial / MANIFEST)}
-        _write(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+        said = json.dumps(manifest.replaced(files=sorted(sums)).as_json(), indent=1)
+        write_whole(partial / MANIFEST, said, sync=True)
+        sums = {**sums, MANIFEST: sha256_of(partial / MANIFEST)}
+        write_whole(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)), sync=True)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         for old in self._whole()[: -self._kept]:
@@ -256,7 +255,7 @@ def hash_files(directory: Path, share: tuple[int, int] = (0, 1)) -> dict[str, st
         share: (i, n): only every n-th file, from the i-th on.
     """
     files = sorted(path for path in directory.iterdir() if path.is_file())
-    return {path.name: _sha256(path) for path in files[share[0] :: share[1]]}
+    return {path.name: sha256_of(path) for path in files[share[0] :: share[1]]}
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
@@ -275,18 +274,6 @@ def mismatch(folder: Path, sums: Mapping[str, str]) -> str | None:
         # What stands elsewhere is no file of the folder.
         if not (folder / name).is_file() or {"..", "/"} & set(Path(name).parts):
             return f"{name} is missing"
-        if _sha256(folder / name) != digest:
+        if sha256_of(folder / name) != digest:
             return f"{name} does not match its checksum"
     return None
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -200,27 +200,37 @@ def _check_experts(config: Config) -> None:
     if "moe_router_bias_update_rate" in given and not model.moe_router_enable_expert_bias:
         raise config.error("model.moe_router_bias_update_rate", "needs moe_router_enable_expert_bias: true")
     _check_balancing(config)
-    shared = model.moe_shared_expert_intermediate_size
-    if shared is None:
+    _check_shared_experts(config)
+    _check_expert_layers(config)
+
+
+def _check_shared_experts(config: Config) -> None:
+    model = config.model
+    if model.moe_shared_expert_intermediate_size is None:
         named = [f"{section}.{name}" for section, name in _grown(config) if name.startswith("moe_shared")]
         named += ["model.moe_shared_expert_gate"] if model.moe_shared_expert_gate else []
         if named:
             raise config.error(named[0], "no shared experts; expected model.moe_shared_expert_intermediate_size set")
     elif model.add_bias_linear:
         raise config.error("model.add_bias_linear", "megatron-core's shared experts have no biases; expected false")
-    if isinstance(model.moe_layer_freq, list):
-        if len(model.moe_layer_freq) != model.num_layers:
-            raise config.error(
-                "model.moe_layer_freq",
-                f"{len(model.moe_layer_freq)} entries for {model.num_layers} layers; expected a 0 (dense) or 1 "
-                "(experts) for each",
-            )
-        if not any(model.moe_layer_freq):
-            raise config.error("model.moe_layer_freq", "no layer has experts; expected a 1, or no num_moe_experts")
-        if config.parametrization.depth != "none" and config.num_layers_base != model.num_layers:
-            raise config.error(
-                "model.moe_layer_freq", "a list names the layers of one depth; expected a number where depth grows"
-            )
+
+
+def _check_expert_layers(config: Config) -> None:
+    model = config.model
+    if not isinstance(model.moe_layer_freq, list):
+        return
+    if len(model.moe_layer_freq) != model.num_layers:
+        raise config.error(
+            "model.moe_layer_freq",
+            f"{len(model.moe_layer_freq)} entries for {model.num_layers} layers; expected a 0 (dense) or 1 "
+            "(experts) for each",
+        )
+    if not any(model.moe_layer_freq):
+        raise config.error("model.moe_layer_freq", "no layer has experts; expected a 1, or no num_moe_experts")
+    if config.parametrization.depth != "none" and config.num_layers_base != model.num_layers:
+        raise config.error(
+            "model.moe_layer_freq", "a list names the layers of one depth; expected a number where depth grows"
+        )
 
 
 def _check_balancing(config: Config) -> None:

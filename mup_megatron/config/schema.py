@@ -6,6 +6,7 @@ Its sections are in model.py, training.py and study.py; section.py says how a ke
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 
 from pydantic import PrivateAttr
 
@@ -136,9 +137,9 @@ class Config(Section):
         return self.model.vocab_size or self.data.tokenizer.vocab_size
 
     @property
-    def record_path(self) -> str:
-        """Where the transfer record lies."""
-        return self.tuning.record or f"{self.run.dir}/transfer.json"
+    def record_path(self) -> Path:
+        """Where the transfer record lies: `tuning.record`, else transfer.json in the run's folder."""
+        return Path(self.tuning.record or Path(self.run.dir) / "transfer.json")
 
     @property
     def source(self) -> str | None:

@@ -1,8 +1,8 @@
 """`train --init-from CHECKPOINT`: the weights that a run begins with, instead of initial values.
 
-Public names: `Start`, `find_start`, `check_start`, `load_start`, `check_same_start`. Weights alone are taken: the run
-begins at step 0, with a fresh optimizer and with its data from the start. Rates and multipliers are those of the run's
-own config under the checkpoint's base, so model, base and forward multipliers must be the checkpoint's.
+Public names: `InitFrom`, `Start`, `check_start`, `load_start`. Weights alone are taken: the run begins at step 0, with
+a fresh optimizer and with its data from the start. Rates and multipliers are those of the run's own config under the
+checkpoint's base, so model, base and forward multipliers must be the checkpoint's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mup_megatron.checkpoints.manifest import CheckpointManifest, check_settings, settings_of
 from mup_megatron.config import Config, Model
@@ -67,15 +67,45 @@ class Start:
         }
 
 
-def find_start(asked: Path, *, new_embeddings: bool) -> Start:
-    """Finds the checkpoint that `--init-from` names, of any layout and engine.
+class InitFrom(NamedTuple):
+    """What `--init-from` says.
 
-    Raises:
-        UserError: there is none, or it is damaged.
+    Args:
+        path: of a checkpoint, or of a folder whose latest counts.
+        new_embeddings: whether word embeddings and readout keep their initial values.
     """
-    path = find_checkpoint(asked)
-    manifest = CheckpointManifest.read(path)
-    return Start(path=path, asked=_absolute(asked), manifest=manifest, new_embeddings=new_embeddings)
+
+    path: Path
+    new_embeddings: bool = False
+
+    def find(self) -> Start:
+        """The checkpoint, of any layout and engine. Raises UserError where there is none, or it is damaged."""
+        path = find_checkpoint(self.path)
+        manifest = CheckpointManifest.read(path)
+        return Start(path=path, asked=self._asked, manifest=manifest, new_embeddings=self.new_embeddings)
+
+    @property
+    def _asked(self) -> str:
+        return os.path.abspath(self.path)
+
+    def check_same(self, before: Mapping[str, Any] | None, where: Path) -> None:
+        """Whether a run that goes on is the one that began so. The source is not read again, and may be gone.
+
+        Args:
+            before: what the run's manifest says of its beginning (`initialised_from`).
+            where: its checkpoint or its folder, for the message.
+
+        Raises:
+            UserError: it began otherwise.
+        """
+        if before is None:
+            raise UserError(f"--init-from: {where} began with initial values; expected a run.dir without checkpoints")
+        if before["asked"] != self._asked or before["new_embeddings"] != self.new_embeddings:
+            new = " with --new-embeddings" if before["new_embeddings"] else ""
+            raise UserError(
+                f"--init-from: {where} began from {before['asked']}{new}; expected the same, or a run.dir without "
+                "checkpoints"
+            )
 
 
 def check_start(start: Start, parametrization: Parametrization, current: CheckpointManifest) -> None:
@@ -180,29 +210,3 @@ def load_start(
 
     weights = SavedWeights(start.path, megatron=start.manifest.key_prefix)
     read_into(chunks, weights, layout, rank, start.left_out)
-
-
-def check_same_start(before: Mapping[str, Any] | None, where: Path, asked: Path, *, new_embeddings: bool) -> None:
-    """Whether a run that goes on is the one that began so. The source is not read again, and may be gone.
-
-    Args:
-        before: what the run's manifest says of its beginning (`initialised_from`).
-        where: its checkpoint or its folder, for the message.
-        asked: what `--init-from` names now.
-        new_embeddings: as it is typed now.
-
-    Raises:
-        UserError: it began otherwise.
-    """
-    if before is None:
-        raise UserError(f"--init-from: {where} began with initial values; expected a run.dir without checkpoints")
-    if before["asked"] != _absolute(asked) or before["new_embeddings"] != new_embeddings:
-        new = " with --new-embeddings" if before["new_embeddings"] else ""
-        raise UserError(
-            f"--init-from: {where} began from {before['asked']}{new}; expected the same, or a run.dir without "
-            "checkpoints"
-        )
-
-
-def _absolute(path: Path) -> str:
-    return os.path.abspath(path)

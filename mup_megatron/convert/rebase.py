@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mup_megatron.checkpoints.checkpoint import Checkpoints, hash_files
-from mup_megatron.checkpoints.manifest import MANIFEST, make_manifest, settings_of
+from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, make_manifest, settings_of
 from mup_megatron.config import Config, derive, parse_config, parse_yaml
 from mup_megatron.convert.export import Source, open_source
 from mup_megatron.convert.export.folder import new_folder, refuse_existing
@@ -37,6 +37,8 @@ BASE_FILE = "rebased.bsh"
 POWERS = {WEIGHT: 1, "exp_avg": -1, "exp_avg_sq": -2, "momentum_buffer": -1}
 """Of θ, in what is kept of a tensor."""
 _FORM = "parametrization."
+_OF_THE_BASE = ("base_shapes", "base_head_size", "multipliers", "carried", "horizon")
+"""Parts of a manifest that another base changes."""
 
 
 def rebase(
@@ -67,16 +69,7 @@ def rebase(
     """
     refuse_existing(directory)
     overrides = dict(overrides or {})
-    for key in overrides:
-        if not key.startswith(_FORM) and key not in MULTIPLIERS.values():
-            raise UserError(
-                f"{key}: a rebase changes no such key; expected one of parametrization:, or "
-                + ", ".join(MULTIPLIERS.values())
-            )
-    source = open_source(checkpoint)
-    source.run.config.needs_plain_weights("rebase")
-    if source.run.manifest.key_prefix is not None:
-        raise UserError(f"{source.run.path}: written by megatron.training; expected a checkpoint of mup-megatron train")
+    source = _open(checkpoint, overrides)
     trials = {"tuning": _trials(source.run.manifest.config)}
     before = parametrize(derive(source.run.config, trials), source.vocabulary)
     after = _under(before, {"base": _base_section(base), **overrides}, overrides, source.vocabulary)
@@ -90,24 +83,36 @@ def rebase(
         checkpoints = Checkpoints(folder.path / "checkpoints", kept=1)
         begun = checkpoints.begin(source.run.manifest.step)
         _write(source.run.path, begun, found, before)
-        here = derive(config, {"base.file": str(folder.path / BASE_FILE)})
-        written = parametrize(here, source.vocabulary)
-        made = make_manifest(written, resolve_layout(source.run.config, 1), "", 0)
-        manifest = source.run.manifest.replaced(
-            config=json.loads(json.dumps(settings_of(config.model_dump()))),
-            base_shapes=made.base_shapes,
-            base_head_size=made.base_head_size,
-            multipliers=made.multipliers,
-            carried=made.carried,
-            horizon=made.horizon,
-        )
-        checkpoints.commit(manifest, hash_files(begun))
+        checkpoints.commit(_manifest(source, config, folder.path / BASE_FILE), hash_files(begun))
     return {
         "step": source.run.manifest.step,
         "weights": dict(found.weights),
         "carried": {name: list(factors) for name, factors in found.carried.items()},
         "multipliers": {key: getattr(after.config.hparams, key.partition(".")[2]) for key in MULTIPLIERS.values()},
     }
+
+
+def _open(checkpoint: Path, overrides: Mapping[str, Any]) -> Source:
+    """The checkpoint. Raises UserError where it, or what is to change, is nothing that a rebase knows."""
+    for key in overrides:
+        if not key.startswith(_FORM) and key not in MULTIPLIERS.values():
+            raise UserError(
+                f"{key}: a rebase changes no such key; expected one of parametrization:, or "
+                + ", ".join(MULTIPLIERS.values())
+            )
+    source = open_source(checkpoint)
+    source.run.config.needs_plain_weights("rebase")
+    if source.run.manifest.key_prefix is not None:
+        raise UserError(f"{source.run.path}: written by megatron.training; expected a checkpoint of mup-megatron train")
+    return source
+
+
+def _manifest(source: Source, config: Config, base: Path) -> CheckpointManifest:
+    """What the checkpoint says now; of the new run's config, whose base's file lies here as yet."""
+    written = parametrize(derive(config, {"base.file": str(base)}), source.vocabulary)
+    made = make_manifest(written, resolve_layout(source.run.config, 1), "", 0)
+    parts = {name: getattr(made, name) for name in _OF_THE_BASE}
+    return source.run.manifest.replaced(config=json.loads(json.dumps(settings_of(config.model_dump()))), **parts)
 
 
 def _base_section(path: Path) -> dict[str, Any]:

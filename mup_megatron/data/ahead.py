@@ -6,8 +6,7 @@ Public name: `problem_ahead`.
 from __future__ import annotations
 
 from mup_megatron.config import Config
-from mup_megatron.data.corpus import blend_of, sequences, source_files
-from mup_megatron.data.fetched import FETCHED
+from mup_megatron.data.corpus import Corpus
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.parts import empty_part, needs_validation, part_bounds
 from mup_megatron.data.prepare import known_vocab_size
@@ -25,17 +24,18 @@ def problem_ahead(config: Config) -> str | None:
     Args:
         config: the run; where it tunes or evaluates, there must be validation text.
     """
+    corpus = Corpus(config)
     try:
         if config.data.data_path:
             vocab_size = known_vocab_size(config)
-            counts = [check_indexed_dataset(prefix, vocab_size)[0] for prefix in blend_of(config)[0]]
+            counts = [check_indexed_dataset(prefix, vocab_size)[0] for prefix in corpus.blend[0]]
         else:
-            if config.data.corpus in FETCHED and not source_files(config)[0].exists():
+            if corpus.fetched is not None and not corpus.fetched.exists():
                 return None  # only `prepare` fetches it
-            sizes = [path.stat().st_size for path in source_files(config)]
+            sizes = [path.stat().st_size for path in corpus.files]
             if sum(sizes) > _READ_BYTES:
                 return None
-            counts = [sum(1 for _ in sequences(config))]
+            counts = [sum(1 for _ in corpus.sequences())]
     except UserError as error:
         return str(error)
     for count in counts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +19,9 @@ class Batch(ABC):
     """One micro-batch on a device: what the model is called with, and how the loss is made from what it returns."""
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where its tensors are."""
+        return next(iter(vars(self).values())).device
 
     @abstractmethod
     def forward(self, model: Any) -> Any:
@@ -51,6 +51,9 @@ class BatchMaker(Protocol):
 class Family(Protocol):
     """What a family of models is trained on: a module of data/, named as the family is."""
 
+    maker: Callable[[Config, Layout, int, torch.device], BatchMaker]
+    """Makes what makes batches on a rank, of this number, on this device."""
+
     def dataset(self, config: Config, common: Mapping[str, Any]) -> tuple[type, Any]:
         """The class of megatron-core's dataset, and its config.
 
@@ -59,8 +62,4 @@ class Family(Protocol):
             common: what every one of upstream's dataset configs takes: seed, sequence length, blend, split, folder of
                 the index, tokenizer.
         """
-        ...
-
-    def maker(self, config: Config, layout: Layout, rank: int, device: torch.device) -> BatchMaker:
-        """What makes batches on a rank."""
         ...

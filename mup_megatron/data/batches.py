@@ -19,7 +19,7 @@ from mup_megatron.data.batch import Batch, Sample
 from mup_megatron.data.cache import own_cache
 from mup_megatron.data.families import family_of
 from mup_megatron.data.parts import check_parts
-from mup_megatron.data.prepare import data_directory, still_there
+from mup_megatron.data.prepare import still_there
 from mup_megatron.data.record import Prepared
 from mup_megatron.data.tokenizer import load_tokenizer
 from mup_megatron.parallel.layout import Layout
@@ -44,7 +44,7 @@ def build_datasets(
 
     training = config.training
     # megatron-core names the files of its index by everything but the tokens.
-    cache = Path(config.data.cache_dir or data_directory(config) / "cache") / prepared.digest[:16]
+    cache = Path(config.data.cache_dir or prepared.corpus.directory / "cache") / prepared.digest[:16]
     common = {
         "random_seed": config.run.seed,
         "sequence_length": training.seq_length,
@@ -73,7 +73,7 @@ def build_datasets(
             train, valid, _ = BlendedMegatronDatasetBuilder(dataset, sizes, lambda: True, dataset_config).build()
         except (ValueError, EOFError, IndexError, pickle.UnpicklingError) as error:  # of NumPy, which reads the index
             raise UserError(f"{cache}: cannot read the index of the samples ({error}); remove that folder") from None
-    still_there(config, prepared)
+    still_there(prepared)
     return train, valid
 
 

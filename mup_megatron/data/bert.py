@@ -39,11 +39,6 @@ class BertBatch(Batch):
     types: torch.Tensor | None = None
     is_random: torch.Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.tokens.device
-
     def forward(self, model: Any) -> Any:
         """Losses of all tokens [b, s] and logits of the binary head [b, 2] or None; see Batch.forward."""
         return model(self.tokens, self.attention_mask, tokentype_ids=self.types, lm_labels=self.labels)
@@ -65,15 +60,10 @@ def dataset(config: Config, common: Mapping[str, Any]) -> tuple[type, Any]:
     return PairedDataset if config.model.bert_binary_head else MaskedDataset, settings
 
 
-def maker(_config: Config, _layout: Layout, _rank: int, device: torch.device) -> BertMaker:
-    """See Family.maker."""
-    return BertMaker(device)
-
-
 class BertMaker:
     """Makes this rank's micro-batches; see BatchMaker."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, _config: Config, _layout: Layout, _rank: int, device: torch.device) -> None:
         self._device = device
 
     def tokens(self, sample: Sample) -> torch.Tensor:
@@ -88,3 +78,6 @@ class BertMaker:
             if name in samples[0]
         }
         return BertBatch(attention_mask=torch.ones_like(stacked["tokens"]), **stacked)
+
+
+maker = BertMaker

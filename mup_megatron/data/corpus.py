@@ -1,6 +1,6 @@
-"""Where documents come from.
+"""A run's text: where its documents come from, and the data sets that are made of them.
 
-Public names: `documents`, `sequences`, `pairs_of`, `source_files`, `blend_of`, `data_directory`, `cuts_files`, `cut`.
+Public names: `Corpus`, `data_directory`, `pairs_of`, `cut`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mup_megatron.config import Config
@@ -31,77 +33,122 @@ def data_directory(config: Config) -> Path:
     return Path(config.data.dir or Path(config.run.dir) / "data")
 
 
-def source_files(config: Config) -> list[Path]:
-    """Files that the config's documents come from, in a fixed order.
-
-    Raises:
-        UserError: a file is missing, or there is none.
-    """
-    if config.data.corpus == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts)]
-        return sorted(files)
-    if config.data.corpus in FETCHED:
-        return [data_directory(config) / FETCHED[config.data.corpus][0]]  # which `prepare` fetches
-    if config.data.pairs.named:
-        return pair_files(config.data.pairs)
-    files = [Path(name) for name in config.data.files]
-    for path in files:
-        if not path.is_file():
-            raise config.error("data.files", no_such_file(path))
-    return files
-
-
 def pairs_of(config: Config) -> Pairs:
     """Where the pairs of a config stand whose data are pairs."""
-    if config.data.pairs.named:
-        return config.data.pairs
-    return Pairs(jsonl=str(source_files(config)[0]), source_key="de", target_key="en")
+    return Corpus(config).pairs
 
 
-def sequences(config: Config) -> Iterator[tuple[str, ...]]:
-    """Texts of each document: one, or of pairs source and target. Pairs with an empty side are left out.
+@dataclass(frozen=True)
+class Corpus:
+    """The text of a run, as its config says it. What is asked of it is worked out once.
 
-    Raises:
-        UserError: as `documents` and `read_pairs`.
+    Args:
+        config: the run.
     """
-    if not config.data.of_pairs:
-        yield from ((text,) for text in documents(config))
-        return
-    for _, source, target in read_pairs(pairs_of(config)):
-        if source.strip() and target.strip():
-            yield source, target
 
+    config: Config
 
-def documents(config: Config) -> Iterator[str]:
-    """Documents of the corpus: a line of a .jsonl file is one, any other file is one, or several where `cuts_files`.
+    @cached_property
+    def directory(self) -> Path:
+        """Where prepared data lives."""
+        return data_directory(self.config)
 
-    Raises:
-        UserError: a file cannot be read as UTF-8, or a JSONL line has no text.
-    """
-    cuts = cuts_files(config)
-    for path in source_files(config):
-        if path.suffix in _JSON_LINES:
-            yield from _json_lines(path, "text" if config.data.corpus else config.data.json_key)
-            continue
-        errors = "replace" if config.data.corpus else "strict"
-        try:
-            text = read_text(path, errors, most=None)
-        except UnicodeDecodeError:
-            raise config.error("data.files", f"{path} is not UTF-8 text") from None
-        except OSError as error:
-            raise config.error("data.files", f"cannot read {path}: {error.strerror}") from None
-        yield from (piece for piece in (cut(text) if cuts else [text]) if piece.strip())
+    @cached_property
+    def fetched(self) -> Path | None:
+        """The file that `prepare` fetches, where the corpus is such a one."""
+        found = FETCHED.get(self.config.data.corpus)
+        return self.directory / found.file if found else None
 
+    @cached_property
+    def files(self) -> list[Path]:
+        """Files that the text comes from, in a fixed order. Raises UserError where one that is named is missing."""
+        data = self.config.data
+        if data.corpus == "stdlib":
+            root = Path(sysconfig.get_paths()["stdlib"])
+            return sorted(path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts))
+        if self.fetched is not None:
+            return [self.fetched]
+        if data.pairs.named:
+            return pair_files(data.pairs)
+        if data.data_path:
+            return [Path(f"{prefix}.bin") for prefix in self.blend[0]]
+        files = [Path(name) for name in data.files]
+        for path in files:
+            if not path.is_file():
+                raise self.config.error("data.files", no_such_file(path))
+        return files
 
-def cuts_files(config: Config) -> bool:
-    """Whether text files are cut into several documents: where one each would leave a part of data.split empty.
+    @cached_property
+    def blend(self) -> tuple[list[str], list[float] | None]:
+        """megatron-core's blend of what is trained on: `data.data_path` as prefixes and weights, or what is prepared.
 
-    So a single .txt, or a few, have validation text; of many files each stays one document. Raises UserError.
-    """
-    if not config.data.files or any(path.suffix in _JSON_LINES for path in map(Path, config.data.files)):
-        return False
-    return is_left_empty(config.data.split, len(source_files(config)))
+        Raises:
+            ConfigError: `data.data_path` is neither prefixes nor alternating weights and prefixes.
+        """
+        entries = self.config.data.data_path
+        if not entries:
+            return [str(self.directory / "corpus")], None
+        if all(isinstance(entry, str) for entry in entries):
+            return [str(entry) for entry in entries], None
+        weights, prefixes = entries[0::2], entries[1::2]
+        if len(weights) != len(prefixes) or not all(
+            isinstance(weight, int | float) and weight > 0 and isinstance(prefix, str)
+            for weight, prefix in zip(weights, prefixes, strict=False)
+        ):
+            problem = "expected prefixes, or alternating positive weights and prefixes"
+            raise self.config.error("data.data_path", problem)
+        return [str(prefix) for prefix in prefixes], [float(weight) for weight in weights]
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """Where the pairs stand, of data that are pairs."""
+        if self.config.data.pairs.named:
+            return self.config.data.pairs
+        return Pairs(jsonl=str(self.files[0]), source_key="de", target_key="en")
+
+    @cached_property
+    def cuts(self) -> bool:
+        """Whether text files are cut into several documents: where one each would leave a part of data.split empty.
+
+        So a single .txt, or a few, have validation text; of many files each stays one document. Raises UserError.
+        """
+        data = self.config.data
+        if not data.files or any(path.suffix in _JSON_LINES for path in map(Path, data.files)):
+            return False
+        return is_left_empty(data.split, len(self.files))
+
+    def sequences(self) -> Iterator[tuple[str, ...]]:
+        """Texts of each document: one, or of pairs source and target. Pairs with an empty side are left out.
+
+        Raises:
+            UserError: as `documents` and `read_pairs`.
+        """
+        if not self.config.data.of_pairs:
+            yield from ((text,) for text in self.documents())
+            return
+        for _, source, target in read_pairs(self.pairs):
+            if source.strip() and target.strip():
+                yield source, target
+
+    def documents(self) -> Iterator[str]:
+        """Documents: a line of a .jsonl file is one, any other file is one, or several where it `cuts`.
+
+        Raises:
+            UserError: a file cannot be read as UTF-8, or a JSONL line has no text.
+        """
+        config = self.config
+        for path in self.files:
+            if path.suffix in _JSON_LINES:
+                yield from _json_lines(path, "text" if config.data.corpus else config.data.json_key)
+                continue
+            errors = "replace" if config.data.corpus else "strict"
+            try:
+                text = read_text(path, errors, most=None)
+            except UnicodeDecodeError:
+                raise config.error("data.files", f"{path} is not UTF-8 text") from None
+            except OSError as error:
+                raise config.error("data.files", f"cannot read {path}: {error.strerror}") from None
+            yield from (piece for piece in (cut(text) if self.cuts else [text]) if piece.strip())
 
 
 def cut(text: str) -> list[str]:
@@ -140,21 +187,3 @@ def _json_lines(path: Path, key: str) -> Iterator[str]:
                 raise UserError(f"{path}, line {number}: {shown(key)} (data.json_key) holds half a character (\\ud800)")
             if text.strip():
                 yield text
-
-
-def blend_of(config: Config) -> tuple[list[str], list[float] | None]:
-    """`data.data_path` as megatron-core's blend: prefixes, or alternating weights and prefixes.
-
-    Raises:
-        ConfigError: neither of the two.
-    """
-    entries = config.data.data_path
-    if all(isinstance(entry, str) for entry in entries):
-        return [str(entry) for entry in entries], None
-    weights, prefixes = entries[0::2], entries[1::2]
-    if len(weights) != len(prefixes) or not all(
-        isinstance(weight, int | float) and weight > 0 and isinstance(prefix, str)
-        for weight, prefix in zip(weights, prefixes, strict=False)
-    ):
-        raise config.error("data.data_path", "expected prefixes, or alternating positive weights and prefixes")
-    return [str(prefix) for prefix in prefixes], [float(weight) for weight in weights]

@@ -1,7 +1,7 @@
 """`data.corpus: english`: natural text from Debian packages, fetched where the config asks for it.
 
-Public names: `fetch_english`, `ENGLISH`, `PACKAGES`. debian.py fetches the packages. What is left is one file of JSON
-lines in the data folder.
+Public names: `ENGLISH`, `PACKAGES`. debian.py fetches the packages. What is left is one file of JSON lines in the data
+folder.
 
 | package | what it is | licence |
 | --- | --- | --- |
@@ -14,55 +14,32 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import html.parser
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from mup_megatron.config import Config
-from mup_megatron.data.debian import NO_TEXT, Debian
-from mup_megatron.util.disk import full_disk
-from mup_megatron.util.files import write_whole
+from mup_megatron.data.debian import Fetched
+from mup_megatron.data.pages import Page, pages
 
-ENGLISH = "english.jsonl"
-"""File, in the data folder, of the documents."""
 PACKAGES = ("debian-handbook", "dict-gcide", "libreoffice-help-en-us")
-_BYTES = 300_000_000
-"""What packages, unpacked, and text take together."""
 _ENTRIES = 4000
 """Characters of a document of the dictionary, at least."""
-_WITHOUT = "corpus: stdlib, or files"
 _SHARE = 4
 """One document of the dictionary in so many is taken; else it would be nine tenths of the text."""
 
 
-def fetch_english(config: Config, directory: Path, say: Callable[[str], None]) -> None:
-    """Writes the corpus into a data folder.
+def _read(package: str, folder: Path) -> dict[str, str]:
+    """Texts of a package by their checksums."""
+    return {hashlib.sha256(text.encode()).hexdigest(): text for text in _DOCUMENTS[package](folder)}
 
-    Args:
-        config: the run, for messages.
-        directory: of the run's data; this process holds it.
-        say: takes lines of progress.
 
-    Raises:
-        UserError: a package cannot be fetched; names it, and what works without a network.
-    """
-    path = directory / ENGLISH
-    source = Debian(config, PACKAGES, _WITHOUT)
-    with full_disk(path, "the English corpus", lambda: _BYTES):
-        found: dict[str, str] = {}
-        with source.unpacked(directory, say) as folders:
-            for package, folder in folders:
-                texts = {hashlib.sha256(text.encode()).hexdigest(): text for text in _DOCUMENTS[package](folder)}
-                if not texts:
-                    raise source.unfetched(package, NO_TEXT)
-                found |= texts
-        # In the order of their checksums, so that every part of data.split holds all three.
-        lines = [json.dumps({"text": found[digest]}, ensure_ascii=False) for digest in sorted(found)]
-        write_whole(path, "".join(f"{line}\n" for line in lines))
-    say(f"{path}: {len(lines):,} documents, {path.stat().st_size / 1e6:.1f} MB")
+def _lines(held: Sequence[dict[str, str]]) -> list[str]:
+    """Every text once, in the order of their checksums, so that every part of data.split holds all three packages."""
+    found = {digest: text for texts in held for digest, text in texts.items()}
+    return [json.dumps({"text": found[digest]}, ensure_ascii=False) for digest in sorted(found)]
 
 
 # --- text of a package ---
@@ -78,13 +55,8 @@ def _help(folder: Path) -> Iterator[str]:
 
 def _pages(folder: Path, root: tuple[str, tuple[str, ...]]) -> Iterator[str]:
     """The text of every page, where it has some."""
-    for path in sorted(folder.rglob("*.html")):
-        if path.is_symlink() or not path.is_file():
-            continue
-        page = _Page(*root)
-        page.feed(path.read_text(encoding="utf-8", errors="replace"))
-        page.close()
-        text = "\n\n".join(page.paragraphs)
+    for _, paragraphs in pages(folder, partial(_Page, *root)):
+        text = "\n\n".join(paragraph for _, paragraph in paragraphs)
         if len(text) > 200:  # fewer are titles
             yield text
 
@@ -132,7 +104,7 @@ _DOCUMENTS: dict[str, Callable[[Path], Iterator[str]]] = {
 }
 
 
-class _Page(html.parser.HTMLParser):
+class _Page(Page):
     """Paragraphs of the first element with an attribute of a given value, without scripts and navigation.
 
     Args:
@@ -144,21 +116,18 @@ class _Page(html.parser.HTMLParser):
         {"p", "div", "li", "td", "th", "h1", "h2", "h3", "h4", "h5", "pre", "dt", "dd", "tr", "table", "ul", "ol", "br"}
     )
     _LEFT_OUT = frozenset({"script", "style", "noscript", "nav", "head"})
-    _EMPTY = frozenset({"br", "img", "meta", "link", "input", "hr", "base", "col", "area", "wbr"})
 
     def __init__(self, attribute: str, values: tuple[str, ...]) -> None:
-        super().__init__(convert_charrefs=True)
+        super().__init__()
         self._attribute, self._values = attribute, set(values)
         self._depth = self._hidden = 0
-        self._words: list[str] = []
-        self.paragraphs: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Goes deeper; a block begins a paragraph."""
         given = set((dict(attrs).get(self._attribute) or "").split())
         if tag in self._BLOCKS:
             self._end()
-        if tag in self._EMPTY or not (self._depth or given & self._values):
+        if tag in self.EMPTY or not (self._depth or given & self._values):
             return
         self._depth += 1
         self._hidden += tag in self._LEFT_OUT
@@ -167,7 +136,7 @@ class _Page(html.parser.HTMLParser):
         """Comes up again; a block ends a paragraph."""
         if tag in self._BLOCKS:
             self._end()
-        if self._depth and tag not in self._EMPTY:
+        if self._depth and tag not in self.EMPTY:
             self._depth -= 1
             self._hidden -= tag in self._LEFT_OUT and self._hidden > 0
 
@@ -176,12 +145,14 @@ class _Page(html.parser.HTMLParser):
         if self._depth and not self._hidden:
             self._words.append(data)
 
-    def close(self) -> None:
-        """Ends the last paragraph."""
-        super().close()
-        self._end()
 
-    def _end(self) -> None:
-        if text := " ".join("".join(self._words).split()):
-            self.paragraphs.append(text)
-        self._words = []
+ENGLISH = Fetched(
+    file="english.jsonl",
+    packages=PACKAGES,
+    what="the English corpus",
+    unit="documents",
+    size=300_000_000,
+    without="corpus: stdlib, or files",
+    read=_read,
+    lines=_lines,
+)

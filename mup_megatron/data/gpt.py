@@ -37,11 +37,6 @@ class GPTBatch(Batch):
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.tokens.device
-
     def forward(self, model: Any) -> Any:
         """Losses of the tokens, [b, s]; see Batch.forward."""
         return model(self.tokens, self.position_ids, self.attention_mask, labels=self.labels)
@@ -62,11 +57,6 @@ def dataset(_config: Config, common: Mapping[str, Any]) -> tuple[type, Any]:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-
-
-def maker(config: Config, layout: Layout, rank: int, device: torch.device) -> GPTMaker:
-    """See Family.maker."""
-    return GPTMaker(config, layout, rank, device)
 
 
 class GPTMaker:
@@ -105,6 +95,9 @@ class GPTMaker:
 
     def _part(self, sequences: torch.Tensor) -> torch.Tensor:
         return sequence_part(sequences, self._rank, self._ranks)
+
+
+maker = GPTMaker
 
 
 def sequence_part(sequences: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ def part_bounds(split: str, documents: int) -> list[tuple[int, int]]:
         split: shares of training, validation and test, such as "98,2,0".
         documents: of the data set.
     """
-    shares = [float(share) for share in split.split(",")]
+    shares = _shares(split)
     shares += [0.0] * (len(_NAMES) - len(shares))
     ends = [round(end * documents) for end in accumulate(share / sum(shares) for share in shares)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -31,10 +31,12 @@ def part_bounds(split: str, documents: int) -> list[tuple[int, int]]:
 
 def is_left_empty(split: str, documents: int) -> bool:
     """Whether a part that has a share gets no document."""
-    shares = [float(share) for share in split.split(",")]
-    return any(
-        share and start == stop for share, (start, stop) in zip(shares, part_bounds(split, documents), strict=False)
-    )
+    bounds = part_bounds(split, documents)
+    return any(share and start == stop for share, (start, stop) in zip(_shares(split), bounds, strict=False))
+
+
+def _shares(split: str) -> list[float]:
+    return [float(share) for share in split.split(",")]
 
 
 def needs_validation(config: Config) -> bool:
@@ -67,11 +69,8 @@ def check_parts(
     Raises:
         ConfigError: names the part and what would be enough.
     """
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
     for prefix in prefixes:
-        dataset = IndexedDataset(prefix)
-        lengths = dataset.sequence_lengths.copy()  # the dataset unmaps its file when it goes
+        lengths = _lengths(prefix)
         documents = lengths.reshape(-1, 2).sum(axis=1) if config.data.of_pairs else lengths
         for name, (start, stop) in zip(_NAMES, part_bounds(config.data.split, len(documents)), strict=True):
             if name == "test" or (name == "validation" and not validation):
@@ -89,17 +88,22 @@ def times_read(config: Config, prefixes: Iterable[str]) -> float:
         config: the run.
         prefixes: of its data sets (`Prepared.blend[0]`), of which every one is taken to be read as often.
     """
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
     training, there = config.training, 0
     for prefix in prefixes:
-        dataset = IndexedDataset(prefix)
-        lengths = dataset.sequence_lengths.copy()  # the dataset unmaps its file when it goes
+        lengths = _lengths(prefix)
         documents = len(lengths) // 2 if config.data.of_pairs else len(lengths)
         start, stop = part_bounds(config.data.split, documents)[0]
         there += stop - start if config.data.of_pairs else int(lengths[start:stop].sum())
     samples = training.train_steps * training.global_batch_size
     return samples * (1 if config.data.of_pairs else training.seq_length) / max(1, there)
+
+
+def _lengths(prefix: str) -> np.ndarray:
+    """Tokens of every sequence of a data set."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(prefix)
+    return dataset.sequence_lengths.copy()  # the dataset unmaps its file when it goes
 
 
 def _check_lengths(config: Config, lengths: np.ndarray, name: str, say: Callable[[str], None]) -> None:
@@ -120,23 +124,19 @@ def _check_lengths(config: Config, lengths: np.ndarray, name: str, say: Callable
 
 def empty_part(config: Config, name: str, documents: int, where: str = "") -> str:
     """The sentence about a part that gets no text, with what would give it some."""
-    number = _NAMES.index(name)
-    shares = [float(share) for share in config.data.split.split(",")]
+    number, split = _NAMES.index(name), config.data.split
+    shares = _shares(split)
+
+    def is_empty(count: int) -> bool:
+        start, stop = part_bounds(split, count)[number]
+        return start == stop
+
     if number >= len(shares) or not shares[number]:
         way = "a share for it, such as 98,2,0"
     else:
-        enough = next((n for n in range(1, 10_000) if not _is_empty(config.data.split, n, number)), documents)
+        enough = next((count for count in range(1, 10_000) if not is_empty(count)), documents)
         way = f"{enough} documents or more" if enough > documents else "documents that hold text"
         if 1 < documents < enough and name == "validation":
-            way += f", or a larger share, such as {_larger(documents)}"
-    return f"{config.data.split} leaves no {name} text of the {documents} documents{where}; expected {way}"
-
-
-def _is_empty(split: str, documents: int, number: int) -> bool:
-    start, stop = part_bounds(split, documents)[number]
-    return start == stop
-
-
-def _larger(documents: int) -> str:
-    """A split with a document or more in training and in validation."""
-    return next(split for split in ("95,5,0", "90,10,0", "80,20,0", "50,50,0") if not is_left_empty(split, documents))
+            larger = ("95,5,0", "90,10,0", "80,20,0", "50,50,0")  # the first with a document or more in both parts
+            way += f", or a larger share, such as {next(one for one in larger if not is_left_empty(one, documents))}"
+    return f"{split} leaves no {name} text of the {documents} documents{where}; expected {way}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config
-from mup_megatron.data.corpus import blend_of, cuts_files, sequences, source_files
+from mup_megatron.data.corpus import Corpus
 from mup_megatron.data.corpus import data_directory as data_directory
 from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.index import check_indexed_dataset
@@ -25,16 +25,15 @@ from mup_megatron.data.record import (
     TRAINED,
     Prepared,
     begin_record,
-    blend,
     read_record,
     refuse_other_data,
     write_record,
 )
 from mup_megatron.data.tokenizer import load_tokenizer, tokenizer_digest, train_sentencepiece
-from mup_megatron.data.whole import partial_name, problem, put_in_place, remove_partials
+from mup_megatron.data.whole import partial_name, problem, put_in_place, read_object, remove_partials
 from mup_megatron.util.disk import full_disk
 from mup_megatron.util.errors import UserError, no_such_file, shown
-from mup_megatron.util.files import open_regular, read_text
+from mup_megatron.util.files import sha256_of
 from mup_megatron.util.locks import hold
 
 _TOKENS = 1  # of the digest: changes when the same input gives other tokens
@@ -59,50 +58,49 @@ def prepare(
     Raises:
         UserError: a file is missing, empty, truncated or foreign, or the tokenizer does not fit the config.
     """
-    directory = data_directory(config)
-    if config.data.corpus in FETCHED:
-        _fetch(config, directory, say)
-    digest = _digest(config)
-    found = read_record(config, digest)
+    corpus = Corpus(config)
+    directory = corpus.directory
+    if corpus.fetched is not None and not corpus.fetched.is_file():
+        _fetch(corpus, corpus.fetched, say)
+    digest = _digest(corpus)
+    found = read_record(corpus, digest)
     if found and problem(directory, found.files, verified) is None:
         return found
     _make_directory(directory)
     try:
         with hold(directory / LOCK, say, f"prepares {directory}"):
-            found = read_record(config, digest)
+            found = read_record(corpus, digest)
             if found:
                 if (damage := problem(directory, found.files, verified)) is None:
                     return found
                 say(f"warning: {directory}: {damage}; the data is prepared anew")
             else:
-                refuse_other_data(config, digest)
+                refuse_other_data(corpus, digest)
             remove_partials(directory)
-            with full_disk(directory, "the tokens of the corpus", lambda: _tokens_bytes(config)):
-                return _make(config, directory, digest, say)
+            with full_disk(directory, "the tokens of the corpus", lambda: _tokens_bytes(corpus)):
+                return _make(corpus, digest, say)
     except OSError as error:
         if error.filename != str(directory / LOCK):
             raise
         raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
 
 
-def _fetch(config: Config, directory: Path, say: Callable[[str], None]) -> None:
+def _fetch(corpus: Corpus, path: Path, say: Callable[[str], None]) -> None:
     """Has the corpus in the folder; one process fetches, the others wait."""
-    name, fetch = FETCHED[config.data.corpus]
-    if (directory / name).is_file():
-        return
+    directory = corpus.directory
     _make_directory(directory)
     try:
         with hold(directory / LOCK, say, f"fetches text into {directory}"):
-            if not (directory / name).is_file():
-                refuse_other_data(config)
-                fetch(config, directory, say)
+            if not path.is_file():
+                refuse_other_data(corpus)
+                FETCHED[corpus.config.data.corpus].fetch(corpus.config, directory, say)
     except OSError as error:
         raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
 
 
-def _make(config: Config, directory: Path, digest: str, say: Callable[[str], None]) -> Prepared:
+def _make(corpus: Corpus, digest: str, say: Callable[[str], None]) -> Prepared:
     """Prepares the data; this process holds the folder."""
-    section = config.data.tokenizer
+    config, directory, section = corpus.config, corpus.directory, corpus.config.data.tokenizer
     trained = None
     partials: dict[str, Path] = {}
 
@@ -113,19 +111,18 @@ def _make(config: Config, directory: Path, digest: str, say: Callable[[str], Non
         if section.library == "sentencepiece" and section.path is None and section.vocab_size is not None:
             trained = directory / TRAINED
             say(f"training a SentencePiece model of {section.vocab_size} pieces")
-            train_sentencepiece(_non_empty(config), section.vocab_size, partial(trained.name))
+            train_sentencepiece(_non_empty(corpus), section.vocab_size, partial(trained.name))
         tokenizer = load_tokenizer(config, partials.get(TRAINED))
         vocab_size = _checked_vocab_size(config, tokenizer)
         if config.data.data_path:
-            counts = [check_indexed_dataset(prefix, vocab_size) for prefix in blend_of(config)[0]]
+            counts = [check_indexed_dataset(prefix, vocab_size) for prefix in corpus.blend[0]]
             written, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
         else:
-            written, tokens = _write_indexed_dataset(
-                config, tokenizer, vocab_size, partial("corpus.bin"), partial("corpus.idx"), say
-            )
+            paths = partial("corpus.bin"), partial("corpus.idx")
+            written, tokens = _write_indexed_dataset(corpus, tokenizer, vocab_size, *paths, say)
         begin_record(directory, digest)
         prepared = Prepared(
-            blend=blend(config),
+            corpus=corpus,
             tokenizer=str(trained) if trained else None,
             vocab_size=vocab_size,
             documents=written,
@@ -133,7 +130,7 @@ def _make(config: Config, directory: Path, digest: str, say: Callable[[str], Non
             digest=digest,
             files=put_in_place(directory, partials),
         )
-        write_record(directory, prepared)
+        write_record(prepared)
     finally:
         for path in partials.values():
             with suppress(OSError):
@@ -142,20 +139,20 @@ def _make(config: Config, directory: Path, digest: str, say: Callable[[str], Non
     return prepared
 
 
-def _tokens_bytes(config: Config) -> int:
+def _tokens_bytes(corpus: Corpus) -> int:
     """What the tokens take, at a guess: three bytes of text are a token of two."""
-    return 0 if config.data.data_path else sum(path.stat().st_size for path in source_files(config)) * 2 // 3
+    return 0 if corpus.config.data.data_path else sum(path.stat().st_size for path in corpus.files) * 2 // 3
 
 
-def still_there(config: Config, prepared: Prepared) -> None:
+def still_there(prepared: Prepared) -> None:
     """Asked once the files are open: whether they are those that were prepared.
 
     Raises:
         UserError: another run has prepared the folder for other settings meanwhile.
     """
-    if read_record(config, prepared.digest) is None:
+    if read_record(prepared.corpus, prepared.digest) is None:
         raise UserError(
-            f"data.dir: {data_directory(config)} was prepared for other settings while this run started; expected a "
+            f"data.dir: {prepared.corpus.directory} was prepared for other settings while this run started; expected a "
             "data.dir of its own for each of them"
         )
 
@@ -175,10 +172,7 @@ def prepared_tokenizer(config: Config, digest: str | None) -> Any:
         return load_tokenizer(config)
     directory = data_directory(config)
     trained, record = directory / TRAINED, directory / RECORD
-    try:
-        found = json.loads(read_text(record)).get("digest")
-    except (OSError, ValueError, AttributeError):
-        found = None
+    found = read_object(record).get("digest")
     if found is None or not trained.is_file():
         raise UserError(
             f"{trained}: the tokenizer that the run trained, with {RECORD} beside it, is gone; expected the run's "
@@ -217,38 +211,37 @@ def _make_directory(directory: Path) -> None:
         raise UserError(f"data.dir: cannot write to {directory}: {error.strerror}") from None
 
 
-def _digest(config: Config) -> str:
+def _digest(corpus: Corpus) -> str:
     """Hash of what decides the tokens: the data section, and name, size and time of change of every source file.
 
     Where the files lie is no part of it, so that the same data is found from every working directory.
     """
+    config = corpus.config
     data = config.data.model_dump(exclude={"dir", "cache_dir", "split", "files", "data_path"})
-    data["weights"] = blend_of(config)[1]
+    data["weights"] = corpus.blend[1]
     data["pairs"] |= dict.fromkeys(config.data.pairs.named, True)
     if path := config.data.tokenizer.path:
         if not Path(path).exists():
             raise config.error("data", no_such_file(Path(path)))
         data["tokenizer"]["path"] = tokenizer_digest(Path(path))
-    files = [Path(f"{prefix}.bin") for prefix in blend_of(config)[0]] if config.data.data_path else source_files(config)
     stamps: list[tuple[str, int | str, int]] = []
-    for file in files:
+    for file in corpus.files:
         try:
             stat = file.stat()
         except OSError:
             raise config.error("data", no_such_file(file)) from None
         stamps.append((file.name, stat.st_size, stat.st_mtime_ns if not config.data.corpus else 0))
-    if config.data.corpus in FETCHED:  # whichever Python read the packages
-        with open_regular(files[0]) as content:
-            stamps = [(files[0].name, hashlib.file_digest(content, "sha256").hexdigest(), 0)]
+    if corpus.fetched is not None:  # whichever Python read the packages
+        stamps = [(corpus.fetched.name, sha256_of(corpus.fetched), 0)]
     version = sys.version if config.data.corpus == "stdlib" else ""
-    tokens = _TOKENS_OF_CUT_FILES if cuts_files(config) else _TOKENS
+    tokens = _TOKENS_OF_CUT_FILES if corpus.cuts else _TOKENS
     return hashlib.sha256(json.dumps([tokens, data, stamps, version]).encode()).hexdigest()
 
 
-def _non_empty(config: Config) -> list[str]:
-    texts = [text for document in sequences(config) for text in document]
+def _non_empty(corpus: Corpus) -> list[str]:
+    texts = [text for document in corpus.sequences() for text in document]
     if not texts:
-        raise config.error("data", "the corpus is empty: no document has any text")
+        raise corpus.config.error("data", "the corpus is empty: no document has any text")
     return texts
 
 
@@ -267,7 +260,7 @@ def _checked_vocab_size(config: Config, tokenizer: Any) -> int:
 
 
 def _write_indexed_dataset(
-    config: Config, tokenizer: Any, vocab_size: int, data: Path, index: Path, say: Callable[[str], None]
+    corpus: Corpus, tokenizer: Any, vocab_size: int, data: Path, index: Path, say: Callable[[str], None]
 ) -> tuple[int, int]:
     """Writes the two files; returns documents and tokens. A pair is a document of two sequences."""
     import torch
@@ -277,8 +270,8 @@ def _write_indexed_dataset(
     count = tokens = 0
     told = time.monotonic()
     with builder.data_file:  # upstream closes it in `finalize` alone
-        for texts in sequences(config):
-            found = [_tokens(config, tokenizer, text, vocab_size, count) for text in texts]
+        for texts in corpus.sequences():
+            found = [_tokens(corpus.config, tokenizer, text, vocab_size, count) for text in texts]
             ids = [token for sequence in found for token in sequence]
             builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(sequence) for sequence in found])
             count, tokens = count + 1, tokens + len(ids)
@@ -286,7 +279,7 @@ def _write_indexed_dataset(
                 told = time.monotonic()
                 say(f"tokenized {count:,} documents, {tokens:,} tokens")
         if not count:
-            raise config.error("data", "the corpus is empty: no document has any text")
+            raise corpus.config.error("data", "the corpus is empty: no document has any text")
         builder.finalize(str(index))
     return count, tokens
 

@@ -1,7 +1,7 @@
 """prepared.json: whose data a folder holds, and what its files are.
 
-Public names: `Prepared`, `read_record`, `begin_record`, `write_record`, `refuse_other_data`, `blend`, `RECORD`,
-`TRAINED`, `LOCK`, `FORMAT`. The record names files of its own folder, and no path: what it says is true from every
+Public names: `Prepared`, `read_record`, `begin_record`, `write_record`, `refuse_other_data`, `RECORD`, `TRAINED`,
+`LOCK`, `FORMAT`. The record names files of its own folder, and no path: what it says is true from every
 working directory.
 """
 
@@ -12,9 +12,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mup_megatron.config import Config
-from mup_megatron.data.corpus import blend_of, data_directory
-from mup_megatron.data.fetched import FETCHED
+from mup_megatron.data.corpus import Corpus
 from mup_megatron.data.whole import File, is_partial, read_object, write
 from mup_megatron.util.errors import UserError
 
@@ -29,7 +27,7 @@ class Prepared:
     """What `prepare` made or found.
 
     Args:
-        blend: megatron-core's (prefixes, weights or None), as seen from the working directory.
+        corpus: of the run.
         tokenizer: path of the trained SentencePiece model, as seen from the working directory; None if the config names
             a tokenizer.
         vocab_size: entries of the tokenizer, before padding.
@@ -39,7 +37,7 @@ class Prepared:
         files: of those written here, size and SHA-256 by name; none of existing datasets, known by size and time.
     """
 
-    blend: tuple[list[str], list[float] | None]
+    corpus: Corpus
     tokenizer: str | None
     vocab_size: int
     documents: int
@@ -47,26 +45,25 @@ class Prepared:
     digest: str
     files: dict[str, File] = field(default_factory=dict)
 
+    @property
+    def blend(self) -> tuple[list[str], list[float] | None]:
+        """megatron-core's prefixes, and weights or None, as seen from the working directory."""
+        return self.corpus.blend
 
-def read_record(config: Config, digest: str) -> Prepared | None:
+
+def read_record(corpus: Corpus, digest: str) -> Prepared | None:
     """What the folder's record says of these data; None where it is of others, not finished, or a file is gone."""
-    directory = data_directory(config)
-    record = read_object(directory / RECORD)
+    record = read_object(corpus.directory / RECORD)
     if record.pop("format", None) != FORMAT or record.get("digest") != digest:
         return None
     try:
         files = {str(name): File(**file) for name, file in record.pop("files").items()}
-        trained = str(directory / TRAINED) if TRAINED in files else None
-        prepared = Prepared(blend=blend(config), tokenizer=trained, files=files, **record)
+        trained = str(corpus.directory / TRAINED) if TRAINED in files else None
+        prepared = Prepared(corpus=corpus, tokenizer=trained, files=files, **record)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     whole = all(os.path.exists(prefix + suffix) for prefix in prepared.blend[0] for suffix in (".bin", ".idx"))
     return prepared if whole and (trained is None or os.path.exists(trained)) else None
-
-
-def blend(config: Config) -> tuple[list[str], list[float] | None]:
-    """megatron-core's blend of what is trained on: the config's own, or what `prepare` writes."""
-    return blend_of(config) if config.data.data_path else ([str(data_directory(config) / "corpus")], None)
 
 
 def begin_record(directory: Path, digest: str) -> None:
@@ -74,24 +71,25 @@ def begin_record(directory: Path, digest: str) -> None:
     write(directory / RECORD, json.dumps({"format": FORMAT, "digest": digest}))
 
 
-def write_record(directory: Path, prepared: Prepared) -> None:
+def write_record(prepared: Prepared) -> None:
     """Writes what is prepared; without what the config says of it, which are paths."""
-    said = {key: value for key, value in asdict(prepared).items() if key not in ("blend", "tokenizer")}
-    write(directory / RECORD, json.dumps({"format": FORMAT, **said}, indent=2))
+    said = {key: getattr(prepared, key) for key in ("vocab_size", "documents", "tokens", "digest")}
+    files = {name: asdict(file) for name, file in prepared.files.items()}
+    write(prepared.corpus.directory / RECORD, json.dumps({"format": FORMAT, **said, "files": files}, indent=2))
 
 
-def refuse_other_data(config: Config, digest: str | None = None) -> None:
+def refuse_other_data(corpus: Corpus, digest: str | None = None) -> None:
     """What a run was trained on is not replaced, nor is anything that `prepare` did not make.
 
     Args:
-        config: the run.
+        corpus: of the run.
         digest: of its data; None before its text is fetched, when a record may be of the same data.
 
     Raises:
         UserError: the folder's record is of other data, or damaged; or a file is there, and no record.
     """
-    directory, fetched = data_directory(config), FETCHED.get(config.data.corpus, ("",))[0]
-    begun = (LOCK, fetched, f"{fetched}.partial")
+    directory, fetched = corpus.directory, corpus.fetched
+    begun = (LOCK, *((fetched.name, f"{fetched.name}.partial") if fetched else ()))
     there = sorted(each.name for each in directory.iterdir() if each.is_file() and each.name not in begun)
     record = read_object(directory / RECORD)
     if RECORD not in there:

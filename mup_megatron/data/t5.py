@@ -42,11 +42,6 @@ class T5Batch(Batch):
     cross_mask: torch.Tensor
     mean_labels: torch.Tensor
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.encoder_tokens.device
-
     def forward(self, model: Any) -> Any:
         """Losses of the labels, [b, t]; see Batch.forward."""
         masks = (self.encoder_mask, self.decoder_mask, self.cross_mask)
@@ -72,15 +67,10 @@ def dataset(config: Config, common: Mapping[str, Any]) -> tuple[type, Any]:
     )
 
 
-def maker(_config: Config, _layout: Layout, _rank: int, device: torch.device) -> T5Maker:
-    """See Family.maker."""
-    return T5Maker(device)
-
-
 class T5Maker:
     """Makes micro-batches; see BatchMaker. Every tensor-parallel rank and pipeline stage has the same."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, _config: Config, _layout: Layout, _rank: int, device: torch.device) -> None:
         self._device = device
 
     def tokens(self, sample: Sample) -> torch.Tensor:
@@ -101,6 +91,9 @@ class T5Maker:
             cross_mask=cross,
             mean_labels=stacked["mean_labels"][0],
         )
+
+
+maker = T5Maker
 
 
 def pair_masks(enc_mask: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,6 @@ Public names: `File`, `partial_name`, `is_partial`, `put_in_place`, `write`, `re
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.util.files import open_regular, read_text
+from mup_megatron.util.files import open_regular, read_text, sha256_of
 
 _DAY_SECONDS = 86400.0
 
@@ -72,7 +71,7 @@ def put_in_place(directory: Path, partials: Mapping[str, Path]) -> dict[str, Fil
     for name, path in partials.items():
         with open_regular(path) as file:
             os.fsync(file.fileno())
-            files[name] = File(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+        files[name] = File(bytes=path.stat().st_size, sha256=sha256_of(path))
     for name, path in partials.items():
         os.replace(path, directory / name)
     return files
@@ -104,9 +103,8 @@ def problem(directory: Path, files: Mapping[str, File], verified: Path | None = 
         path = str((directory / name).resolve())
         if remembered.get(path) == stamp:
             continue
-        with open_regular(directory / name) as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != files[name].sha256:
-                return f"{name} does not match its checksum"
+        if sha256_of(directory / name) != files[name].sha256:
+            return f"{name} does not match its checksum"
         new[path] = stamp
     if new:
         _known.update(new)

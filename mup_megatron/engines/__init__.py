@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     from mup_megatron.data.batch import Batch
+    from mup_megatron.model.global_names import Named
 
 
 WEIGHT = "weight"
@@ -42,6 +43,11 @@ class Engine(Protocol):
     @property
     def chunks(self) -> list[LanguageModule]:
         """megatron-core's model: this rank's part of it."""
+        ...
+
+    @property
+    def named(self) -> Named:
+        """This rank's parameters by global name."""
         ...
 
     @property

@@ -51,8 +51,9 @@ class DeepSpeedEngine:
         config, layout = setup.config, setup.layout
         self._config, self._layout = config, layout
         self._parametrization = parametrization
+        self.named = list(named_parameters(model))
         sum_sequence_parallel_gradients(model)
-        groups = parameter_groups(named_parameters(model), parametrization)
+        groups = parameter_groups(self.named, parametrization)
         if layout.expert > 1:
             announce_experts(model, layout)
             groups = mark_expert_groups(groups, layout)
@@ -97,8 +98,7 @@ class DeepSpeedEngine:
         return StepResult(loss=self._data_parallel_mean(total), grad_norm=norm)
 
     def _clip(self) -> float:
-        named = named_parameters(self.module)
-        parts = gradient_parts(self.optimizer, named, self._parametrization, self._layout)
+        parts = gradient_parts(self.optimizer, self.named, self._parametrization, self._layout)
         limit = self._config.training.clip_grad
         return clip(parts, self._parametrization, self._layout, limit, self.engine.device)
 

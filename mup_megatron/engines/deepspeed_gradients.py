@@ -6,29 +6,27 @@ rank, which is what partitioning is there to avoid; here each rank sees its part
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed
 
 from mup_megatron.engines.gradient_norm import GradientPart, whole_gradients
+from mup_megatron.model.global_names import Named
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
 
 
 def gradient_parts(
-    optimizer: Any,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    parametrization: Parametrization,
-    layout: Layout,
+    optimizer: Any, named: Named, parametrization: Parametrization, layout: Layout
 ) -> list[GradientPart]:
     """This rank's gradients, after the last backward pass of a step.
 
     Args:
         optimizer: DeepSpeed's; torch's own at stage 0.
-        named_parameters: (global name, parameter) pairs of this rank.
+        named: parameters of this rank.
         parametrization: of the same model.
         layout: how ranks split the model; its ZeRO stage.
 
@@ -36,14 +34,14 @@ def gradient_parts(
         UserError: an optimizer of DeepSpeed's that keeps gradients elsewhere.
     """
     if layout.zero_stage == 0:
-        return whole_gradients(((n, p.grad) for n, p in named_parameters), parametrization, layout)
+        return whole_gradients(((n, p.grad) for n, p in named), parametrization, layout)
     wanted = "fp32_partitioned_groups_flat" if layout.zero_stage == 3 else "params_in_partition"
     if not hasattr(optimizer, wanted):
         raise UserError(
             f"{parametrization.config.weighing_key} with DeepSpeed's "
             f"{type(optimizer).__name__} is not known here; expected no data_types in the DeepSpeed JSON"
         )
-    names = {id(parameter): name for name, parameter in named_parameters}
+    names = {id(parameter): name for name, parameter in named}
     held = _stage_3(optimizer) if layout.zero_stage == 3 else _stages_1_and_2(optimizer)
     return [GradientPart(names[id(parameter)], gradient, start) for parameter, gradient, start in held]
 

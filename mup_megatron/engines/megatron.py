@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -44,16 +44,15 @@ class MegatronEngine:
         self._config, self._layout, self._parametrization = config, layout, parametrization
         self.chunks = chunks
         settings = ddp_config(config, layout)
-        self._wrapped = [self._wrap(number, chunk) for number, chunk in enumerate(chunks)]
+        self._wrapped = [self._wrap(number, chunk, settings) for number, chunk in enumerate(chunks)]
+        self.named = list(named_parameters(chunks))  # FSDP2 has put others in the place of those before
         self.optimizer = get_megatron_optimizer(
             optimizer_config(config, layout),
             self._wrapped,
-            config_overrides=megatron_overrides(named_parameters(chunks), parametrization),
+            config_overrides=megatron_overrides(self.named, parametrization),
             use_gloo_process_groups=False,
         )
-        self._rules = {
-            parameter: parametrization.tensors[name].group.update_rule for name, parameter in named_parameters(chunks)
-        }
+        self._rules = {parameter: parametrization.tensors[name].group.update_rule for name, parameter in self.named}
         for group in self.optimizer.param_groups:
             group["weight_decay"] = config.hparams.weight_decay * group["wd_mult"]
         for chunk in chunks:
@@ -63,8 +62,7 @@ class MegatronEngine:
                 no_sync = [wrapped.no_sync for wrapped in self._wrapped]
                 chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    def _wrap(self, number: int, chunk: LanguageModule) -> Any:
-        settings = ddp_config(self._config, self._layout)
+    def _wrap(self, number: int, chunk: LanguageModule, settings: DistributedDataParallelConfig) -> Any:
         module = Float16Module(chunk.config, chunk) if self._config.training.precision == "bf16" else chunk
         if self._layout.fully_sharded:
             return fully_sharded.wrap(chunk, settings, module)
@@ -87,15 +85,14 @@ class MegatronEngine:
     def _clip(self) -> float:
         """Clips by a weighted norm, which megatron-core does not know, before its step; the norm before."""
         parts = []
-        for name, parameter in named_parameters(self.chunks):
+        for name, parameter in self.named:
             gradient: Any = parameter.grad if self._layout.fully_sharded else getattr(parameter, "main_grad", None)
             if gradient is None:
                 continue
             if self._layout.fully_sharded:
                 parts.append(fully_sharded.gradient_part(name, gradient))
             elif self._layout.distributed_optimizer:
-                part = self._range(parameter)
-                if part is not None:
+                if (part := _range(_holder(self.optimizer, parameter), parameter)) is not None:
                     # Of the others' elements the buffer holds sums that no rank has put together.
                     parts.append(GradientPart(name, gradient.view(-1)[part], part.start))
             else:
@@ -128,15 +125,9 @@ class MegatronEngine:
             main = getattr(parameter, "main_param", parameter)
             held = {WEIGHT: main.float(), **self._moments_of(main)}
             return {kind: fully_sharded.whole(value) for kind, value in held.items()}
-        part, values = self._part(parameter)
-        whole = {}
-        for kind in (WEIGHT, "exp_avg", "exp_avg_sq"):  # megatron-core's distributed optimizer is AdamW's
-            flat = torch.zeros(parameter.numel(), device=parameter.device)
-            if part is not None:
-                flat[part] = values[kind].float()
-            torch.distributed.all_reduce(flat, group=_data_parallel_group(parameter))
-            whole[kind] = flat.view(parameter.shape)
-        return whole
+        part, values = _part(self.optimizer, parameter)
+        kinds = (WEIGHT, "exp_avg", "exp_avg_sq")  # megatron-core's distributed optimizer is AdamW's
+        return {kind: _whole(parameter, part, values.get(kind)) for kind in kinds}
 
     def _gather_whole(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """From the data-parallel rank that steps the parameter to those that do not."""
@@ -165,7 +156,7 @@ class MegatronEngine:
     def scatter(self, parameter: torch.nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Fills this rank's part; see engines.Engine."""
         if self._layout.distributed_optimizer:
-            part, held = self._part(parameter)
+            part, held = _part(self.optimizer, parameter)
             for kind, value in values.items() if part is not None else ():
                 held[kind].copy_(value.view(-1)[part])
         elif self._layout.layer_wise:
@@ -181,27 +172,11 @@ class MegatronEngine:
     @property
     def _holders(self) -> list[Any]:
         """megatron-core's optimizers, one for the dense parameters and one for the experts."""
-        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+        return _holders(self.optimizer)
 
     def _moments_of(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
         states = (holder.optimizer.state for holder in self._holders)
         return _moments(next((state[main] for state in states if main in state), {}))
-
-    def _part(self, parameter: torch.nn.Parameter) -> tuple[slice | None, dict[str, torch.Tensor]]:
-        """Which elements of a parameter this rank's distributed optimizer holds, and what it holds of them."""
-        for holder in self._holders:
-            if parameter in holder.model_param_gbuf_map:
-                held = holder._get_main_param_and_optimizer_states(parameter)
-                return self._range(parameter), {WEIGHT: held.pop("param"), **_moments(held)}
-        return None, {}
-
-    def _range(self, parameter: torch.nn.Parameter) -> slice | None:
-        """Which elements of a parameter this rank's distributed optimizer holds."""
-        for holder in self._holders:
-            if parameter in holder.model_param_gbuf_map:
-                where = holder._get_model_param_range_map(parameter)["param"]
-                return slice(where.start, where.end)
-        return None
 
     def close(self) -> None:
         """Removes megatron-core's hooks; see engines.Engine."""
@@ -240,6 +215,44 @@ def _moments(state: Any) -> dict[str, torch.Tensor]:
     return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind != "step"}
 
 
+_SPLIT = "model_param_gbuf_map"
+
+
+def _holders(optimizer: Any) -> list[Any]:
+    """The optimizers that one of megatron-core's is a chain of, or itself."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _holder(optimizer: Any, parameter: torch.nn.Parameter) -> Any:
+    """The distributed optimizer that holds elements of a parameter on this rank; None where none does."""
+    return next((each for each in _holders(optimizer) if parameter in getattr(each, _SPLIT, ())), None)
+
+
+def _range(holder: Any, parameter: torch.nn.Parameter) -> slice | None:
+    """Which elements of a parameter it holds."""
+    if holder is None:
+        return None
+    where = holder._get_model_param_range_map(parameter)["param"]
+    return slice(where.start, where.end)
+
+
+def _part(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[slice | None, dict[str, torch.Tensor]]:
+    """Which elements of a parameter this rank's distributed optimizer holds, and what it holds of them."""
+    if (holder := _holder(optimizer, parameter)) is None:
+        return None, {}
+    held = holder._get_main_param_and_optimizer_states(parameter)
+    return _range(holder, parameter), {WEIGHT: held.pop("param"), **_moments(held)}
+
+
+def _whole(parameter: torch.nn.Parameter, part: slice | None, value: torch.Tensor | None) -> torch.Tensor:
+    """What data-parallel ranks hold parts of, put together, float32, in the parameter's shape."""
+    flat = torch.zeros(parameter.numel(), device=parameter.device)
+    if part is not None and value is not None:
+        flat[part] = value.float().view(-1)
+    torch.distributed.all_reduce(flat, group=_data_parallel_group(parameter))
+    return flat.view(parameter.shape)
+
+
 @torch.no_grad()
 def main_weight(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's whole slice of a parameter as the optimizer keeps it, float32, of any of megatron-core's optimizers.
@@ -250,20 +263,10 @@ def main_weight(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
         optimizer: of `get_megatron_optimizer`, whoever built it.
         parameter: of the model.
     """
-    holders = [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, _SPLIT)]
-    if not holders:
+    if not any(hasattr(each, _SPLIT) for each in _holders(optimizer)):
         return getattr(parameter, "main_param", parameter).detach().float()
-    flat = torch.zeros(parameter.numel(), device=parameter.device)
-    for holder in holders:
-        if parameter in getattr(holder, _SPLIT):
-            where = holder._get_model_param_range_map(parameter)["param"]
-            held = holder._get_main_param_and_optimizer_states(parameter)["param"]
-            flat[where.start : where.end] = held.float().view(-1)
-    torch.distributed.all_reduce(flat, group=_data_parallel_group(parameter))
-    return flat.view(parameter.shape)
-
-
-_SPLIT = "model_param_gbuf_map"
+    part, held = _part(optimizer, parameter)
+    return _whole(parameter, part, held.get(WEIGHT))
 
 
 def _data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:

@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from mup_megatron.config import Config, Training
 from mup_megatron.engines.lion import build_lion
+from mup_megatron.model.global_names import Named
 from mup_megatron.rules import formulas, horizon
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
@@ -49,13 +50,11 @@ def moment_shape(kind: str, shape: Sequence[int]) -> tuple[int, ...]:
 _LONGEST_BUILD = 30.0  # minutes; on two cores a build takes two
 
 
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], parametrization: Parametrization
-) -> list[dict[str, Any]]:
+def parameter_groups(named: Named, parametrization: Parametrization) -> list[dict[str, Any]]:
     """One group per set of equal multipliers, in the order in which the model first has them.
 
     Args:
-        named_parameters: (global name, parameter) pairs.
+        named: parameters.
         parametrization: of the same model.
 
     Returns:
@@ -63,7 +62,7 @@ def parameter_groups(
         the schedule reads, `rule`, which identifies the group whatever its rates are, `update_rule` and `names`.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    for name, parameter in named_parameters:
+    for name, parameter in named:
         tensor = parametrization.tensors[name]
         if tensor.shape.spec.frozen:
             continue
@@ -86,9 +85,7 @@ def parameter_groups(
     return list(groups.values())
 
 
-def megatron_overrides(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], parametrization: Parametrization
-) -> dict[ParamKey, Any]:
+def megatron_overrides(named: Named, parametrization: Parametrization) -> dict[ParamKey, Any]:
     """The same groups as `config_overrides` for megatron-core's `get_megatron_optimizer`: an override per rule.
 
     Every parameter is matched by exactly one, so that megatron-core's own rule for what is decayed, which giving
@@ -97,13 +94,13 @@ def megatron_overrides(
     `parameter_groups`.
 
     Args:
-        named_parameters: (global name, parameter) pairs of this rank.
+        named: parameters of this rank.
         parametrization: of the same model.
     """
     rules = {}
     config = parametrization.config
     optimizer, hparams = config.optimizer, config.hparams
-    for name, parameter in named_parameters:
+    for name, parameter in named:
         tensor = parametrization.tensors[name]
         parameter.mup_rule = str(tensor.group)  # type: ignore[attr-defined]
         if config.steps_matrices and tensor.group.update_rule == "adam":

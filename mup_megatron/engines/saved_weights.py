@@ -55,9 +55,16 @@ _EXPERTS = ".experts.experts."
 
 def damaged(directory: Path, error: BaseException) -> UserError:
     """What is said of a folder whose files raised an error while they were read."""
+    error = cause(error)
     if isinstance(error, pickle.UnpicklingError):  # torch's words go on for a page
         return UserError(f"{directory}: a file of it holds something else than tensors; it will not be loaded")
     return UserError(f"{directory}: damaged ({(str(error) or type(error).__name__).splitlines()[0]})")
+
+
+def cause(error: BaseException) -> BaseException:
+    """What a rank raised, of the exception that torch makes of it, which is no Exception; any other one itself."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next((failure for failure, _ in failures), error)
 
 
 def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -107,9 +114,7 @@ class SavedWeights:
         try:
             reader = _Reader(self.directory, self._index)
             load({key: into}, storage_reader=reader, planner=_Slice(key, into, place), no_dist=True)
-        except CheckpointException as error:
-            raise damaged(self.directory, next((failure for failure, _ in error.failures.values()), error)) from None
-        except Exception as error:  # the files decide what
+        except (Exception, CheckpointException) as error:  # the files decide what
             raise damaged(self.directory, error) from None
         return tensor
 
@@ -176,8 +181,8 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     writer = FileSystemWriter(directory, single_file_per_rank=True)
     try:
         save(described, storage_writer=writer, planner=_WhenWritten(tensors), no_dist=True)
-    except CheckpointException as error:  # no Exception, which holds the one that was raised
-        raise next((failure for failure, _ in error.failures.values()), error) from None
+    except CheckpointException as error:
+        raise cause(error) from None
     # What megatron-core's dist_checkpointing looks for beside it.
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(backend), encoding="utf-8")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
     Each slice is written by one rank; data-parallel ranks, which all hold it, take turns.
     """
     shards: dict[str, ShardedTensor] = {}
-    for number, (name, parameter) in enumerate(named_parameters(engine.chunks)):
+    for number, (name, parameter) in enumerate(engine.named):
         spec = parametrization.tensors[name].shape.spec
         whole = engine.gather(parameter)
         copied = is_copied(name) and layout.pipeline_rank(rank) > 0
@@ -87,19 +87,17 @@ def load_state(
     Raises:
         UserError: the files are damaged, hold anything but tensors, or lack some.
     """
-    kinds = sorted({key.partition(".")[0] for key in saved_shapes(directory)} - {BUFFER})
+    saved = saved_shapes(directory)
+    kinds = sorted({key.partition(".")[0] for key in saved} - {BUFFER})
     engine.prepare_state(kinds, step)
+    tensors = {name: parametrization.tensors[name] for name, _ in engine.named}
     for rule in dict.fromkeys(tensor.group.update_rule for tensor in parametrization.tensors.values()):
         own = [kind for kind in kinds if kind in (WEIGHT, *MOMENTS[rule])]
-        parameters = {
-            name: parameter
-            for name, parameter in named_parameters(engine.chunks)
-            if parametrization.tensors[name].group.update_rule == rule
-        }
-        specs = {name: parametrization.tensors[name].shape.spec for name in parameters}
-        loaded = _load(directory, specs, own, layout, rank)
-        for name, parameter in parameters.items():
-            engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in own})
+        specs = {name: tensor.shape.spec for name, tensor in tensors.items() if tensor.group.update_rule == rule}
+        loaded = _load(directory, saved, specs, own, layout, rank)
+        for name, parameter in engine.named:  # of which two may be one tensor
+            if name in specs:
+                engine.scatter(parameter, {kind: loaded[f"{kind}.{name}"] for kind in own})
 
 
 @torch.no_grad()
@@ -124,13 +122,15 @@ def load_weights(
     Raises:
         UserError: as for `load_state`.
     """
-    parameters = [(name, parameter) for name, parameter in named_parameters(chunks) if name not in left_out]
-    specs = {name: parametrization.tensors[name].shape.spec for name, _ in parameters}
-    loaded = _load(directory, specs, [WEIGHT], layout, rank)
-    for name, parameter in parameters:
+    saved = saved_shapes(directory)
+    named = [(name, parameter) for name, parameter in named_parameters(chunks) if name not in left_out]
+    specs = {name: parametrization.tensors[name].shape.spec for name, _ in named}
+    loaded = _load(directory, saved, specs, [WEIGHT], layout, rank)
+    for name, parameter in named:
         parameter.copy_(loaded[f"{WEIGHT}.{name}"])
     buffers = dict(named_buffers(chunks))
-    loaded = _load(directory, {name: _buffer_spec(b) for name, b in buffers.items()}, [BUFFER], layout, rank)
+    specs = {name: _buffer_spec(buffer) for name, buffer in buffers.items()}
+    loaded = _load(directory, saved, specs, [BUFFER], layout, rank)
     for name, buffer in buffers.items():
         buffer.copy_(loaded[f"{BUFFER}.{name}"])
 
@@ -148,26 +148,28 @@ def _buffer_spec(buffer: torch.Tensor) -> TensorSpec:
 
 
 def _load(
-    directory: Path, specs: dict[str, TensorSpec], kinds: list[str], layout: Layout, rank: int
+    directory: Path,
+    saved: Mapping[str, tuple[int, ...]],
+    specs: Mapping[str, TensorSpec],
+    kinds: list[str],
+    layout: Layout,
+    rank: int,
 ) -> dict[str, torch.Tensor]:
-    """This rank's slices by `kind.name`, float32 on the CPU."""
+    """This rank's slices by `kind.name`, float32 on the CPU; `saved` are the shapes that the folder says."""
     if not specs:
         return {}
-    keys = saved_shapes(directory)
     shards: dict[str, ShardedTensor] = {}
     for name, whole in specs.items():
         for kind in kinds:
             key, spec = f"{kind}.{name}", _spec_of(kind, whole)
-            if keys.get(key) != spec.shape:
-                found = f"of shape {list(keys[key])}" if key in keys else "missing"
+            if saved.get(key) != spec.shape:
+                found = f"of shape {list(saved[key])}" if key in saved else "missing"
                 raise UserError(f"{directory}: {key} is {found}; expected {list(spec.shape)}")
             empty = torch.empty(init.local_shape(spec, layout.slice_of(spec, rank)[1]))
             shards.update(_shards(key, empty, spec, layout, rank))
     try:
         loaded = dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
-    except CheckpointException as error:  # of torch, and no Exception: what went wrong on which rank
-        raise damaged(directory, next((failure for failure, _ in error.failures.values()), error)) from None
-    except Exception as error:  # the files decide what: upstream checks next to nothing
+    except (Exception, CheckpointException) as error:  # the files decide what: upstream checks next to nothing
         raise damaged(directory, error) from None
     result = {}
     for name, whole in specs.items():

@@ -22,10 +22,11 @@ import torch
 
 from mup_megatron.config import Config
 from mup_megatron.megatron_training.built_alone import built_alone
+from mup_megatron.megatron_training.model_section import check_translation
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.telemetry import accepted_names, standard_tensors
-from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
+from mup_megatron.megatron_training.translate import config_of, stages_of
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import print_table, without_numbers

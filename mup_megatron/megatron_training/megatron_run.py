@@ -27,11 +27,12 @@ from mup_megatron.megatron_training import watched
 from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.family import MULTIPLE, check_family
+from mup_megatron.megatron_training.model_section import check_translation
 from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.telemetry import accepted_names, applied, standard_tensors, tell
-from mup_megatron.megatron_training.translate import check_translation, config_of, stages_of
+from mup_megatron.megatron_training.translate import config_of, stages_of
 from mup_megatron.model.as_built.chunks import BuiltModel, digest_of
 from mup_megatron.model.as_built.given import OtherLayers, norms_left_out
 from mup_megatron.model.as_built.hybrid import PATTERN
@@ -286,7 +287,7 @@ class MegatronRun:
         for said in (standard_tensors(self.parametrization), accepted_names(self._settings.accepted)):
             if said and torch.distributed.get_rank() == 0:
                 print(f"mup-megatron: {said}", file=sys.stderr, flush=True)
-        overrides = megatron_overrides(named_parameters(chunks), self.parametrization)
+        overrides = megatron_overrides(list(named_parameters(chunks)), self.parametrization)
         for override in overrides.values():
             # Up to 0.18 megatron-core tells the groups of a checkpoint apart by four keys. `lr_mult` is one of them and
             # has no other effect, so it carries the rule.

@@ -143,26 +143,10 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
     named = (args.mup_base, args.mup_config, args.mup_hparams, args.mup_explain, args.mup_write_config)
     if not any(named):
         return None
-    if getattr(args, "use_mup", False):
-        others = {word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--mup-")} - set(FLAGS)
-        raise UserError(
-            "--use-mup: megatron-core's native MuP cannot be combined with this project's; remove "
-            + ", ".join(["--use-mup", *sorted(others)])
-        )
-    if _given(args, defaults, "use_checkpoint_args"):
-        raise UserError(
-            "--use-checkpoint-args: a checkpoint's arguments hold sizes that were typed and sizes that Megatron "
-            "derived from them alike, and which of them grow depends on that; expected the model's options typed again"
-        )
+    _refuse_beside(args, defaults)
     known().accept(args.mup_accept or ())
     sections = _read_config(args.mup_config) if args.mup_config else {}
-    base = sections.get("base", {})
-    if args.mup_base:
-        of_file = read_base(args.mup_base)
-        if base and ("file" not in of_file or "file" in base):
-            raise UserError(f"{args.mup_config}: base: is given by --mup-base too; expected one of them")
-        base = {**base, **of_file}  # what no shape tells (kv_channels, num_layers) may stand beside a .bsh file
-    base, base_sizes = _split_base(args.mup_base or str(args.mup_config), base)
+    base, base_sizes = _base_of(args, sections.get("base", {}))
     hparams = sections.get("hparams", {})
     if args.mup_hparams:
         hparams = _put_values(args, args.mup_hparams, hparams)
@@ -197,6 +181,31 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         accepted=tuple(known().accepted),
         sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
     )
+
+
+def _refuse_beside(args: Namespace, defaults: Mapping[str, Any]) -> None:
+    """Raises UserError where an option of Megatron's cannot stand beside those of µP."""
+    if getattr(args, "use_mup", False):
+        others = {word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--mup-")} - set(FLAGS)
+        raise UserError(
+            "--use-mup: megatron-core's native MuP cannot be combined with this project's; remove "
+            + ", ".join(["--use-mup", *sorted(others)])
+        )
+    if _given(args, defaults, "use_checkpoint_args"):
+        raise UserError(
+            "--use-checkpoint-args: a checkpoint's arguments hold sizes that were typed and sizes that Megatron "
+            "derived from them alike, and which of them grow depends on that; expected the model's options typed again"
+        )
+
+
+def _base_of(args: Namespace, base: dict[str, Any]) -> tuple[dict[str, Any], BaseSizes]:
+    """The base's sizes, of --mup-base and of --mup-config. Raises UserError."""
+    if args.mup_base:
+        of_file = read_base(args.mup_base)
+        if base and ("file" not in of_file or "file" in base):
+            raise UserError(f"{args.mup_config}: base: is given by --mup-base too; expected one of them")
+        base = {**base, **of_file}  # what no shape tells (kv_channels, num_layers) may stand beside a .bsh file
+    return _split_base(args.mup_base or str(args.mup_config), base)
 
 
 def _split_base(source: str, base: Mapping[str, Any]) -> tuple[dict[str, Any], BaseSizes]:

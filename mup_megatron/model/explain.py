@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mup_megatron.config import Config, growing_sizes
@@ -159,58 +159,69 @@ def print_table(parametrization: Parametrization, layout: Layout, console: Any, 
         console: a rich Console without markup.
         rank: whose tensors are shown.
     """
-    from rich.table import Table
-
-    config, forward = parametrization.config, parametrization.forward
-    hparams = config.hparams
-    console.print(
-        f"{config.run.name}: {config.model.architecture}, {_count(parametrization):,} parameters, "
-        f"{config.parametrization.name} parametrization, {layout}"
-    )
-    if layout.world_size > 1:
-        console.print(_where(parametrization, layout, rank), highlight=False)
-    console.print(
-        f"forward: logits = {forward.readout:.6g} · W h, attention logits = {forward.softmax_scale:.6g} · q·k, "
-        f"embedding × {forward.embedding:.6g}, residual branches × {forward.residual:.6g}"
-        + (f", position bias × {forward.relative_bias:.6g}" if config.model.biases_attention else "")
-    )
-    console.print(
-        f"base: lr {hparams.lr:.6g}, init std {hparams.init_method_std:.6g}, weight decay {hparams.weight_decay:.6g}, "
-        f"{config.optimizer.name}"
-        + (f" eps {config.optimizer.eps:.6g}" if parametrization.update_rule != "sgd" else "")
-        + (f" ({config.optimizer.soap_eps:.6g} of matrices)" if parametrization.update_rule == "soap" else "")
-    )
-    console.print(_growth(config), highlight=False)
-    if config.parametrization.experts != "none":
-        console.print(_experts_rule(config), highlight=False)
-    if _is_unit(config):
-        console.print(_UNIT, highlight=False)
-    if over := horizon.said(config):
-        console.print(over, highlight=False)
+    for line, highlight in _head(parametrization, layout, rank):
+        console.print(line, highlight=highlight)
     for warning in sorted({without_numbers(line) for line in parametrization.clip_warnings()}):
         console.print(f"warning {warning}", style="yellow", highlight=False)
-    for key, group in parametrization.groups.items():
-        tensors = [tensor for tensor in group if holds(config, layout, rank, tensor.shape.name)]
-        if not tensors:
-            continue
-        first = tensors[0]
-        decay = f"weight decay {first.weight_decay:.4g}" if key.weight_decay else "no weight decay"
-        eps = f", eps {first.eps:.4g}" if first.eps is not None else ""
-        table = Table(
-            title=f"lr {first.lr:.4g} ({_times(first.lr_multiplier)}){eps}, {decay}", title_justify="left", box=None
-        )
-        further = [*(["θ"] if _is_unit(config) else []), *(["per_tensor"] if config.hparams.per_tensor else [])]
-        for column in (*_COLUMNS, *further):
-            table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=True)
-        for rows in _rows(tensors, layout, unit=_is_unit(config)):
-            table.add_row(*rows)
-        _print_whole(table, console)
+    for group in parametrization.groups.values():
+        tensors = [tensor for tensor in group if holds(parametrization.config, layout, rank, tensor.shape.name)]
+        if tensors:
+            _print_whole(_table(parametrization.config, tensors, layout), console)
     console.print(
         "sizes in elements, fan-out × fan-in (embeddings the other way round); m_in, m_out: size / base size; init std "
         "of a normal distribution; lr at the schedule's peak; weight decay decoupled, per step and unit of lr",
         style="dim",
         highlight=False,
     )
+
+
+def _head(parametrization: Parametrization, layout: Layout, rank: int) -> Iterator[tuple[str, bool]]:
+    """Lines above the tables (model, layout, forward multipliers, base, rules), and whether rich highlights numbers."""
+    config, forward, hparams = parametrization.config, parametrization.forward, parametrization.config.hparams
+    yield (
+        f"{config.run.name}: {config.model.architecture}, {_count(parametrization):,} parameters, "
+        f"{config.parametrization.name} parametrization, {layout}",
+        True,
+    )
+    if layout.world_size > 1:
+        yield _where(parametrization, layout, rank), False
+    yield (
+        f"forward: logits = {forward.readout:.6g} · W h, attention logits = {forward.softmax_scale:.6g} · q·k, "
+        f"embedding × {forward.embedding:.6g}, residual branches × {forward.residual:.6g}"
+        + (f", position bias × {forward.relative_bias:.6g}" if config.model.biases_attention else ""),
+        True,
+    )
+    yield (
+        f"base: lr {hparams.lr:.6g}, init std {hparams.init_method_std:.6g}, weight decay {hparams.weight_decay:.6g}, "
+        f"{config.optimizer.name}"
+        + (f" eps {config.optimizer.eps:.6g}" if parametrization.update_rule != "sgd" else "")
+        + (f" ({config.optimizer.soap_eps:.6g} of matrices)" if parametrization.update_rule == "soap" else ""),
+        True,
+    )
+    yield _growth(config), False
+    if config.parametrization.experts != "none":
+        yield _experts_rule(config), False
+    if _is_unit(config):
+        yield _UNIT, False
+    if over := horizon.said(config):
+        yield over, False
+
+
+def _table(config: Config, tensors: list[TensorHyperparameters], layout: Layout) -> Any:
+    """A table of tensors with one rate, epsilon and decay."""
+    from rich.table import Table
+
+    first = tensors[0]
+    decay = f"weight decay {first.weight_decay:.4g}" if first.group.weight_decay else "no weight decay"
+    eps = f", eps {first.eps:.4g}" if first.eps is not None else ""
+    title = f"lr {first.lr:.4g} ({_times(first.lr_multiplier)}){eps}, {decay}"
+    table = Table(title=title, title_justify="left", box=None)
+    further = [*(["θ"] if _is_unit(config) else []), *(["per_tensor"] if config.hparams.per_tensor else [])]
+    for column in (*_COLUMNS, *further):
+        table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=True)
+    for row in _rows(tensors, layout, unit=_is_unit(config)):
+        table.add_row(*row)
+    return table
 
 
 def _print_whole(table: Any, console: Any) -> None:

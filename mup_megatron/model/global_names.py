@@ -1,7 +1,7 @@
 """Names of a model's parts over the whole model: layers, stages and experts are counted globally, not on this rank.
 
-Public names: `global_names`, `named_parameters`, `named_modules`, `named_buffers`. A parameter has one name in every
-layout, which the table (rules/table.py), initial values (init.py) and checkpoints know it by.
+Public names: `global_names`, `Named`, `named_parameters`, `named_modules`, `named_buffers`. A parameter has one name in
+every layout, which the table (rules/table.py), initial values (init.py) and checkpoints know it by.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from mup_megatron.model.layers.tensor_spec import spec_of
 from mup_megatron.rules.shapes import stack_of
 from mup_megatron.rules.table import WORD_EMBEDDINGS
 from mup_megatron.util.errors import UserError
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+"""Parameters with their global names. The last pipeline stage may hold two copies of an embedding under one name: with
+multi-token prediction, what it embeds by, and the tied head."""
 
 
 def named_parameters(model: LanguageModule | Sequence[LanguageModule]) -> Iterator[tuple[str, torch.nn.Parameter]]:

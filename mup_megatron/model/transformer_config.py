@@ -56,54 +56,24 @@ def core_config(
     bf16, fp16 = training.precision == "bf16", training.precision == "fp16"
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     fused = device.type == "cuda"
-    split, interleaved = layout.pipeline > 1, layout.virtual_pipeline > 1
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     made = kind(
+        **{name: getattr(model, name) for name in _ALIKE},
         **_attention(model),
         **_experts(model),
-        mtp_num_layers=model.mtp_num_layers,
-        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        # All that are built: upstream tells the last layer, which the final norm follows, by its number.
-        num_layers=sum(len(chunk) for stage in layout.stages for chunk in stage),
-        hidden_size=model.hidden_size,
+        **_layout(config, layout, cuda=fused),
         ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_size,
-        normalization=model.normalization,
-        layernorm_epsilon=model.layernorm_epsilon,
-        layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
         activation_func=ACTIVATIONS[model.activation_func],
-        gated_linear_unit=model.gated_linear_unit,
-        glu_linear_offset=model.glu_linear_offset,
-        activation_func_clamp_value=model.activation_func_clamp_value,
-        softmax_type=model.softmax_type,
-        add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
         softmax_scale=forward.softmax_scale,
         perform_initialization=False,
-        use_cpu_initialization=device.type != "cuda",
+        use_cpu_initialization=not fused,
         **INIT_METHODS,
         bf16=bf16,
         fp16=fp16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if interleaved else None,
-        microbatch_group_size_per_vp_stage=config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        if interleaved
-        else None,
-        num_layers_in_first_pipeline_stage=config.parallel.num_layers_in_first_pipeline_stage if split else None,
-        num_layers_in_last_pipeline_stage=config.parallel.num_layers_in_last_pipeline_stage if split else None,
-        pipeline_model_parallel_layout=config.parallel.pipeline_model_parallel_layout if split else None,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        context_parallel_size=layout.context,
-        **point_to_point(split=split, interleaved=interleaved, cuda=fused),
         # megatron-core's grouped experts refuse the fusion where they have biases.
         bias_dropout_fusion=fused and not (model.moe_grouped_gemm is True and model.add_bias_linear),
         masked_softmax_fusion=fused,
@@ -115,6 +85,36 @@ def core_config(
     for name, value in _yarn(model).items():  # which GPTModel reads from the config, although it is no field of it
         setattr(made, name, value)
     return made
+
+
+_ALIKE = (
+    *("hidden_size", "num_attention_heads", "mtp_num_layers", "mtp_loss_scaling_factor", "normalization"),
+    *("layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit", "glu_linear_offset", "softmax_type"),
+    *("activation_func_clamp_value", "add_bias_linear", "add_qkv_bias", "hidden_dropout", "attention_dropout"),
+)
+"""Keys of every model that TransformerConfig takes as they are."""
+
+
+def _layout(config: Config, layout: Layout, *, cuda: bool) -> dict[str, Any]:
+    """TransformerConfig's fields of how ranks share the model."""
+    split, interleaved, parallel = layout.pipeline > 1, layout.virtual_pipeline > 1, config.parallel
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    return {
+        # All that are built: upstream tells the last layer, which the final norm follows, by its number.
+        "num_layers": sum(len(chunk) for stage in layout.stages for chunk in stage),
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
+        "microbatch_group_size_per_vp_stage": group if interleaved else None,
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage if split else None,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage if split else None,
+        "pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout if split else None,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "context_parallel_size": layout.context,
+        **point_to_point(split=split, interleaved=interleaved, cuda=cuda),
+    }
 
 
 def fuses_activation(model: Model, *, cuda: bool) -> bool:

@@ -179,28 +179,31 @@ def prepare_hf(
     infshapes = zip_infshapes(base, model)
     modules, bases = dict(model.named_modules()), dict(base.named_modules())
     for name, infshape in infshapes.items():
-        layer, tensor = name.rpartition(".")[0], _tensor_of(architecture, name)
-        if is_transposed(modules[layer]):
+        tensor = _tensor_of(architecture, name)
+        if is_transposed(modules[name.rpartition(".")[0]]):
             infshape.read_transposed()
         _say_fixed_fan_out(infshape, tensor)
         attention = re.match(re.escape(architecture.attention).replace(r"\*", r"\d+"), name)
-        softmax = 1.0
-        if attention is not None:
-            softmax = attention_mult * _softmax(attention.group(), modules, bases)
+        softmax = attention_mult * _softmax(attention.group(), modules, bases) if attention else 1.0
         infshape.folded = _folded(tensor, infshape, softmax, output_mult, tied)
     if rescale_params:
         check_not_rescaled(model)
         _check_values(model, architecture)
     apply_infshapes(model, infshapes)
     if rescale_params:
-        for parameter in model.parameters():
-            infshape = infshape_of(parameter)
-            ratios = infshape.ratios
-            factor = formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like)
-            if factor != 1:
-                scale_(parameter, factor)
-        model._has_rescaled_params = True
+        _rescale(model)
     return model
+
+
+def _rescale(model: Any) -> None:
+    """Makes µP's initial values of transformers'."""
+    for parameter in model.parameters():
+        infshape = infshape_of(parameter)
+        ratios = infshape.ratios
+        factor = formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=infshape.output_like)
+        if factor != 1:
+            scale_(parameter, factor)
+    model._has_rescaled_params = True
 
 
 def _architecture(model: Any) -> _Architecture:

@@ -141,19 +141,7 @@ def resolve_layout(config: Config, world_size: int, *, stages: Stages | None = N
     if stages is None:
         stages = stages_of(config)
     pipeline, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    if parallel.tensor_model_parallel_size == "auto":
-        tensor = _auto_tensor_parallel(config, world_size)
-    else:
-        tensor = parallel.tensor_model_parallel_size
-        for key, problem in tensor_parallel_problems(config, tensor):
-            raise config.error(key, problem)
-    if world_size % (tensor * pipeline * context):
-        key = "tensor" if pipeline * context == 1 else "pipeline"
-        what = f"{tensor}" if pipeline * context == 1 else f"TP {tensor} x PP {pipeline} x CP {context}"
-        raise config.error(
-            f"parallel.{key}_model_parallel_size",
-            f"{what} does not divide the {world_size} processes that were started",
-        )
+    tensor = _tensor_size(config, world_size)
     if config.training.seq_length % (2 * context) and context > 1:
         raise config.error(
             "training.seq_length",
@@ -164,17 +152,9 @@ def resolve_layout(config: Config, world_size: int, *, stages: Stages | None = N
     expert = parallel.expert_model_parallel_size
     expert_tensor = parallel.expert_tensor_parallel_size or tensor
     _check_experts(config, world_size // pipeline, tensor, expert, expert_tensor)
-    samples = config.training.micro_batch_size * data
-    if config.training.global_batch_size % samples:
-        raise config.error(
-            "training.global_batch_size",
-            f"{config.training.global_batch_size} cannot be shared by {world_size} processes (tensor parallel "
-            f"{tensor}, data parallel {data}, micro batch {config.training.micro_batch_size}); expected a multiple of "
-            f"{samples}{_process_counts(config)}",
-        )
-    micro_batches = config.training.global_batch_size // samples
     virtual = chunks_per_stage(config)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage or pipeline
+    micro_batches = _micro_batches(config, world_size, tensor, data)
     # As upstream's schedule has it: groups of this many, and the last no smaller than the pipeline.
     if virtual > 1 and (micro_batches < group or 0 < micro_batches % group < pipeline):
         raise config.error(
@@ -203,6 +183,39 @@ def resolve_layout(config: Config, world_size: int, *, stages: Stages | None = N
         fully_sharded=megatron and parallel.use_torch_fsdp2,
         pipeline_before_data=parallel.use_tp_pp_dp_mapping,
     )
+
+
+def _tensor_size(config: Config, world_size: int) -> int:
+    """The tensor-parallel size; with pipeline stages and parts of the sequence it divides the processes."""
+    parallel = config.parallel
+    pipeline, context = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    if parallel.tensor_model_parallel_size == "auto":
+        tensor = _auto_tensor_parallel(config, world_size)
+    else:
+        tensor = parallel.tensor_model_parallel_size
+        for key, problem in tensor_parallel_problems(config, tensor):
+            raise config.error(key, problem)
+    if world_size % (tensor * pipeline * context):
+        key = "tensor" if pipeline * context == 1 else "pipeline"
+        what = f"{tensor}" if pipeline * context == 1 else f"TP {tensor} x PP {pipeline} x CP {context}"
+        raise config.error(
+            f"parallel.{key}_model_parallel_size",
+            f"{what} does not divide the {world_size} processes that were started",
+        )
+    return tensor
+
+
+def _micro_batches(config: Config, world_size: int, tensor: int, data: int) -> int:
+    """Micro-batches per rank and step."""
+    samples = config.training.micro_batch_size * data
+    if config.training.global_batch_size % samples:
+        raise config.error(
+            "training.global_batch_size",
+            f"{config.training.global_batch_size} cannot be shared by {world_size} processes (tensor parallel "
+            f"{tensor}, data parallel {data}, micro batch {config.training.micro_batch_size}); expected a multiple of "
+            f"{samples}{_process_counts(config)}",
+        )
+    return config.training.global_batch_size // samples
 
 
 def smallest_world(config: Config) -> int:

@@ -108,29 +108,21 @@ def curves(drawn: Sequence[Curve], told: Mapping[str, Any] | None = None) -> dic
     """
     data: list[dict[str, Any]] = []
     for curve, color in zip(drawn, itertools.cycle(COLORS)):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"{curve.name}, training",
-                "x": [line["step"] for line in curve.steps],
-                "y": [_number(line["loss"]) for line in curve.steps],
-                "line": {"color": color, "width": 1},
-                "opacity": 0.5,
-                "hovertemplate": "step %{x}<br>training loss %{y:.4f}",
-            }
-        )
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"{curve.name}, evaluation",
-                "x": [line["step"] for line in curve.evaluations],
-                "y": [_number(line["eval_loss"]) for line in curve.evaluations],
-                "line": {"color": color, "width": 2},
-                "hovertemplate": "step %{x}<br>evaluation loss %{y:.4f}",
-            }
-        )
+        for what, mode, lines, key, drawn_as in (
+            ("training", "lines", curve.steps, "loss", {"line": {"color": color, "width": 1}, "opacity": 0.5}),
+            ("evaluation", "lines+markers", curve.evaluations, "eval_loss", {"line": {"color": color, "width": 2}}),
+        ):
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": mode,
+                    "name": f"{curve.name}, {what}",
+                    "x": [line["step"] for line in lines],
+                    "y": [_number(line[key]) for line in lines],
+                    **drawn_as,
+                    "hovertemplate": f"step %{{x}}<br>{what} loss %{{y:.4f}}",
+                }
+            )
     if told is not None:
         data.append(
             {

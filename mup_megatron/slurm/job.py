@@ -57,7 +57,7 @@ def run_job(stage: str, config: Config, arguments: list[str]) -> int:
     command = _tune(config, arguments) if stage == "tune" else _pretrain(config, arguments, logs)
     print(f"{name}: on {os.environ.get('SLURM_JOB_NODELIST')}; logs of its ranks: {logs}", flush=True)
     status, signals = _run(command, job, logs)
-    done = stage == "tune" and Path(config.record_path).exists()
+    done = stage == "tune" and config.record_path.exists()
     if not status or done:
         return 0
     if signal.SIGTERM in signals:  # cancelled, or SLURM requeues it itself

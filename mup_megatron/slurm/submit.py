@@ -86,7 +86,7 @@ def jobs(stage: Stage, config: Config, arguments: Sequence[str], environment: Ma
     Raises:
         UserError: the layout does not fit the nodes, or a value is given that tuning would replace.
     """
-    recorded, tuning = Path(config.record_path).exists(), config.tuning.run
+    recorded, tuning = config.record_path.exists(), config.tuning.run
     stages = [stage] if stage != "pipeline" else ["tune", "pretrain"]
     if stage == "pipeline" and (recorded or tuning == "never"):
         stages.remove("tune")
@@ -98,7 +98,7 @@ def jobs(stage: Stage, config: Config, arguments: Sequence[str], environment: Ma
         resolve_layout(config, config.slurm.nodes * processes(config, environment))
     if stages == ["tune", "pretrain"]:
         # An array ends well if its record is there, whatever became of a worker; without it the target says so.
-        record = ["tuning.run=never", f"tuning.record={json.dumps(str(Path(config.record_path)))}"]
+        record = ["tuning.run=never", f"tuning.record={json.dumps(str(config.record_path))}"]
         return [
             _job("tune", config, arguments, environment),
             _job("pretrain", config, [*arguments, *record], environment),

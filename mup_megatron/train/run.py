@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed
@@ -19,7 +19,8 @@ from mup_megatron.checkpoints.checkpoint import METRICS, Checkpoints, check_fold
 from mup_megatron.checkpoints.manifest import CheckpointManifest, check_resume, make_manifest
 from mup_megatron.checkpoints.run_directory import VERIFIED, own_run_directory
 from mup_megatron.config import Config
-from mup_megatron.convert.init_from import Start, check_same_start, check_start, find_start, load_start
+from mup_megatron.convert.init_from import InitFrom as InitFrom
+from mup_megatron.convert.init_from import Start, check_start, load_start
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.gpt import GPTMaker
 from mup_megatron.data.prepare import prepare
@@ -39,18 +40,6 @@ from mup_megatron.train.watching import Watcher, Watching
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_yaml, read_text, write_whole
 from mup_megatron.util.progress import Progress
-
-
-class InitFrom(NamedTuple):
-    """`--init-from`: a checkpoint whose weights the run begins with (convert/init_from.py).
-
-    Args:
-        path: of the checkpoint.
-        new_embeddings: whether word embeddings and readout keep their initial values.
-    """
-
-    path: Path
-    new_embeddings: bool = False
 
 
 def train(
@@ -91,8 +80,7 @@ def train(
         if rank.is_first:  # the others wait for it where the process groups start
             prepare(config, progress.say, verified=directory / VERIFIED)
         checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
-        begins = init_from is not None and not checkpoints.newest_first()
-        start = find_start(init_from.path, new_embeddings=init_from.new_embeddings) if init_from and begins else None
+        start = None if init_from is None or checkpoints.newest_first() else init_from.find()
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)
         prepared = prepare(config)
         parametrization = setup.parametrization(prepared.vocab_size)
@@ -126,8 +114,7 @@ def _is_complete(
     directory = Path(config.run.dir)
     if init_from is not None:
         explanation: dict[str, Any] = json.loads(read_text(directory / "explain.json"))
-        before = explanation.get("initialised_from")
-        check_same_start(before, directory, init_from.path, new_embeddings=init_from.new_embeddings)
+        init_from.check_same(explanation.get("initialised_from"), directory)
     progress.say(
         f"{directory}: this run is complete, {config.training.train_steps} steps; nothing to do. To train it anew, "
         f"choose another run.dir or remove {directory / METRICS}"
@@ -161,7 +148,7 @@ def _continued(
     found = CheckpointManifest.read(latest)
     changes = check_resume(found, manifest, latest, allowed_changes)
     if init_from is not None:
-        check_same_start(found.initialised_from, latest, init_from.path, new_embeddings=init_from.new_embeddings)
+        init_from.check_same(found.initialised_from, latest)
     return manifest.replaced(changes=[*(found.changes or ()), *changes], initialised_from=found.initialised_from)
 
 

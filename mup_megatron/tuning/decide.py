@@ -43,7 +43,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
 
     What the folder holds already is looked at before anything is written, and stays if it is another run's.
     """
-    path = record.record_path(config)
+    path = config.record_path
     found = record.TransferRecord.read(path, config)
     ladder = ladder_of(config, None if found is None else found.ladder)
     config = settled(config, ladder)
@@ -112,7 +112,7 @@ def told_by_a_ladder(config: Config, progress: Progress) -> dict[str, Any]:
 
 def _held(config: Config) -> Fitted | None:
     """The ladder that the record of a run keeps; None where there is none. Raises UserError."""
-    path = record.record_path(config)
+    path = config.record_path
     found = record.TransferRecord.read(path, None)
     if found is None or found.ladder is None:
         return None
@@ -168,7 +168,7 @@ def apply_record(config: Config) -> tuple[Config, record.TransferRecord]:
     Raises:
         UserError: no record, or one that does not belong to this config.
     """
-    path = record.record_path(config)
+    path = config.record_path
     found = record.TransferRecord.read(path, config)
     if found is None:
         raise config.error("tuning.record", f"{no_such_file(path)}; expected a transfer record (mup-megatron tune)")
@@ -178,7 +178,7 @@ def apply_record(config: Config) -> tuple[Config, record.TransferRecord]:
 
 def trained_keys(config: Config, progress: Progress, allowed: tuple[str, ...]) -> dict[str, Any]:
     """What to train with, by the config's keys: the record's values and its ladder's exponents, else the config's."""
-    found = record.TransferRecord.read(record.record_path(config), config)
+    found = record.TransferRecord.read(config.record_path, config)
     config = settled(config, ladder_of(config, None if found is None else found.ladder))
     keys = {f"parametrization.{axis}": getattr(config.parametrization, axis) for axis in config.parametrization.fitted}
     return keys if found is None else {**keys, **keys_of(_trained_values(config, found, progress, allowed))}
@@ -214,7 +214,7 @@ def _transferred(config: Config, found: record.TransferRecord, allowed: tuple[st
             tuned = "tuned" if name in found.tuned else "tuned with"
             raise config.error(
                 key,
-                f"{given} is given, and {record.record_path(config)} says {value} ({tuned}), which a transfer takes; "
+                f"{given} is given, and {config.record_path} says {value} ({tuned}), which a transfer takes; "
                 "expected no such override, or `train`, which trains with the values of hparams:, or pipeline "
                 f"--allow-change {key}",
             )

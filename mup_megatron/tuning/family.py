@@ -14,7 +14,7 @@ from typing import Any
 
 from mup_megatron.config import OF_EXPERTS, Config, Model, growing_sizes
 from mup_megatron.util.errors import UserError, shown
-from mup_megatron.util.files import read_bytes
+from mup_megatron.util.files import sha256_of
 
 
 def digested(config: Config) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _lion_steps(config: Config) -> dict[str, str]:
 
 def _sha256(path: str) -> str:
     try:
-        return "sha256:" + hashlib.sha256(read_bytes(path)).hexdigest()
+        return f"sha256:{sha256_of(path)}"
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read base shapes: {getattr(error, 'strerror', None) or error}") from None
 

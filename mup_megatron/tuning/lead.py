@@ -158,7 +158,7 @@ class _Member:
 
     def recorded(self) -> bool:
         """Whether the record is there: nothing is left to tune."""
-        return record.record_path(self._config).exists()
+        return self._config.record_path.exists()
 
     def study(self) -> Study | None:
         """The study, once it is there; whoever leads makes it. None if it is not, or is not needed."""
@@ -327,11 +327,11 @@ def _write_record(setup: Setup, rank: Rank, study: Study, progress: Progress) ->
         budget={**plan.as_json(), "spent": spent(config, choice.trials, plan)},
         ladder=ladder_of(config, None),
     )
-    record.write_record(record.record_path(config), written)
+    record.write_record(config.record_path, written)
     progress.say(f"chosen: {', '.join(f'{name} {_short(value)}' for name, value in choice.values.items())}")
     for line in remarks(written.study, written.target.extrapolated):
         progress.say(line)
-    progress.say(f"record: {record.record_path(config)}")
+    progress.say(f"record: {config.record_path}")
 
 
 def spent(config: Config, trials: Sequence[Trial], plan: budget.Plan) -> dict[str, Any]:

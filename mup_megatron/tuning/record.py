@@ -1,6 +1,6 @@
 """transfer.json: the tuned values, what each becomes on the target, and what they were found with.
 
-Public names: `TransferRecord`, `StudyRecord`, `TrialRecord`, `write_record`, `record_path`.
+Public names: `TransferRecord`, `StudyRecord`, `TrialRecord`, `write_record`.
 
 A record belongs to a family (family.py). A config whose digest differs is refused with the keys that differ.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +21,7 @@ from mup_megatron.tuning.fitted import Fitted
 from mup_megatron.tuning.outcome import Range
 from mup_megatron.tuning.space import with_values
 from mup_megatron.util.errors import ConfigError, UserError
-from mup_megatron.util.files import open_new, read_text
+from mup_megatron.util.files import read_text, write_whole
 
 FORMAT = 1
 _MOST_DIFFERENCES = 8
@@ -225,22 +224,11 @@ class TransferRecord(_Part):
         return {**plain, "checksum": digest(plain)}
 
 
-def record_path(config: Config) -> Path:
-    """`tuning.record`, else transfer.json in the run's folder."""
-    return Path(config.record_path)
-
-
 def write_record(path: Path, record: TransferRecord | Mapping[str, Any]) -> None:
     """Writes a record, or other plain data, whole or not at all."""
     plain = record.as_json() if isinstance(record, TransferRecord) else record
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(open_new(partial), "w", encoding="utf-8") as file:
-        json.dump(plain, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, json.dumps(plain, indent=1) + "\n", sync=True)
 
 
 def _plain(path: Path) -> dict[str, Any] | None:

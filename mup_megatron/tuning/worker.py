@@ -23,7 +23,7 @@ from mup_megatron.tuning import Stopped
 from mup_megatron.tuning.lease import Lost, Overtaken
 from mup_megatron.tuning.megatron import process_for
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, Step, TrialProcess
+from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, Step
 from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.disk import full_disk
@@ -53,8 +53,8 @@ def work(
         Stopped: SIGTERM.
         DiskFull: nothing more could be written; the trial at hand waits.
     """
-    process = process_for(config, rank, study.directory / f"worker-{rank.rank}.log")
     with full_disk(study.directory, "the study"), stop_signal() as terminated:
+        worker = _Worker(config, study, rank, done, terminated, say)
         try:
             while not done():
                 if terminated():
@@ -62,128 +62,127 @@ def work(
                 trial = study.claim()
                 if trial is None:
                     time.sleep(0.2)
-                    continue
-                _run(config, study, rank, process, trial, done, terminated, say)
+                else:
+                    worker.run(trial)
         finally:
-            process.stop()
+            worker.process.stop()
 
 
-def _run(
-    config: Config,
-    study: Study,
-    rank: Rank,
-    process: TrialProcess,
-    trial: Trial,
-    done: Callable[[], bool],
-    terminated: Callable[[], bool],
-    say: Callable[[str], None],
-) -> None:
-    """One trial from claim to end."""
-    began = time.monotonic()
-    own = directory = study.directory / trial.name
+class _Worker:
+    """One trial after the other, in a process that is watched; arguments as of `work`."""
 
-    def end(state: Any, **how: Any) -> None:
-        study.finish(trial, state, seconds=time.monotonic() - began, **how)
-        if state != "waiting":
-            shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+    def __init__(
+        self,
+        config: Config,
+        study: Study,
+        rank: Rank,
+        done: Callable[[], bool],
+        terminated: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._study, self._done, self._terminated, self._say = config, study, done, terminated, say
+        self._cache = study.directory / f"cache-{rank.rank}"
+        self.process = process_for(config, rank, study.directory / f"worker-{rank.rank}.log")
 
-    def give_back() -> None:
-        with suppress(Lost, OSError):  # another worker has it already; no room to say so, and a new leader sees it
-            end("waiting")
+    def run(self, trial: Trial) -> None:
+        """One trial from claim to end."""
+        self._trial, self._began, self._directory = trial, time.monotonic(), self._study.directory / trial.name
+        try:
+            self._run()
+        except Lost:
+            self.process.stop()
+            self._say(f"{trial.name}: this worker had been silent for too long, another one has it now")
+        except Overtaken:
+            self.process.save_and_stop(self._report)
+            self._give_back()
+        except (Stopped, UserError):
+            # SIGTERM, or the first rank is gone: the trial is saved, and waits for the next launch.
+            self.process.save_and_stop(self._report)
+            self._give_back()
+            raise
+        except BaseException:
+            self.process.stop()
+            self._give_back()
+            raise
 
-    def alive() -> None:
-        study.check_held(trial)
-        done()
-        if terminated():
-            raise Stopped
-
-    def report(evaluation: Evaluation) -> None:
-        with suppress(Lost):
-            study.report(trial, evaluation.step, evaluation.loss)
-
-    try:
+    def _run(self) -> None:
         # What a worker that is gone wrote down decides again as it would have then.
-        for step, loss in trial.reports.items():
-            if not study.survives(trial, step, loss, alive):
-                return end("stopped")
-        directory = _free_directory(own, alive, say)
-        cache = study.directory / f"cache-{rank.rank}"
+        for step, loss in self._trial.reports.items():
+            if not self._study.survives(self._trial, step, loss, self._alive):
+                return self._end("stopped")
+        self._directory = self._free_directory()
         while True:
-            process.start(proxy_config(config, trial.values, seed=trial.seed, directory=directory, cache=cache))
-            ended = _follow(config, study, process, trial, alive, say)
+            trial, where = self._trial, self._directory
+            self.process.start(
+                proxy_config(self._config, trial.values, seed=trial.seed, directory=where, cache=self._cache)
+            )
+            ended = self._follow()
             if ended.state == "busy":
-                directory = _free_directory(own, alive, say)
+                self._directory = self._free_directory()
                 continue
             if ended.state != "died":
-                return end(ended.state, loss=ended.loss, reason=ended.reason)
-            trial = study.died(trial)
-            if trial.attempts >= ATTEMPTS:
-                return end("failed", reason=f"{ended.reason}, twice")
-            say(f"{trial.name}: {ended.reason}; it goes on from its last checkpoint")
-    except Lost:
-        process.stop()
-        say(f"{trial.name}: this worker had been silent for too long, another one has it now")
-        return None
-    except Overtaken:
-        process.save_and_stop(report)
-        give_back()
-        return None
-    except (Stopped, UserError):
-        # SIGTERM, or the first rank is gone: the trial is saved, and waits for the next launch.
-        process.save_and_stop(report)
-        give_back()
-        raise
-    except BaseException:
-        process.stop()
-        give_back()
-        raise
+                return self._end(ended.state, loss=ended.loss, reason=ended.reason)
+            self._trial = self._study.died(trial)
+            if self._trial.attempts >= ATTEMPTS:
+                return self._end("failed", reason=f"{ended.reason}, twice")
+            self._say(f"{trial.name}: {ended.reason}; it goes on from its last checkpoint")
 
+    def _end(self, state: Any, **how: Any) -> None:
+        self._study.finish(self._trial, state, seconds=time.monotonic() - self._began, **how)
+        if state != "waiting":
+            shutil.rmtree(self._directory / "checkpoints", ignore_errors=True)
 
-def _free_directory(directory: Path, alive: Callable[[], None], say: Callable[[str], None]) -> Path:
-    """Where a trial runs: its own folder; another one where a worker that was taken for lost still holds it.
+    def _give_back(self) -> None:
+        with suppress(Lost, OSError):  # another worker has it already; no room to say so, and a new leader sees it
+            self._end("waiting")
 
-    That worker may wake up, and its trial's process with it, before it hears that the trial is another's. Until then it
-    writes into its own folder.
-    """
-    for number in itertools.count():
-        candidate = directory.with_name(f"{directory.name}-again-{number}") if number else directory
-        until = time.monotonic() + _BUSY_SECONDS
+    def _alive(self) -> None:
+        self._study.check_held(self._trial)
+        self._done()
+        if self._terminated():
+            raise Stopped
+
+    def _report(self, evaluation: Evaluation) -> None:
+        with suppress(Lost):
+            self._study.report(self._trial, evaluation.step, evaluation.loss)
+
+    def _free_directory(self) -> Path:
+        """Where a trial runs: its own folder; another one where a worker that was taken for lost still holds it.
+
+        That worker may wake up, and its trial's process with it, before it hears that the trial is another's. Until
+        then it writes into its own folder.
+        """
+        name = self._trial.name
+        for number in itertools.count():
+            candidate = self._study.directory / (f"{name}-again-{number}" if number else name)
+            until = time.monotonic() + _BUSY_SECONDS
+            while True:
+                with suppress(Busy), own_run_directory(candidate, Rank()):
+                    return candidate
+                if time.monotonic() > until:
+                    break
+                self._alive()
+                time.sleep(0.2)
+            self._say(f"{name}: {candidate} is held by a worker that is stopped; it starts again beside it")
+        raise AssertionError
+
+    def _follow(self) -> End:
+        """Hears a trial out; returns how it ended in its process."""
+        said, trial, steps = time.monotonic(), self._trial, tuning_steps(self._config)
+
+        def evaluated(evaluation: Evaluation) -> bool:
+            return self._study.survives(trial, evaluation.step, evaluation.loss, self._alive)
+
+        def stepped(step: Step) -> None:
+            nonlocal said
+            if time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                self._say(f"{trial.name}, on this process: step {step.step}/{steps}, loss {step.loss:.4f}")
+
         while True:
-            with suppress(Busy), own_run_directory(candidate, Rank()):
-                return candidate
-            if time.monotonic() > until:
-                break
-            alive()
-            time.sleep(0.2)
-        say(f"{directory.name}: {candidate} is held by a worker that is stopped; it starts again beside it")
-    raise AssertionError
-
-
-def _follow(
-    config: Config,
-    study: Study,
-    process: TrialProcess,
-    trial: Trial,
-    alive: Callable[[], None],
-    say: Callable[[str], None],
-) -> End:
-    """Hears a trial out; returns how it ended in its process."""
-    said = time.monotonic()
-    steps = tuning_steps(config)
-
-    def evaluated(evaluation: Evaluation) -> bool:
-        return study.survives(trial, evaluation.step, evaluation.loss, alive)
-
-    def stepped(step: Step) -> None:
-        nonlocal said
-        if time.monotonic() - said > _SAY_SECONDS:
-            said = time.monotonic()
-            say(f"{trial.name}, on this process: step {step.step}/{steps}, loss {step.loss:.4f}")
-
-    while True:
-        alive()
-        ended = process.listen(0.2, config.tuning.hang_timeout, evaluated=evaluated, stepped=stepped)
-        if ended is not None:
-            if ended.state == "died":
-                alive()  # a launcher's SIGTERM reaches the trial too, and may reach it first
-            return ended
+            self._alive()
+            ended = self.process.listen(0.2, self._config.tuning.hang_timeout, evaluated=evaluated, stepped=stepped)
+            if ended is not None:
+                if ended.state == "died":
+                    self._alive()  # a launcher's SIGTERM reaches the trial too, and may reach it first
+                return ended

@@ -1,12 +1,13 @@
 """Files: those that somebody names, read within bounds; files of our own, written whole and never through a link.
 
-Public names: `open_regular`, `check_regular`, `read_bytes`, `read_text`, `MOST_BYTES`, `parse_yaml`, `as_yaml`,
-`open_new`, `write_whole`, `write_output`, `as_json`.
+Public names: `open_regular`, `check_regular`, `read_bytes`, `read_text`, `sha256_of`, `MOST_BYTES`, `parse_yaml`,
+`as_yaml`, `open_new`, `write_whole`, `write_output`, `as_json`.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import math
 import os
@@ -102,6 +103,12 @@ def read_text(path: str | Path, errors: str = "strict", most: int | None = MOST_
         UserError: it is no regular file, or larger.
     """
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8", errors=errors).read()
+
+
+def sha256_of(path: str | Path) -> str:
+    """SHA-256 of a regular file of any size, in hexadecimal. Raises as `open_regular`."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _MOST_NODES = 1_000_000
@@ -221,13 +228,22 @@ def open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, whenever the process is killed; through no link that somebody put there."""
+def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Writes a file whole or not at all, whenever the process is killed; through no link that somebody put there.
+
+    Args:
+        path: of the file.
+        content: text in UTF-8, or bytes.
+        sync: whether it is on the disk before it has its name.
+    """
     partial = path.with_name(path.name + ".partial")
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         with open(open_new(partial), "wb") as file:
             file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)  # on a full disk it would hold what room there is

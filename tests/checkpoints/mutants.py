@@ -27,7 +27,7 @@ MUTANTS = (
         "guard: a checkpoint's checksum",
         "a flipped bit is loaded",
         "checkpoints.checkpoint.mismatch",
-        "_sha256(folder / name) != digest",
+        "sha256_of(folder / name) != digest",
         "False",
         f"{_TESTS}::test_damage_is_recognised",
     ),

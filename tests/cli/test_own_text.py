@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mup_megatron import cli
 from mup_megatron.config import Config, derive
-from mup_megatron.data.corpus import cut, cuts_files, documents
+from mup_megatron.data.corpus import Corpus, cut
 from mup_megatron.data.parts import part_bounds
 from mup_megatron.data.prepare import prepare
 from mup_megatron.data.tokenizer import train_sentencepiece
@@ -79,16 +79,16 @@ def test_one_file_has_validation_text(tmp_path: Path) -> None:
 def test_files_are_cut_where_a_part_would_be_empty(tmp_path: Path, files: int, split: str, cuts: bool) -> None:
     """round(0.98 * 24) is 24, round(0.98 * 25) is 24 too: with 25 documents one is for validation."""
     settings = own(tmp_path, *(["A text."] * files), data__split=split)
-    assert cuts_files(settings) is cuts
-    assert list(documents(settings)) == ["A text."] * files
+    assert Corpus(settings).cuts is cuts
+    assert list(Corpus(settings).documents()) == ["A text."] * files
 
 
 def test_many_files_and_json_lines_stay_as_they_are(tmp_path: Path) -> None:
     many = own(tmp_path, *([PARAGRAPH * 100] * 25))
-    assert list(documents(many)) == [PARAGRAPH * 100] * 25
+    assert list(Corpus(many).documents()) == [PARAGRAPH * 100] * 25
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     lines = own(tmp_path, PARAGRAPH * 100, data__files=[str(tmp_path / "a.jsonl"), str(tmp_path / "0.txt")])
-    assert list(documents(lines)) == ["one", PARAGRAPH * 100]
+    assert list(Corpus(lines).documents()) == ["one", PARAGRAPH * 100]
 
 
 def test_data_of_many_files_are_those_of_earlier_versions(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_data_of_many_files_are_those_of_earlier_versions(tmp_path: Path) -> Non
     for texts in ([PARAGRAPH] * 25, [PARAGRAPH]):
         settings = own(tmp_path, *texts)
         with pytest.MonkeyPatch.context() as patch:
-            before = module._digest(settings)
+            before = module._digest(Corpus(settings))
             patch.setattr(module, "_TOKENS_OF_CUT_FILES", "another way to cut")
-            digests.append(before == module._digest(settings))
+            digests.append(before == module._digest(Corpus(settings)))
     assert digests == [True, False]
 
 

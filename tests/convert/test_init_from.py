@@ -16,13 +16,13 @@ import yaml
 from mup_megatron import cli
 from mup_megatron.config import Config, derive
 from mup_megatron.convert.export import open_source
+from mup_megatron.convert.init_from import InitFrom
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.saved_weights import SavedWeights
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import resolve_layout
-from mup_megatron.train.run import InitFrom
 from mup_megatron.train.run import train as train_run
 from tests.convert.sources import own_model
 from tests.helpers import bodies

@@ -14,7 +14,7 @@ import torch
 
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
-from mup_megatron.data.corpus import documents, source_files
+from mup_megatron.data.corpus import Corpus
 from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.data.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ def null(tmp_path: Path, numbers: Path, **overrides: Any) -> Config:
 
 
 def test_the_default_corpus_is_on_every_machine(tmp_path: Path) -> None:
-    files = source_files(config(tmp_path, data__files=[], data__corpus="stdlib"))
+    files = Corpus(config(tmp_path, data__files=[], data__corpus="stdlib")).files
     assert len(files) > 300
     assert sum(path.stat().st_size for path in files) > 5_000_000
     assert files == sorted(files)
@@ -66,7 +66,7 @@ def test_sentencepiece_is_trained_and_loses_nothing(tmp_path: Path) -> None:
     text = "def f(x):\n    return  x + 1\n\n\tpass  # é ☃ \n"
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert prepared.documents == 5
-    written = sum(len(tokenizer.tokenize(text)) + 1 for text in documents(settings))
+    written = sum(len(tokenizer.tokenize(text)) + 1 for text in Corpus(settings).documents())
     assert prepared.tokens == written
 
 
@@ -115,20 +115,24 @@ def test_text_files_and_json_lines(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1 2 3\n4")
     (tmp_path / "b.jsonl").write_text('{"body": "5 6"}\n\n{"body": "  "}\n{"body": "7"}\n')
     files = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
-    assert list(documents(config(tmp_path, data__files=files, data__json_key="body"))) == ["1 2 3\n4", "5 6", "7"]
+    assert list(Corpus(config(tmp_path, data__files=files, data__json_key="body")).documents()) == [
+        "1 2 3\n4",
+        "5 6",
+        "7",
+    ]
 
 
 @pytest.mark.parametrize("line", ["{", '{"body": 1}', '{"other": "x"}', "3", '["text"]'])
 def test_bad_json_lines(tmp_path: Path, line: str) -> None:
     (tmp_path / "b.jsonl").write_text(f'{{"text": "1"}}\n{line}\n')
     with pytest.raises(UserError, match=r"b\.jsonl, line 2: "):
-        list(documents(config(tmp_path, data__files=[str(tmp_path / "b.jsonl")])))
+        list(Corpus(config(tmp_path, data__files=[str(tmp_path / "b.jsonl")])).documents())
 
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UserError, match="is not UTF-8 text"):
-        list(documents(config(tmp_path, data__files=[str(tmp_path / "a.txt")])))
+        list(Corpus(config(tmp_path, data__files=[str(tmp_path / "a.txt")])).documents())
 
 
 def test_empty_corpus(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from mup_megatron.config import Config, load_config
 from mup_megatron.convert.saved_run import open_run
 from mup_megatron.data import prepare as module
 from mup_megatron.data.batches import build_datasets
+from mup_megatron.data.corpus import Corpus
 from mup_megatron.data.prepare import prepare
 from mup_megatron.data.tokenizer import HUGGING_FACE_FILES
 from mup_megatron.model.build import parametrize
@@ -189,7 +190,7 @@ def test_what_tells_data_apart_wherever_they_lie(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / HUGGING_FACE_FILES[0]).write_text(folder.parent.name)
         keys = {"data__tokenizer": {"library": "huggingface", "path": str(folder)}}
-        digests.add(module._digest(of_numbers(tmp_path, **keys)))
+        digests.add(module._digest(Corpus(of_numbers(tmp_path, **keys))))
     (tmp_path / "b" / "numbers.jsonl").write_text('{"text": "1 2 3"}\n' * 3 + '{"text": "1 2 4"}\n')
-    digests.add(module._digest(moved))
+    digests.add(module._digest(Corpus(moved)))
     assert len(digests) == 1 + 3 + 2 + 1

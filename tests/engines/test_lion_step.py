@@ -63,7 +63,7 @@ def trained(implementation: str, broken: str = "") -> dict[str, float]:
         for gradient in each:
             gradient[0] = 0  # a row that no token has asked for
     parameters = {name: torch.nn.Parameter(torch.tensor(value, dtype=torch.float32)) for name, value in start.items()}
-    groups = parameter_groups(parameters.items(), parametrization)
+    groups = parameter_groups(list(parameters.items()), parametrization)
     for group in groups if broken else ():
         group[broken] = groups[0][broken]
     optimizer = build_optimizer(config, groups)

@@ -123,6 +123,18 @@ def test_pieces_of_gate_and_up_lie_where_the_whole_has_them() -> None:
     assert torch.equal(found, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [PP2, Split("plain", pipeline=2)], ids=str)
+def test_both_copies_of_a_tied_embedding_go_on(ranks: Ranks, tmp_path: Path, split: Split) -> None:
+    """With multi-token prediction the last stage holds two, under one name: the head, and what it embeds by."""
+    config = config_of("mtp", split, model__share_embeddings_and_output_weights=True)
+    prepare(config)
+    expected = ranks.run(split.processes, bodies.train, config=config, steps=STEPS)[0]["losses"]
+    ranks.run(split.processes, bodies.leg, config=config, start_at=0, stop_at=STOP, save=str(tmp_path))
+    gone_on = ranks.run(split.processes, bodies.leg, config=config, start_at=STOP, stop_at=STEPS, load=str(tmp_path))
+    np.testing.assert_allclose(gone_on[0]["losses"], expected[STOP:], rtol=TOLERANCE)
+
+
 def test_there_are_pairs_enough() -> None:
     assert len(set(PAIRS)) >= 12
     assert set(QUICK) <= set(PAIRS)

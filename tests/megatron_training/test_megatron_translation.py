@@ -17,9 +17,10 @@ import torch._dynamo
 
 from mup_megatron.config import derive
 from mup_megatron.engines.setup import resolve_auto
+from mup_megatron.megatron_training.model_section import _yarn, check_translation
 from mup_megatron.megatron_training.option_check import check_config
 from mup_megatron.megatron_training.options import add_options, known, read_options
-from mup_megatron.megatron_training.translate import _yarn, check_translation, config_of
+from mup_megatron.megatron_training.translate import config_of
 from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
 from mup_megatron.model.transformer_config import YARN, core_config

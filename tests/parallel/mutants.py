@@ -26,7 +26,7 @@ MUTANTS = (
     mutant(
         "layout: uneven batches",
         "a batch that the ranks cannot share",
-        "parallel.layout.resolve_layout",
+        "parallel.layout._micro_batches",
         "config.training.global_batch_size % samples",
         "False",
         f"{_LAYOUT}::test_refused",

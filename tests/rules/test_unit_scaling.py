@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from mup_megatron import cli
 from mup_megatron.checkpoints.manifest import check_resume
 from mup_megatron.config import Config
-from mup_megatron.convert.init_from import check_start, find_start
+from mup_megatron.convert.init_from import InitFrom, check_start
 from mup_megatron.data.prepare import prepare
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
@@ -298,7 +298,7 @@ def test_an_export_holds_the_plain_weights(ranks: Ranks, tmp_path: Path, archite
         rebase(source.run.path, tmp_path / "rebased", tmp_path / "base.yaml")
     begun = parametrize(sources.config_of(architecture, tied), VOCABULARY)
     with pytest.raises(UserError, match="its weights are stored at unit scale"):
-        check_start(find_start(source.run.path, new_embeddings=False), begun, source.run.manifest)
+        check_start(InitFrom(source.run.path).find(), begun, source.run.manifest)
     with pytest.raises(UserError, match="thetas"):
         check_resume(source.run.manifest, source.run.manifest.replaced(thetas=None), source.run.path)
 

@@ -188,7 +188,7 @@ OWN = {
     "convert/importing/check.py",
     "slurm/submit.py",
     "data/english.py",
-    "data/libreoffice_help.py",
+    "data/pages.py",
 }
 
 

@@ -1,21 +1,20 @@
 """What an architecture of Hugging Face is to this room: a class's name, its config.json, its tensors.
 
-Public names: `Architecture`, `Parts`, `lacks`, `common`.
+Public names: `Architecture`, `Parts`, `refuse`, `common`, `llama_like`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, Model
 from mup_megatron.convert.export.fold import Factors, FoldedWeights
 from mup_megatron.convert.export.folder import Part
-from mup_megatron.rules.table import Parametrization
-from mup_megatron.util.errors import ConfigError
+from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +36,21 @@ class Architecture:
     factors: Callable[[Parametrization], dict[str, Factors]] = lambda _parametrization: {}
 
 
-def lacks(config: Config, key: str, name: str, what: str) -> ConfigError:
-    """What is said of a key of the model that a class does not compute."""
-    return config.error(key, f"{what}, which {name} does not have; expected a model without it, or --to safetensors")
+def refuse(config: Config, name: str, strange: Mapping[str, tuple[bool, str]]) -> None:
+    """Refuses a model that a class does not compute.
+
+    Args:
+        config: of the checkpoint.
+        name: of the class.
+        strange: by key of the model, whether it stands in the way, and what it is.
+
+    Raises:
+        ConfigError: names the first key that does.
+    """
+    for key, (found, what) in strange.items():
+        if found:
+            advice = "expected a model without it, or --to safetensors"
+            raise config.error(f"model.{key}", f"{what}, which {name} does not have; {advice}")
 
 
 def common(parametrization: Parametrization) -> dict[str, Any]:
@@ -126,3 +137,30 @@ class Parts:
             self.add(name, source, *blocks, dtype=dtype)
         else:
             self.made.append(Part(name=name, shape=shape, make=lambda: torch.zeros(shape), dtype=dtype))
+
+
+Add = Callable[[Parts, str, str, int], None]
+"""Adds a part of a layer: to which parts, what its tensors' names begin with there and in megatron-core, the layer."""
+
+
+def llama_like(weights: FoldedWeights, model: Model, attention: Add, mlp: Add) -> list[Part]:
+    """The tensors of a decoder as Llama's class has it: embedding, layers with two norms, final norm, head.
+
+    Args:
+        weights: where they come from.
+        model: of the checkpoint.
+        attention: adds what is between the norms of a layer.
+        mlp: adds what is behind them; its names begin with the layer's own, `model.layers.0`.
+    """
+    parts = Parts(weights)
+    parts.add("model.embed_tokens.weight", WORD_EMBEDDINGS)
+    for layer in range(model.num_layers):
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        parts.add(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight")
+        attention(parts, f"{theirs}.self_attn", f"{ours}.self_attention", layer)
+        parts.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight")
+        mlp(parts, theirs, f"{ours}.mlp", layer)
+    parts.add("model.norm.weight", "decoder.final_layernorm.weight")
+    if not model.share_embeddings_and_output_weights:
+        parts.add("lm_head.weight", "output_layer.weight")
+    return parts.made

@@ -8,16 +8,17 @@ after another, in each the part without positions first, and rotary pairs side b
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from mup_megatron.config import Config, Model
-from mup_megatron.convert.export.architecture import Architecture, Parts, common, lacks
+from mup_megatron.convert.export.architecture import Architecture, Parts, common, llama_like, refuse
 from mup_megatron.convert.export.fold import EXPERT_BIAS, Factors, FoldedWeights
 from mup_megatron.convert.export.folder import Part
 from mup_megatron.rules import formulas
-from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
+from mup_megatron.rules.table import Parametrization
 
 _NAME = "DeepseekV3ForCausalLM"
 _LATENT_EPSILON = 1e-6
@@ -41,9 +42,7 @@ def _refuse(config: Config) -> None:
         "add_bias_linear": (model.add_bias_linear, "biases"),
         "qk_layernorm": (not model.qk_layernorm, "multi-latent attention without norms of the latents"),
     }
-    for key, (found, what) in strange.items():
-        if found:
-            raise lacks(config, f"model.{key}", _NAME, what)
+    refuse(config, _NAME, strange)
     if model.num_moe_experts is not None:
         _refuse_experts(config, model.num_moe_experts)
 
@@ -71,9 +70,7 @@ def _refuse_experts(config: Config, experts: int) -> None:
         ),
         "moe_shared_expert_gate": (model.moe_shared_expert_gate, "a gate on the shared experts"),
     }
-    for key, (found, what) in strange.items():
-        if found:
-            raise lacks(config, f"model.{key}", _NAME, what)
+    refuse(config, _NAME, strange)
 
 
 def _config(parametrization: Parametrization, activation: str) -> dict[str, Any]:
@@ -166,24 +163,17 @@ def _factors(parametrization: Parametrization) -> dict[str, Factors]:
 
 def _parts(weights: FoldedWeights, config: Config) -> list[Part]:
     model = config.model
-    parts = Parts(weights)
-    parts.add("model.embed_tokens.weight", WORD_EMBEDDINGS)
-    for layer, experts in enumerate(model.expert_layers):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        parts.add(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight")
-        _add_attention(parts, f"{theirs}.self_attn", f"{ours}.self_attention", model)
-        parts.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight")
-        if experts:
-            _add_experts(parts, f"{theirs}.mlp", f"{ours}.mlp", model)
+
+    def mlp(parts: Parts, theirs: str, ours: str, layer: int) -> None:
+        if model.expert_layers[layer]:
+            _add_experts(parts, f"{theirs}.mlp", ours, model)
         else:
-            parts.add_gated(f"{theirs}.mlp", f"{ours}.mlp", _MLP, ("weight",))
-    parts.add("model.norm.weight", "decoder.final_layernorm.weight")
-    if not model.share_embeddings_and_output_weights:
-        parts.add("lm_head.weight", "output_layer.weight")
-    return parts.made
+            parts.add_gated(f"{theirs}.mlp", ours, _MLP, ("weight",))
+
+    return llama_like(weights, model, partial(_add_attention, model), mlp)
 
 
-def _add_attention(parts: Parts, theirs: str, ours: str, model: Model) -> None:
+def _add_attention(model: Model, parts: Parts, theirs: str, ours: str, _layer: int) -> None:
     if model.q_lora_rank is None:
         names = {"q_proj": "linear_q_proj"}
     else:

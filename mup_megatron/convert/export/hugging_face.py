@@ -7,10 +7,11 @@ transformers: names and layouts are its own as of version 5.23, and tests/conver
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mup_megatron.config import Config, Model
-from mup_megatron.convert.export.architecture import Architecture, Parts, common, lacks
+from mup_megatron.convert.export.architecture import Architecture, Parts, common, llama_like, refuse
 from mup_megatron.convert.export.deepseek import DEEPSEEK
 from mup_megatron.convert.export.fold import FoldedWeights
 from mup_megatron.convert.export.folder import Part
@@ -94,9 +95,7 @@ def _refuse_what_none_has(config: Config, architecture: Architecture) -> None:
         "activation_func_clamp_value": (model.activation_func_clamp_value is not None, "clamped activations"),
         "without_norms": (bool(model.without_norms), "a model that leaves norms out"),
     }
-    for key, (found, what) in strange.items():
-        if found:
-            raise lacks(config, f"model.{key}", name, what)
+    refuse(config, name, strange)
     if model.hidden_size % model.num_attention_heads and not latent:
         raise config.error(
             "model.hidden_size",
@@ -106,29 +105,29 @@ def _refuse_what_none_has(config: Config, architecture: Architecture) -> None:
 
 
 def _refuse_of_gpt2(config: Config) -> None:
-    model, name = config.model, GPT2.name
-    if model.position_embedding_type != "learned_absolute":
-        raise lacks(
-            config, "model.position_embedding_type", name, f"LayerNorm with positions {model.position_embedding_type}"
-        )
-    if model.query_groups != model.num_attention_heads:
-        raise lacks(config, "model.num_query_groups", name, "key/value heads that several query heads share")
-    if model.head_size * model.num_attention_heads != model.hidden_size:
-        raise lacks(config, "model.kv_channels", name, "heads that together are not as wide as the hidden size")
+    model = config.model
+    positions, heads = model.position_embedding_type, model.num_attention_heads
+    strange = {
+        "position_embedding_type": (positions != "learned_absolute", f"LayerNorm with positions {positions}"),
+        "num_query_groups": (model.query_groups != heads, "key/value heads that several query heads share"),
+        "kv_channels": (
+            model.head_size * heads != model.hidden_size,
+            "heads that together are not as wide as the hidden size",
+        ),
+    }
+    refuse(config, GPT2.name, strange)
 
 
 def _refuse_of_llama(config: Config, name: str) -> None:
-    model = config.model
-    if model.normalization != "RMSNorm":
-        raise lacks(config, "model.normalization", name, "LayerNorm with a gated unit")
-    if not model.gated_linear_unit:
-        raise lacks(config, "model.gated_linear_unit", name, "RMSNorm with an MLP without gate")
-    if model.position_embedding_type != "rope":
-        raise lacks(config, "model.position_embedding_type", name, f"positions {model.position_embedding_type}")
-    if model.rotary_percent != 1.0:
-        raise lacks(config, "model.rotary_percent", name, "RoPE on a part of each head")
-    if model.add_bias_linear and name not in (LLAMA.name, GRANITE.name):
-        raise lacks(config, "model.add_bias_linear", name, "biases in the MLP")
+    model, positions = config.model, config.model.position_embedding_type
+    strange = {
+        "normalization": (model.normalization != "RMSNorm", "LayerNorm with a gated unit"),
+        "gated_linear_unit": (not model.gated_linear_unit, "RMSNorm with an MLP without gate"),
+        "position_embedding_type": (positions != "rope", f"positions {positions}"),
+        "rotary_percent": (model.rotary_percent != 1.0, "RoPE on a part of each head"),
+        "add_bias_linear": (model.add_bias_linear and name not in (LLAMA.name, GRANITE.name), "biases in the MLP"),
+    }
+    refuse(config, name, strange)
 
 
 def _refuse_of_mixtral(config: Config, name: str) -> None:
@@ -154,9 +153,7 @@ def _refuse_of_mixtral(config: Config, name: str) -> None:
             "experts chosen by sinkhorn",
         ),
     }
-    for key, (found, what) in strange.items():
-        if found:
-            raise lacks(config, f"model.{key}", name, what)
+    refuse(config, name, strange)
 
 
 # --- Llama, and what is Llama with multipliers (Granite), QK-norm (Qwen3), experts (Mixtral) ---
@@ -246,36 +243,33 @@ def _multipliers(parametrization: Parametrization) -> dict[str, float]:
 
 
 def _llama_parts(weights: FoldedWeights, config: Config) -> list[Part]:
-    return _parts_of_llama(weights, config, granite=False)
+    model = config.model
+
+    def mlp(parts: Parts, theirs: str, ours: str, _layer: int) -> None:
+        if model.num_moe_experts is not None:
+            _add_experts(parts, f"{theirs}.block_sparse_moe", ours, model.num_moe_experts)
+        else:
+            kinds = ("weight", "bias") if model.add_bias_linear else ("weight",)
+            parts.add_gated(f"{theirs}.mlp", ours, ("gate_proj", "up_proj", "down_proj"), kinds)
+
+    return llama_like(weights, model, partial(_add_attention, model), mlp)
 
 
 def _granite_moe_parts(weights: FoldedWeights, config: Config) -> list[Part]:
-    return _parts_of_llama(weights, config, granite=True)
+    """All experts of a layer are one tensor, gate before up."""
+    model, experts = config.model, range(config.model.num_moe_experts or 0)
+
+    def mlp(parts: Parts, theirs: str, ours: str, _layer: int) -> None:
+        theirs = f"{theirs}.block_sparse_moe"
+        parts.add(f"{theirs}.router.layer.weight", f"{ours}.router.weight")
+        for name, layer in (("input_linear", "linear_fc1"), ("output_linear", "linear_fc2")):
+            mine = [f"{ours}.experts.local_experts.{expert}.{layer}.weight" for expert in experts]
+            parts.add_stacked(f"{theirs}.{name}.weight", mine)
+
+    return llama_like(weights, model, partial(_add_attention, model), mlp)
 
 
-def _parts_of_llama(weights: FoldedWeights, config: Config, *, granite: bool) -> list[Part]:
-    model = config.model
-    parts = Parts(weights)
-    parts.add("model.embed_tokens.weight", WORD_EMBEDDINGS)
-    for layer in range(model.num_layers):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        parts.add(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight")
-        _add_attention(parts, f"{theirs}.self_attn", f"{ours}.self_attention", model)
-        parts.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight")
-        if model.num_moe_experts is None:
-            kinds = ("weight", "bias") if model.add_bias_linear else ("weight",)
-            parts.add_gated(f"{theirs}.mlp", f"{ours}.mlp", ("gate_proj", "up_proj", "down_proj"), kinds)
-        elif granite:
-            _add_stacked_experts(parts, f"{theirs}.block_sparse_moe", f"{ours}.mlp", model.num_moe_experts)
-        else:
-            _add_experts(parts, f"{theirs}.block_sparse_moe", f"{ours}.mlp", model.num_moe_experts)
-    parts.add("model.norm.weight", "decoder.final_layernorm.weight")
-    if not model.share_embeddings_and_output_weights:
-        parts.add("lm_head.weight", "output_layer.weight")
-    return parts.made
-
-
-def _add_attention(parts: Parts, theirs: str, ours: str, model: Model) -> None:
+def _add_attention(model: Model, parts: Parts, theirs: str, ours: str, _layer: int) -> None:
     # The class has biases of all four attention projections or of none.
     biased = model.add_bias_linear or model.add_qkv_bias
     for kind in ("weight", "bias") if biased else ("weight",):
@@ -294,14 +288,6 @@ def _add_experts(parts: Parts, theirs: str, ours: str, experts: int) -> None:
     for expert in range(experts):
         mine = f"{ours}.experts.local_experts.{expert}"
         parts.add_gated(f"{theirs}.experts.{expert}", mine, ("w1", "w3", "w2"), ("weight",))
-
-
-def _add_stacked_experts(parts: Parts, theirs: str, ours: str, experts: int) -> None:
-    """GraniteMoe's: all experts of a layer in one tensor, gate before up."""
-    parts.add(f"{theirs}.router.layer.weight", f"{ours}.router.weight")
-    for name, layer in (("input_linear", "linear_fc1"), ("output_linear", "linear_fc2")):
-        mine = [f"{ours}.experts.local_experts.{expert}.{layer}.weight" for expert in range(experts)]
-        parts.add_stacked(f"{theirs}.{name}.weight", mine)
 
 
 # --- GPT-2 ---

@@ -7,6 +7,7 @@ normalised nor changed at its ends, as `mup-megatron prepare` trains them; of ot
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
     config = run.config
     library, path = config.data.tokenizer.library, config.data.tokenizer.path
     if library == "sentencepiece":
-        model = Path(path) if path else data_directory(config) / "tokenizer.model"
-        content = read_bytes(model)
+        content = read_bytes(Path(path) if path else data_directory(config) / "tokenizer.model")
         files = {"tokenizer.model": content}
         made = _as_tokenizers_json(content, int(run.tokenizer.eod), config.max_position_embeddings)
         if made is None:
@@ -50,9 +50,6 @@ def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
 def _as_tokenizers_json(content: bytes, eod: int, positions: int) -> dict[str, bytes] | None:
     """tokenizer.json and tokenizer_config.json of a SentencePiece model; None where they would not be the same.
 
-    SentencePiece merges the pair whose union has the highest score, the tokenizers library the pair that comes first in
-    a list: unions by score, and of one union the pairs by their parts.
-
     Args:
         content: of the .model file.
         eod: the token that ends documents, and after which they begin.
@@ -62,38 +59,10 @@ def _as_tokenizers_json(content: bytes, eod: int, positions: int) -> dict[str, b
 
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString(content)
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    plain = (
-        trainer.model_type == trainer.BPE
-        and trainer.byte_fallback
-        and not trainer.treat_whitespace_as_suffix
-        and not normalizer.precompiled_charsmap
-        and not normalizer.add_dummy_prefix
-        and not normalizer.remove_extra_whitespaces
-        and normalizer.escape_whitespaces
-    )
-    if not plain:
+    if not _is_plain(model):
         return None
-    kinds = model.SentencePiece
+    unknown, end = model.pieces[model.trainer_spec.unk_id].piece, model.pieces[eod].piece
     vocabulary = {piece.piece: number for number, piece in enumerate(model.pieces)}
-    normal = {piece.piece: piece.score for piece in model.pieces if piece.type == kinds.NORMAL}
-    merges = []
-    for union in sorted((text for text in normal if len(text) > 1), key=lambda text: -normal[text]):
-        pairs = [(union[:cut], union[cut:]) for cut in range(1, len(union))]
-        known = [pair for pair in pairs if pair[0] in normal and pair[1] in normal]
-        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-    kept_whole = (kinds.UNKNOWN, kinds.CONTROL, kinds.USER_DEFINED)
-    added = [
-        {
-            "id": number,
-            "content": piece.piece,
-            "special": piece.type != kinds.USER_DEFINED,
-            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-        }
-        for number, piece in enumerate(model.pieces)
-        if piece.type in kept_whole
-    ]
-    unknown, end = model.pieces[trainer.unk_id].piece, model.pieces[eod].piece
     decoders = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -103,7 +72,7 @@ def _as_tokenizers_json(content: bytes, eod: int, positions: int) -> dict[str, b
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": _added_tokens(model),
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
         "pre_tokenizer": None,
         "post_processor": None,
@@ -114,7 +83,7 @@ def _as_tokenizers_json(content: bytes, eod: int, positions: int) -> dict[str, b
             "byte_fallback": True,
             "fuse_unk": True,
             "vocab": vocabulary,
-            "merges": [list(pair) for pair in merges],
+            "merges": _merges(model, vocabulary),
         },
     }
     settings = {
@@ -127,6 +96,50 @@ def _as_tokenizers_json(content: bytes, eod: int, positions: int) -> dict[str, b
         "split_special_tokens": True,  # in a text `</s>` is four signs, as it was in training
     }
     return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(settings)}
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether it makes byte pairs of text as it is."""
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    return bool(
+        trainer.model_type == trainer.BPE
+        and trainer.byte_fallback
+        and not trainer.treat_whitespace_as_suffix
+        and not normalizer.precompiled_charsmap
+        and not normalizer.add_dummy_prefix
+        and not normalizer.remove_extra_whitespaces
+        and normalizer.escape_whitespaces
+    )
+
+
+def _added_tokens(model: Any) -> list[dict[str, Any]]:
+    """The pieces that text is never cut within."""
+    kinds = model.SentencePiece
+    return [
+        {
+            "id": number,
+            "content": piece.piece,
+            "special": piece.type != kinds.USER_DEFINED,
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        }
+        for number, piece in enumerate(model.pieces)
+        if piece.type in (kinds.UNKNOWN, kinds.CONTROL, kinds.USER_DEFINED)
+    ]
+
+
+def _merges(model: Any, vocabulary: Mapping[str, int]) -> list[list[str]]:
+    """Pairs in the order in which they are merged.
+
+    SentencePiece merges the pair whose union has the highest score, the tokenizers library the pair that comes first in
+    a list: unions by score, and of one union the pairs by their parts.
+    """
+    normal = {piece.piece: piece.score for piece in model.pieces if piece.type == model.SentencePiece.NORMAL}
+    merges = []
+    for union in sorted((text for text in normal if len(text) > 1), key=lambda text: -normal[text]):
+        pairs = [[union[:cut], union[cut:]] for cut in range(1, len(union))]
+        known = [pair for pair in pairs if pair[0] in normal and pair[1] in normal]
+        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    return merges
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -7,14 +7,13 @@ export, a line that was cut off and a file that is not as its line says count as
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.util.files import open_regular, read_text
+from mup_megatron.util.files import read_text, sha256_of
 
 LIST = "unfinished.jsonl"
 """Name of the list, which a whole export does not have."""
@@ -83,10 +82,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _is(path: Path, size: int, digest: Any) -> bool:
-    if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
-        return False
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == digest
+    whole = not path.is_symlink() and path.is_file() and path.stat().st_size == size
+    return whole and sha256_of(path) == digest
 
 
 def remove_others(folder: Path, kept: set[str]) -> None:

@@ -7,6 +7,7 @@ pre-LN, a norm follows each stack, and the decoder's layers attend to the encode
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mup_megatron.config import Config, Model
 from mup_megatron.model.architectures import Part
 from mup_megatron.model.layers.embedding import scale_input, scale_output, set_embedding_specs, set_readout_spec
-from mup_megatron.model.layers.encoder_decoder import decoder_spec, encoder_spec
+from mup_megatron.model.layers.encoder_decoder import stack_spec
 from mup_megatron.model.layers.position_bias import set_relative_bias_spec
 from mup_megatron.model.transformer_config import core_config
 from mup_megatron.parallel.layout import Layout
@@ -28,11 +29,12 @@ def build(
     common = core_config(config, model, forward, layout, part.device)
     model = part.kernels(model)
     encoder, decoder = len(part.layers["encoder"]), len(part.layers["decoder"])
+    spec = partial(stack_spec, model, residual_multiplier=forward.residual)
     built = T5Model(
         config=_of_stack(common, decoder),
         encoder_config=_of_stack(common, encoder),
-        transformer_encoder_layer_spec=encoder_spec(model, layers=encoder, residual_multiplier=forward.residual),
-        transformer_decoder_layer_spec=decoder_spec(model, layers=decoder, residual_multiplier=forward.residual),
+        transformer_encoder_layer_spec=spec("encoder", layers=encoder),
+        transformer_decoder_layer_spec=spec("decoder", layers=decoder),
         vocab_size=vocabulary,
         max_sequence_length=config.max_position_embeddings,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,

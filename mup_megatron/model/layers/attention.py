@@ -213,22 +213,14 @@ class MegatronAttention(DotProductAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
+        *args: Any,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """See upstream, and for the bias `SdpaAttention`; MLA's keys and values are views, which upstream refuses."""
         self._bias = None if attention_bias is None else _of_last(attention_bias, query, key).to(query.dtype)
         try:
-            return super().forward(
-                query,
-                key.contiguous(),
-                value.contiguous(),
-                attention_mask,
-                attn_mask_type,
-                packed_seq_params=packed_seq_params,
-            )
+            return super().forward(query, key.contiguous(), value.contiguous(), *args, **kwargs)
         finally:
             self._bias = None
 

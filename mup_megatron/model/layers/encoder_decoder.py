@@ -1,16 +1,15 @@
 """megatron-core's layer specs of T5 with the shims in their places: encoder, and decoder with cross-attention.
 
-Public names: `encoder_spec`, `decoder_spec`.
+Public name: `stack_spec`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core import tensor_parallel
 from megatron.core.models.T5 import t5_spec
 from megatron.core.transformer.attention import CrossAttention as MegatronCrossAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mup_megatron.config import Model
@@ -19,31 +18,26 @@ from mup_megatron.model.layers.residual import scaled_bias_dropout_add
 from mup_megatron.model.layers.spec import attention_ends, dense_layer, linear_layers_of, norm_of, replace
 
 
-def encoder_spec(model: Model, *, layers: int, residual_multiplier: float) -> TransformerBlockSubmodules:
-    """The spec of the encoder: megatron-core's "local" one of T5, with shims.
+def stack_spec(
+    model: Model, stack: Literal["encoder", "decoder"], *, layers: int, residual_multiplier: float
+) -> TransformerBlockSubmodules:
+    """The spec of a stack: megatron-core's "local" one of T5, with shims.
+
+    A decoder's layers attend to the encoder's output between self-attention and MLP.
 
     Args:
         model: as the run's config has it.
+        stack: which one.
         layers: how many to build.
         residual_multiplier: on the output of each residual branch.
     """
-    layer = t5_spec.encoder_model_with_local_spec()
+    decodes = stack == "decoder"
+    layer = t5_spec.decoder_model_with_local_spec() if decodes else t5_spec.encoder_model_with_local_spec()
     dense_layer(layer, model, residual_multiplier)
-    return _block(model, layer, layers)
-
-
-def decoder_spec(model: Model, *, layers: int, residual_multiplier: float) -> TransformerBlockSubmodules:
-    """The spec of the decoder, whose layers attend to the encoder's output between self-attention and MLP.
-
-    Args:
-        model: as the run's config has it.
-        layers: how many to build.
-        residual_multiplier: on the output of each residual branch.
-    """
-    layer = t5_spec.decoder_model_with_local_spec()
-    dense_layer(layer, model, residual_multiplier)
-    _cross_attention(layer.submodules, model, residual_multiplier)
-    return _block(model, layer, layers)
+    if decodes:
+        _cross_attention(layer.submodules, model, residual_multiplier)
+    final = None if "final_layernorm" in model.without_norms else norm_of(model)  # behind the last layer
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=final)
 
 
 def _cross_attention(parts: Any, model: Model, residual_multiplier: float) -> None:
@@ -57,9 +51,3 @@ def _cross_attention(parts: Any, model: Model, residual_multiplier: float) -> No
     replace(attention, "linear_q", column, shims.QueryColumnParallelLinear)
     replace(attention, "linear_kv", column, shims.KeyValueColumnParallelLinear)
     attention_ends(attention, model)
-
-
-def _block(model: Model, layer: ModuleSpec, layers: int) -> TransformerBlockSubmodules:
-    """A stack of layers of one kind, and the norm that follows it."""
-    final = None if "final_layernorm" in model.without_norms else norm_of(model)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=final)

@@ -49,32 +49,28 @@ def _gain(norm: Any) -> torch.Tensor | None:
     return norm.weight if norm.weight is None or not norm.zero_centered else norm.weight + 1
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm over the last dimension, with megatron-core's constructor."""
+class _Norm:
+    """What torch's norms get here: megatron-core's constructor, and TensorSpecs."""
 
     gains: Gains = "trained"
     per_head = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
+        super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")  # type: ignore[call-arg]
         self.zero_centered = config.layernorm_zero_centered_gamma
         set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head, self.zero_centered)
+
+
+class LayerNorm(_Norm, torch.nn.LayerNorm):
+    """torch.nn.LayerNorm over the last dimension, with megatron-core's constructor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normed x, of its shape."""
         return torch.nn.functional.layer_norm(x, self.normalized_shape, _gain(self), self.bias, self.eps)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_Norm, torch.nn.RMSNorm):
     """torch.nn.RMSNorm over the last dimension, with megatron-core's constructor."""
-
-    gains: Gains = "trained"
-    per_head = False
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, elementwise_affine=self.gains != "none")
-        self.zero_centered = config.layernorm_zero_centered_gamma
-        set_gain_specs(self, hidden_size, config.sequence_parallel, self.gains, self.per_head, self.zero_centered)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normed x, of its shape."""

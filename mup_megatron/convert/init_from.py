@@ -7,7 +7,6 @@ checkpoint's base, so model, base and forward multipliers must be the checkpoint
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ def check_start(start: Start, parametrization: Parametrization, current: Checkpo
 
 def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide what a model of given weights computes."""
-    plain: dict[str, Any] = json.loads(json.dumps(settings_of(config)))
+    plain = settings_of(config)
     return {
         "model": {key: value for key, value in plain["model"].items() if key not in _FREE},
         "hparams": {key: plain["hparams"].get(key, 1.0) for key in _MULTIPLIERS},

@@ -6,7 +6,6 @@ folder that goes on from there: rebased.bsh, config.yaml, and the checkpoint.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -112,7 +111,7 @@ def _manifest(source: Source, config: Config, base: Path) -> CheckpointManifest:
     written = parametrize(derive(config, {"base.file": str(base)}), source.vocabulary)
     made = make_manifest(written, resolve_layout(source.run.config, 1), "", 0)
     parts = {name: getattr(made, name) for name in _OF_THE_BASE}
-    return source.run.manifest.replaced(config=json.loads(json.dumps(settings_of(config.model_dump()))), **parts)
+    return source.run.manifest.replaced(config=settings_of(config.model_dump()), **parts)
 
 
 def _base_section(path: Path) -> dict[str, Any]:

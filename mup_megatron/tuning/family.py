@@ -1,7 +1,8 @@
 """What makes two configs one family, between which values transfer, as plain data and as a digest.
 
-Public names: `digested`, `digest`, `differences`. The digest covers the model without the sizes that grow, the base,
-the parametrization, the tokenizer and the optimizer. Imports no torch, so that what only shares a study is light.
+Public names: `digested`, `as_read`, `digest`, `differences`. The digest covers the model without the sizes that grow,
+the base, the parametrization, the tokenizer and the optimizer. Imports no torch, so that what only shares a study is
+light.
 """
 
 from __future__ import annotations
@@ -61,7 +62,13 @@ def digested(config: Config) -> dict[str, Any]:
             **({"soap_eps": config.optimizer.soap_eps} if config.optimizer.name == "soap" else {}),
         },
     }
-    return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+    return as_read({f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()})
+
+
+def as_read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data as a file of JSON gives it back, where tuples are lists: what is equal there is equal here."""
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
 
 
 def _lion_steps(config: Config) -> dict[str, str]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from mup_megatron.config import Config, derive, growing_sizes
 from mup_megatron.rules.horizon import without_rules
-from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.family import as_read, differences, digest, digested
 from mup_megatron.tuning.loss_law import AXES, read_loss_law
 from mup_megatron.util.errors import UserError, no_such_file
 from mup_megatron.util.files import read_text
@@ -126,7 +126,7 @@ def measured(config: Config) -> dict[str, Any]:
     """What decides which text a validation loss is of, how the rate falls, and how deep the model is, by dotted key."""
     data = config.data.model_dump(exclude={"dir", "cache_dir"})
     model = config.model
-    return {
+    found = {
         **{f"data.{key}": value for key, value in data.items()},
         "training.seq_length": config.training.seq_length,
         "training.decoder_seq_length": config.training.decoder_length if config.data.of_pairs else None,
@@ -134,6 +134,7 @@ def measured(config: Config) -> dict[str, Any]:
         "model.num_layers": model.num_layers,
         "model.num_moe_experts": model.num_moe_experts,
     }
+    return as_read(found)
 
 
 def ladder_of(config: Config, held: Fitted | None) -> Fitted | None:
@@ -183,9 +184,7 @@ def _read(config: Config, path: Path) -> Fitted:
 
 
 def _family(config: Config) -> dict[str, Any]:
-    # Through JSON, as in the file, so that what is equal there is equal here.
-    found: dict[str, Any] = json.loads(json.dumps(digested(derive(config, without_rules(config)))))
-    return found
+    return digested(derive(config, without_rules(config)))
 
 
 def _of_family(config: Config, found: Fitted, family: Mapping[str, Any] | None) -> Fitted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -26,9 +25,8 @@ def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
     """
     if found is None:
         return None
-    here = json.loads(json.dumps(measured(config)))  # as it was written: tuples are lists
+    here, there = measured(config), found.measured
     law = read_loss_law(found.loss)
-    there = found.measured
     if {"layers", "power_of_layers"} & law.terms.keys():  # its rungs were of several depths
         here, there = ({**each, "model.num_layers": None} for each in (here, there))
     if differing := differences(there, here, "in the ladder", "in the config"):

@@ -263,10 +263,7 @@ def _check_family(path: Path, record: TransferRecord, config: Config) -> None:
     settings = digested(config)
     if record.digest == digest(settings):
         return
-    tuned = record.family
-    # Through JSON, as the record went, so that what is equal there is equal here.
-    settings = json.loads(json.dumps(settings))
-    differing = differences(tuned, settings, "in the record", "in the config")[:_MOST_DIFFERENCES]
+    differing = differences(record.family, settings, "in the record", "in the config")[:_MOST_DIFFERENCES]
     raise UserError(
         f"{path}: the transfer record belongs to another family than {config.source or 'this config'} "
         f"({'; '.join(differing)}); change the config back, or name another tuning.record or run.dir to tune again"

@@ -6,7 +6,6 @@ attributes that this project adds to a trial; study.py decides what happens to a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,8 +97,8 @@ class StudyStorage:
         return found
 
     def decide(self, settings: Mapping[str, Any]) -> None:
-        """Writes down what decides the study's outcome, by dotted key."""
-        self._study.set_user_attr("decided", json.loads(json.dumps(settings)))
+        """Writes down what decides the study's outcome, by dotted key; plain data as JSON has it."""
+        self._study.set_user_attr("decided", dict(settings))
 
     def _damaged(self, problem: str) -> UserError:
         storage = self._config.tuning.storage

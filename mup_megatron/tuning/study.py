@@ -12,10 +12,9 @@ trials are stopped and the same values chosen, whichever worker is first or fast
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 from mup_megatron.config import Config, Model
 from mup_megatron.config.per_tensor import flat
-from mup_megatron.tuning.family import differences, digest, digested
+from mup_megatron.tuning.family import as_read, differences, digest, digested
 from mup_megatron.tuning.journal import journal_path, mend
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.objective import Objective, objective_of
@@ -41,8 +40,8 @@ _AHEAD = 64  # trials that wait, at least, while the plan has more
 _BRACKETS = (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
 
 
-def _decided(config: Config) -> dict[str, Any]:
-    """What decides the outcome of a study, by dotted key; the number of trials may grow."""
+def _deciding(config: Config) -> dict[str, Any]:
+    """What decides the outcome of a study, by dotted key, as a storage gives it back; the number of trials may grow."""
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path())
     training = proxy.training.model_dump(
         exclude={"train_steps", "log_interval", "checkpoint_interval", "checkpoints_kept", "eval_interval"}
@@ -62,10 +61,10 @@ def _decided(config: Config) -> dict[str, Any]:
     decided = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     if config.tuning.command:
         decided["tuning.command"] = config.tuning.command
-    return {**digested(config), **decided, **_decided_of_descent(config)}
+    return as_read({**digested(config), **decided, **_of_descent(config)})
 
 
-def _decided_of_descent(config: Config) -> dict[str, Any]:
+def _of_descent(config: Config) -> dict[str, Any]:
     """What decides where coordinate descent begins and goes; its trials may grow in number, the joint search's not."""
     tuning = config.tuning
     if not tuning.descent.trials:
@@ -107,7 +106,11 @@ class Study:
     @property
     def digest(self) -> str:
         """Of everything that decides the outcome."""
-        return digest(_decided(self._config))
+        return digest(self._decided)
+
+    @cached_property
+    def _decided(self) -> dict[str, Any]:
+        return _deciding(self._config)
 
     @classmethod
     def create(cls, config: Config, leases: Leases | None = None) -> Study:
@@ -141,7 +144,7 @@ class Study:
         self.check()
         self._storage.create()
         if not self._check() or self._joins_descent:
-            self._storage.decide(_decided(self._config))
+            self._storage.decide(self._decided)
         if self._leases is None:
             for trial in self.trials():
                 if trial.state == "running":
@@ -162,10 +165,9 @@ class Study:
 
     def _check(self) -> bool:
         """Whether the study says already what decides its outcome. Raises UserError where that is something else."""
-        decided = _plain(_decided(self._config))
         found = self._storage.decided()
-        if found is not None and found != decided and not self._joins_descent:
-            differing = differences(found, decided, "then", "now")
+        if found is not None and found != self._decided and not self._joins_descent:
+            differing = differences(found, self._decided, "then", "now")
             raise UserError(
                 f"{self.directory}: this study was started with other settings ({'; '.join(differing[:8])}); change "
                 f"the config back, choose another run.dir, or remove that folder to start again"
@@ -175,8 +177,8 @@ class Study:
     @property
     def _joins_descent(self) -> bool:
         """Whether the study that is there is the joint search alone, which coordinate descent may go on from."""
-        later = _decided_of_descent(self._config)
-        joint = {key: value for key, value in _plain(_decided(self._config)).items() if key not in later}
+        later = _of_descent(self._config)
+        joint = {key: value for key, value in self._decided.items() if key not in later}
         return bool(later) and self._storage.decided() == joint
 
     def take_back(self) -> list[str]:
@@ -346,8 +348,3 @@ class Study:
             self._storage.finish(trial, state, loss, seconds, reason)
         if self._leases is not None:
             self._leases.drop(trial.name)
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As a storage gives it back."""
-    return json.loads(json.dumps(settings))

@@ -44,7 +44,7 @@ MUTANTS = (
         "study: of other settings",
         "goes on with this config's",
         "tuning.study.Study._check",
-        "found != decided",
+        "found != self._decided",
         "False",
         f"{_STUDY}::test_a_study_of_other_settings_is_refused",
     ),

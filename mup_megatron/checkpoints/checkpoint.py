@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, check_settings, listed_files, settings_of
 from mup_megatron.config import Config
-from mup_megatron.data.whole import read_object
 from mup_megatron.util.errors import UserError
-from mup_megatron.util.files import read_text, sha256_of, write_whole
+from mup_megatron.util.files import json_object, read_object, read_text, sha256_of, write_whole
 
 SUMS = "SHA256SUMS"
 METRICS = "metrics.jsonl"
@@ -139,22 +138,13 @@ def _begun(directory: Path, checkpoint: Path | None = None) -> _Begun | None:
             f"{path}: holds steps of a run whose settings are gone ({explanation.name} beside it is missing or "
             "damaged); expected another run.dir, or that file removed to train anew"
         ) from None
-    lines = [line for line in map(_line, text.splitlines()) if isinstance(line.get("step"), int)]
+    lines = [line for line in map(json_object, text.splitlines()) if isinstance(line.get("step"), int)]
     last = max((line["step"] for line in lines), default=0)
     found = {key: line[key] for line in lines if line["step"] == last for key in wanted if key in line}
     ended = last >= steps and all(
         isinstance(found.get(key), int | float) and math.isfinite(found[key]) for key in wanted
     )
     return _Begun(settings, last, ended)
-
-
-def _line(text: str) -> dict[str, Any]:
-    """A line of metrics; an empty object for one that is damaged or cut short."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 class Checkpoints:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mup_megatron.data.whole import read_object, write
+from mup_megatron.data.whole import write
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_object
 from mup_megatron.util.locks import hold
 
 _LOCK = ".cache.lock"

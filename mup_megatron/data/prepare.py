@@ -30,10 +30,10 @@ from mup_megatron.data.record import (
     write_record,
 )
 from mup_megatron.data.tokenizer import load_tokenizer, tokenizer_digest, train_sentencepiece
-from mup_megatron.data.whole import partial_name, problem, put_in_place, read_object, remove_partials
+from mup_megatron.data.whole import partial_name, problem, put_in_place, remove_partials
 from mup_megatron.util.disk import full_disk
 from mup_megatron.util.errors import UserError, no_such_file, shown
-from mup_megatron.util.files import sha256_of
+from mup_megatron.util.files import read_object, sha256_of
 from mup_megatron.util.locks import hold
 
 _TOKENS = 1  # of the digest: changes when the same input gives other tokens

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mup_megatron.data.corpus import Corpus
-from mup_megatron.data.whole import File, is_partial, read_object, write
+from mup_megatron.data.whole import File, is_partial, write
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import read_object
 
 RECORD = "prepared.json"
 TRAINED = "tokenizer.model"

@@ -1,7 +1,6 @@
 """Files that are there whole or not at all, whoever writes and whenever it is killed; and whether they are still those.
 
-Public names: `File`, `partial_name`, `is_partial`, `put_in_place`, `write`, `remove_partials`, `problem`,
-`read_object`.
+Public names: `File`, `partial_name`, `is_partial`, `put_in_place`, `write`, `remove_partials`, `problem`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.util.files import open_regular, read_text, sha256_of
+from mup_megatron.util.files import open_regular, read_object, sha256_of
 
 _DAY_SECONDS = 86400.0
 
@@ -121,12 +120,3 @@ def write(path: Path, text: str) -> None:
         put_in_place(path.parent, {path.name: partial})
     finally:
         partial.unlink(missing_ok=True)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is none."""
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

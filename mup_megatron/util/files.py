@@ -1,7 +1,7 @@
 """Files: those that somebody names, read within bounds; files of our own, written whole and never through a link.
 
-Public names: `open_regular`, `check_regular`, `read_bytes`, `read_text`, `sha256_of`, `MOST_BYTES`, `parse_yaml`,
-`as_yaml`, `open_new`, `write_whole`, `write_output`, `as_json`.
+Public names: `open_regular`, `check_regular`, `read_bytes`, `read_text`, `read_object`, `json_object`, `sha256_of`,
+`MOST_BYTES`, `parse_yaml`, `as_yaml`, `open_new`, `write_whole`, `write_output`, `as_json`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import math
 import os
 import re
@@ -103,6 +104,23 @@ def read_text(path: str | Path, errors: str = "strict", most: int | None = MOST_
         UserError: it is no regular file, or larger.
     """
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8", errors=errors).read()
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object that a text is; an empty one where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is none."""
+    try:
+        return json_object(read_text(path))
+    except (OSError, ValueError):
+        return {}
 
 
 def sha256_of(path: str | Path) -> str:

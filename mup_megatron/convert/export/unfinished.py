@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.util.files import read_text, sha256_of
+from mup_megatron.util.files import json_object, read_text, sha256_of
 
 LIST = "unfinished.jsonl"
 """Name of the list, which a whole export does not have."""
@@ -70,15 +70,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         text = read_text(path, errors="replace")
     except OSError:
         return []
-    found = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    return [line for line in map(json_object, text.splitlines()) if line]
 
 
 def _is(path: Path, size: int, digest: Any) -> bool:

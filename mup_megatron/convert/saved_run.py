@@ -1,8 +1,8 @@
 """A checkpoint as one process opens it, whatever wrote it: where it is, its config here, its tokenizer.
 
-Public names: `SavedRun`, `open_run`, `config_here`, `find_checkpoint`, `check_same_tokenizer`, `TRACKER`. `generate`,
-`evaluate` and `export` begin here. What `mup-megatron run` and a patched tree wrote is a checkpoint too: Megatron's,
-with mup.json beside it.
+Public names: `SavedRun`, `open_run`, `config_here`, `find_checkpoint`, `tracked`, `check_same_tokenizer`, `TRACKER`.
+`generate`, `evaluate` and `export` begin here. What `mup-megatron run` and a patched tree wrote is a checkpoint too:
+Megatron's, with mup.json beside it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class SavedRun:
         """Whether it was trained with bias and activation in one kernel, which makes GELU its tanh approximation."""
         if self.manifest.fused_activation is not None:
             return self.manifest.fused_activation
-        if self.manifest.key_prefix is not None:
-            return False  # by a version that did not say
         return fuses_activation(self.config.model, cuda=computed_on_cuda(self.path))
 
     def weights(self) -> SavedWeights:
@@ -153,18 +151,35 @@ def find_checkpoint(path: Path) -> Path:
     return found[0]
 
 
+def tracked(folder: Path, *others: str) -> Path | None:
+    """The checkpoint that megatron.training says is the latest of a folder; None where it says nothing.
+
+    Args:
+        folder: what `--save` named.
+        others: what may stand there instead of a number.
+
+    Raises:
+        UserError: it says something else.
+    """
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return None
+    said = read_text(tracker, errors="replace").strip()
+    if said in others:
+        return folder / said
+    if not (said.isdecimal() and said.isascii()):
+        raise UserError(f"{tracker}: expected the number of an iteration, found {shown(said)}")
+    return folder / f"iter_{int(said):07d}"
+
+
 def _find_megatrons(path: Path) -> Path | None:
     """The checkpoint of megatron.training in µP that a folder is, or the latest that it holds; None if it is none.
 
     Raises:
         UserError: it holds one that was not written in µP, or not as torch's distributed checkpoint.
     """
-    tracker = path / TRACKER
-    if tracker.is_file():
-        said = read_text(tracker, errors="replace").strip()
-        if not (said.isdecimal() and said.isascii()):
-            raise UserError(f"{tracker}: expected the number of an iteration, found {shown(said)}")
-        path = path / f"iter_{int(said):07d}"
+    if (latest := tracked(path)) is not None:
+        path = latest
         if not (path / MANIFEST).is_file():
             raise UserError(
                 f"{path}: has no {MANIFEST}, so it was not written in µP; expected a checkpoint that mup-megatron run "

@@ -14,13 +14,12 @@ import torch
 from mup_megatron.checkpoints.manifest import MANIFEST
 from mup_megatron.convert.export.fold import fold
 from mup_megatron.convert.importing.weights import Weights, check_sums, finite
-from mup_megatron.convert.saved_run import TRACKER
+from mup_megatron.convert.saved_run import tracked
 from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.optim import MOMENTS
 from mup_megatron.engines.saved_weights import SavedWeights, Tensor
 from mup_megatron.rules.table import Parametrization
-from mup_megatron.util.errors import UserError, shown
-from mup_megatron.util.files import read_text
+from mup_megatron.util.errors import UserError
 
 _MOMENTS = "optimizer.state."
 
@@ -93,12 +92,7 @@ def _check_known(weights: SavedWeights, parametrization: Parametrization, path: 
 
 def _iteration(folder: Path) -> tuple[Path, int]:
     """The checkpoint that a folder is, or the latest that it holds, and its iteration."""
-    tracker = folder / TRACKER
-    if tracker.is_file():
-        said = read_text(tracker, errors="replace").strip()
-        if said != "release" and not (said.isdecimal() and said.isascii()):
-            raise UserError(f"{tracker}: expected the number of an iteration, found {shown(said)}")
-        folder = folder / (said if said == "release" else f"iter_{int(said):07d}")
+    folder = tracked(folder, "release") or folder
     if folder.name == "release":
         return folder, 0
     number = folder.name.removeprefix("iter_")

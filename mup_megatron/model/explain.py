@@ -1,7 +1,7 @@
 """What the parametrization does to every tensor, under the config's layout: for people a table, for programs JSON.
 
-Public names: `explain`, `holds`, `print_table`, `without_numbers`, `shown_init`. No process group is started, no weight
-allocated.
+Public names: `explain`, `holds`, `parameters_on`, `print_table`, `without_numbers`, `shown_init`. No process group is
+started, no weight allocated.
 """
 
 from __future__ import annotations
@@ -70,6 +70,15 @@ def holds(config: Config, layout: Layout, rank: int, name: str) -> bool:
         tied = model.share_embeddings_and_output_weights and name == "embedding.word_embeddings.weight"
         return first or (last and (tied or model.mtp_num_layers is not None))
     return last or is_copied(name)
+
+
+def parameters_on(parametrization: Parametrization, layout: Layout, rank: int) -> int:
+    """How many parameters a rank holds, whole ones where ZeRO splits them further."""
+    return sum(
+        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
+        for name, shape in parametrization.shapes.items()
+        if holds(parametrization.config, layout, rank, name)
+    )
 
 
 def _experts(config: Config, layout: Layout, rank: int) -> range:
@@ -179,7 +188,7 @@ def _head(parametrization: Parametrization, layout: Layout, rank: int) -> Iterat
     """Lines above the tables (model, layout, forward multipliers, base, rules), and whether rich highlights numbers."""
     config, forward, hparams = parametrization.config, parametrization.forward, parametrization.config.hparams
     yield (
-        f"{config.run.name}: {config.model.architecture}, {_count(parametrization):,} parameters, "
+        f"{config.run.name}: {config.model.architecture}, {parametrization.size:,} parameters, "
         f"{config.parametrization.name} parametrization, {layout}",
         True,
     )
@@ -352,17 +361,9 @@ def _where(parametrization: Parametrization, layout: Layout, rank: int) -> str:
         " ".join(["layers", *(_span(chunk) for chunk in layout.stages[layout.pipeline_rank(rank)] if chunk)]),
         *([f"experts {_span(_experts(config, layout, rank))}"] if config.model.num_moe_experts else []),
     ]
-    parameters = sum(
-        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
-        for name, shape in parametrization.shapes.items()
-        if holds(config, layout, rank, name)
-    )
+    parameters = parameters_on(parametrization, layout, rank)
     return f"rank {rank} of {layout.world_size} holds {', '.join(held)}: {parameters:,} parameters, below"
 
 
 def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
-
-
-def _count(parametrization: Parametrization) -> int:
-    return sum(math.prod(shape.spec.shape) for shape in parametrization.shapes.values())

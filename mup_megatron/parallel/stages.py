@@ -83,9 +83,12 @@ def _uneven(config: Config, virtual: int) -> Stages:
 def _laid_out(config: Config) -> Stages:
     """Of the layout; what megatron-core asserts of it while it builds is said here, in a sentence."""
     parallel, model, parts = config.parallel, config.model, _parts(config)
-    for name in ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage"):
-        _alone(config, name)
-    _alone(config, "num_layers_in_last_pipeline_stage")
+    for name in (
+        *("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage"),
+        "num_layers_in_last_pipeline_stage",
+    ):
+        if getattr(parallel, name) is not None:
+            raise config.error(f"parallel.{name}", "pipeline_model_parallel_layout says it already; expected null")
     order, ahead = "".join(parts), model.mtp_num_layers or 0
     for problem, wrong in (
         ("starts with E, the embedding", not order.startswith("E") or order.count("E") != 1),
@@ -99,11 +102,6 @@ def _laid_out(config: Config) -> Stages:
             raise config.error(_KEY, f"expected one that {problem}; found {found}")
     chunks_per_stage(config)
     return _placed([part.count("t") for part in parts], parallel.pipeline_model_parallel_size)
-
-
-def _alone(config: Config, name: str) -> None:
-    if getattr(config.parallel, name) is not None:
-        raise config.error(f"parallel.{name}", "pipeline_model_parallel_layout says it already; expected null")
 
 
 def _parts(config: Config) -> list[str]:

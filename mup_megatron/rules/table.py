@@ -8,6 +8,7 @@ gradient norm and `explain` all read it, so that they cannot disagree.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -254,6 +255,11 @@ class Parametrization:
     def update_rule(self) -> formulas.UpdateRule:
         """How the optimizer's update scales; Muon's and SOAP's of matrices alone, see `TensorHyperparameters.group`."""
         return UPDATE_RULES[self.config.optimizer.name]
+
+    @cached_property
+    def size(self) -> int:
+        """Parameters of the whole model."""
+        return sum(math.prod(shape.spec.shape) for shape in self.shapes.values())
 
     @cached_property
     def groups(self) -> dict[GroupKey, list[TensorHyperparameters]]:

@@ -218,8 +218,7 @@ def _cost(parametrization: Parametrization, steps: float, workers: int, measure:
     tokens = round(steps * training.global_batch_size * config.sample_tokens)
     flops = tokens * flops_per_token(parametrization)
     hours = flops / (_matmul_speed(config, workers) * _EFFICIENCY * workers) / 3600 if measure else None
-    parameters = sum(math.prod(shape.spec.shape) for shape in parametrization.shapes.values())
-    return Cost(parameters=parameters, tokens=tokens, flops=flops, hours=hours)
+    return Cost(parameters=parametrization.size, tokens=tokens, flops=flops, hours=hours)
 
 
 def _matmul_speed(config: Config, workers: int) -> float:

@@ -27,7 +27,7 @@ from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.remarks import remarks
-from mup_megatron.tuning.space import Value, proxy_config, values_of, with_values, without_fitted
+from mup_megatron.tuning.space import proxy_config, short, values_of, with_values, without_fitted
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.progress import Progress, time_left
 
@@ -265,7 +265,7 @@ class _Leader:
             if trial.state in ("waiting", "running") or (trial.name, trial.state) in self._said:
                 continue
             self._said.add((trial.name, trial.state))
-            values = ", ".join(f"{name} {_short(value)}" for name, value in trial.values.items())
+            values = ", ".join(f"{name} {short(value)}" for name, value in trial.values.items())
             objective = self._study.objective
             loss = f"{objective.name} {objective.text(trial.loss)}" if trial.loss is not None else ""
             steps = max(trial.reports, default=0)
@@ -302,10 +302,6 @@ def check_failures(trials: Sequence[Trial], directory: Path, logs: str = "worker
     )
 
 
-def _short(value: Value) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
-
-
 def _write_record(setup: Setup, rank: Rank, study: Study, progress: Progress) -> None:
     from mup_megatron.model.build import parametrize
     from mup_megatron.tuning.outcome import choose
@@ -328,7 +324,7 @@ def _write_record(setup: Setup, rank: Rank, study: Study, progress: Progress) ->
         ladder=ladder_of(config, None),
     )
     record.write_record(config.record_path, written)
-    progress.say(f"chosen: {', '.join(f'{name} {_short(value)}' for name, value in choice.values.items())}")
+    progress.say(f"chosen: {', '.join(f'{name} {short(value)}' for name, value in choice.values.items())}")
     for line in remarks(written.study, written.target.extrapolated):
         progress.say(line)
     progress.say(f"record: {config.record_path}")

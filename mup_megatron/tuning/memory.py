@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from mup_megatron.config import Config
 from mup_megatron.engines.optim import SQUARES, moment_shape
-from mup_megatron.model.explain import holds
-from mup_megatron.model.init import local_shape
+from mup_megatron.model.explain import holds, parameters_on
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
 
@@ -37,7 +36,7 @@ def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
     over = replicas if split[0] else 1
     return round(
         max(
-            _held(parametrization, layout, rank) * each + _squares(parametrization, layout, rank) / over
+            parameters_on(parametrization, layout, rank) * each + _squares(parametrization, layout, rank) / over
             for rank in stages
         )
     )
@@ -50,15 +49,6 @@ def _squares(parametrization: Parametrization, layout: Layout, rank: int) -> int
         for name, tensor in parametrization.tensors.items()
         if tensor.group.update_rule == "soap" and holds(parametrization.config, layout, rank, name)
         for kind in SQUARES
-    )
-
-
-def _held(parametrization: Parametrization, layout: Layout, rank: int) -> int:
-    """Parameters on a rank, whole ones where ZeRO splits them further."""
-    return sum(
-        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
-        for name, shape in parametrization.shapes.items()
-        if holds(parametrization.config, layout, rank, name)
     )
 
 

@@ -1,7 +1,7 @@
 """What may be tuned, and a config with values put in.
 
 Public names: `with_values`, `values_of`, `value_of`, `key_of`, `keys_of`, `check_overrides`, `proxy_config`,
-`without_fitted`, `distributions`, `one_process`, `stretched`.
+`without_fitted`, `distributions`, `one_process`, `stretched`, `short`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 Value = Any
 """Of a hyperparameter: a number, the name of a schedule, None for one that follows another."""
+
+
+def short(value: Value) -> str:
+    """A value with three digits; the name of a schedule as it is."""
+    return value if isinstance(value, str) else f"{value:.3g}"
+
 
 # Step counts of a schedule, which shrink and grow with the length of the run.
 _STEP_COUNTS = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
@@ -188,31 +194,17 @@ def one_process(config: Config) -> Config:
 def _one_process(config: Config) -> dict[str, Any]:
     parallel, optimizer = config.parallel, config.optimizer
     of_megatron = config.steps_matrices  # which the Megatron engine alone has
-    keys: dict[str, Any] = {
+    section = {
         "engine": "megatron" if of_megatron else "deepspeed",
-        "use_torch_fsdp2": False,
-        "use_distributed_optimizer": not of_megatron and parallel.use_distributed_optimizer,
         "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "microbatch_group_size_per_virtual_pipeline_stage": None,
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-        "pipeline_model_parallel_layout": None,
-        "use_tp_pp_dp_mapping": False,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-        "context_parallel_size": 1,
-        "overlap_param_gather": False,
-        "sequence_parallel": False,
         "zero_stage": 1,  # bf16 needs a partitioned optimizer
-        "offload_optimizer": False,
-        "deepspeed_config": None,
+        "use_distributed_optimizer": not of_megatron and parallel.use_distributed_optimizer,
+        "overlap_grad_reduce": parallel.overlap_grad_reduce,
     }
     # What offloads is DeepSpeed's, and whose SGD megatron-core takes is its own business.
     anew = parallel.offload_optimizer or (optimizer.name == "sgd" and parallel.engine == "megatron")
     return {
-        **{f"parallel.{key}": value for key, value in keys.items()},
+        "parallel": section,
         "optimizer.implementation": "auto" if anew else optimizer.implementation,
         "run.samples": [],
     }

@@ -30,6 +30,16 @@ class Ended(Exception):
     """The trial has ended; nothing more can be written down of it."""
 
 
+_STATES: dict[State, TrialState] = {
+    "waiting": TrialState.WAITING,
+    "running": TrialState.RUNNING,
+    "complete": TrialState.COMPLETE,
+    "diverged": TrialState.COMPLETE,
+    "stopped": TrialState.PRUNED,
+    "failed": TrialState.FAIL,
+}
+
+
 class _Attributes(BaseModel):
     """A trial's user attributes in the study."""
 
@@ -133,13 +143,7 @@ class StudyStorage:
         values = dict(frozen.params) or frozen.system_attrs.get("fixed_params", {})
         if not _fits(values, self._space, ended=frozen.state.is_finished()):
             raise self._damaged(f"trial {frozen.number}: its values are not of tuning.search")
-        states: dict[TrialState, State] = {
-            TrialState.WAITING: "waiting",
-            TrialState.RUNNING: "running",
-            TrialState.COMPLETE: "diverged" if attrs.diverged else "complete",
-            TrialState.PRUNED: "stopped",
-            TrialState.FAIL: "failed",
-        }
+        state = next(state for state, theirs in _STATES.items() if theirs is frozen.state)
         reports = dict(sorted(frozen.intermediate_values.items()))
         loss = frozen.value if frozen.state is TrialState.COMPLETE else next(reversed(reports.values()), None)
         return Trial(
@@ -148,7 +152,7 @@ class StudyStorage:
             values=dict(values),
             seed=attrs.seed,
             repeats=attrs.repeats,
-            state=states[frozen.state],
+            state="diverged" if state == "complete" and attrs.diverged else state,
             loss=loss,
             reports=reports,
             seconds=attrs.seconds,
@@ -216,17 +220,10 @@ class StudyStorage:
             self.backend.set_trial_user_attr(trial.id, "seconds", trial.seconds + seconds)
             if reason:
                 self.backend.set_trial_user_attr(trial.id, "reason", reason)
-            if state == "waiting":
-                self.backend.set_trial_state_values(trial.id, TrialState.WAITING)
-            elif state == "complete":
-                self.backend.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf if loss is None else loss])
-            elif state == "diverged":
+            if state == "diverged":
                 self.backend.set_trial_user_attr(trial.id, "diverged", True)
-                self.backend.set_trial_state_values(trial.id, TrialState.COMPLETE, [math.inf])
-            elif state == "stopped":
-                self.backend.set_trial_state_values(trial.id, TrialState.PRUNED)
-            else:
-                self.backend.set_trial_state_values(trial.id, TrialState.FAIL)
+            values = [math.inf if loss is None else loss] if state in ("complete", "diverged") else None
+            self.backend.set_trial_state_values(trial.id, _STATES[state], values)
 
 
 @contextmanager

@@ -165,6 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
         "loss": 4.0,
         "noise": 0.01,
         "interior": {"lr": True},
+        "ranges": {"lr": {"low": 1e-3, "high": 1e-1, "log": True}},
         "trials": [
             trial(0, 7, "complete", 0.01, 4.0),
             trial(1, 7, "stopped", 0.03, 4.5),

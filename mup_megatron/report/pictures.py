@@ -13,7 +13,6 @@ from typing import Any
 
 from mup_megatron.report.run_data import Run
 from mup_megatron.tuning.objective import objective_of
-from mup_megatron.tuning.outcome import Range
 from mup_megatron.tuning.record import StudyRecord, TrialRecord
 from mup_megatron.util.files import write_whole
 
@@ -196,7 +195,7 @@ def extent_of(study: StudyRecord, name: str) -> Extent | None:
     if len(numbers) != len(tried) or not numbers:
         return None
     first, last = min(numbers), max(numbers)
-    searched = study.ranges.get(name) or Range(low=first, high=last, log=first > 0 and last > 4 * first)
+    searched = study.ranges[name]
     low, high = min(searched.low, first), max(searched.high, last)
     if low == high:
         return None

@@ -98,13 +98,13 @@ def _searched(study: StudyRecord, name: str) -> list[str]:
     """Five cells: what a study found, from what to what it tried, its range, and whether the value is inside."""
     if name not in study.values:
         return [""] * 5
-    value, range_ = study.values[name], study.ranges.get(name)
+    value = study.values[name]
     tried = [trial.values[name] for trial in study.trials if trial.values]
     if isinstance(value, str):
         return [value, ", ".join(sorted({str(each) for each in tried})), "", "", ""]
-    numbers = [float(each) for each in tried]
+    numbers, range_ = [float(each) for each in tried], study.ranges[name]
     open_ = [("above" if side.above else "below") for side in open_sides(value, numbers, range_)]
-    searched = f"{range_.low:.3g} to {range_.high:.3g}" if range_ else ""
+    searched = f"{range_.low:.3g} to {range_.high:.3g}"
     inside = "no, open " + " and ".join(open_) if open_ else "yes"
     return [_shown(value), f"{min(numbers):.3g}", f"{max(numbers):.3g}", searched, inside]
 

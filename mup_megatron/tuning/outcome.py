@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, model_validator
@@ -164,10 +164,7 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
         chosen = next(candidate for candidate in candidates if candidate.slot == descent.slot)
         candidates = [chosen, *(candidate for candidate in candidates if candidate is not chosen)]
     noise = _noise(candidates)
-    marked = [
-        Candidate(**{**asdict(candidate), "within_noise": _within_noise(candidate, chosen, noise)})
-        for candidate in candidates
-    ]
+    marked = [replace(each, within_noise=_within_noise(each, chosen, noise)) for each in candidates]
     tried = [trial for trial in trials if not trial.repeats and trial.state in FINISHED and trial.values]
     ranges = {name: _range(config, name) for name, value in chosen.values.items() if isinstance(value, int | float)}
     interior = {
@@ -266,7 +263,7 @@ class Side:
     gap: float
 
 
-def open_sides(value: float, tried: Sequence[float], range_: Range | None) -> list[Side]:
+def open_sides(value: float, tried: Sequence[float], range_: Range) -> list[Side]:
     """On which sides too little was tried to say that the best value is not farther out.
 
     A side is closed where the values tried beyond `value` reach at least half of the way to the end of the range.
@@ -274,18 +271,16 @@ def open_sides(value: float, tried: Sequence[float], range_: Range | None) -> li
     Args:
         value: the chosen one.
         tried: every value that was tried.
-        range_: what was searched; None where that is not known: then it ends where trials do.
+        range_: what was searched.
     """
-    low, high = (min(tried), max(tried)) if range_ is None else (range_.low, range_.high)
 
     def place(number: float) -> float:
-        return math.log(number) if range_ is not None and range_.log else number
+        return math.log(number) if range_.log else number
 
-    sides = []
-    for above, end, reach in ((False, low, min(tried)), (True, high, max(tried))):
+    sides, whole = [], abs(place(range_.high) - place(range_.low))
+    for above, end, reach in ((False, range_.low, min(tried)), (True, range_.high, max(tried))):
         beyond, rest = abs(place(reach) - place(value)), abs(place(end) - place(reach))
         if not beyond or beyond < rest:
-            whole = abs(place(high) - place(low))
             sides.append(Side(above=above, reach=reach, end=end, gap=rest / whole if whole else 0.0))
     return sides
 

@@ -85,7 +85,7 @@ class StudyRecord(_Part):
     loss: float
     noise: float | None
     interior: dict[str, bool]
-    ranges: dict[str, Range] = {}
+    ranges: dict[str, Range]
     candidates: Annotated[list[CandidateRecord], Field(min_length=1)]
     trials: list[TrialRecord]
     descent: DescentRecord | None = None
@@ -104,7 +104,9 @@ class StudyRecord(_Part):
         for name in self.interior:
             if name not in self.values:
                 raise ValueError(f"no value of {name}")
-            least = 0.0 if name in self.ranges and self.ranges[name].log else -math.inf
+            if name not in self.ranges:
+                raise ValueError(f"no range of {name}")
+            least = 0.0 if self.ranges[name].log else -math.inf
             for value in (self.values[name], *(values[name] for values in tried if name in values)):
                 if isinstance(value, str) or not math.isfinite(value) or value <= least:
                     raise ValueError(f"a value of {name} is no number, or none of its range")

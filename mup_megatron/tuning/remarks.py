@@ -9,6 +9,7 @@ from mup_megatron.tuning.objective import LOSS, Objective, objective_of
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.record import DescentRecord, MoveRecord, StudyRecord
 from mup_megatron.tuning.recording import not_transferred
+from mup_megatron.tuning.space import short
 
 # What a value that is nearer to the end of its range than this share of the range is said to be at.
 _NEAR = 0.1
@@ -35,7 +36,7 @@ def _open(study: StudyRecord, name: str) -> list[str]:
         float(values[name]) for values in (study.values, *(each.values for each in study.trials if each.values))
     ]
     said = []
-    for side in open_sides(value, tried, study.ranges.get(name)):
+    for side in open_sides(value, tried, study.ranges[name]):
         adjective = "largest" if side.above else "smallest"
         if side.gap < _NEAR:
             where = "at the upper end" if side.above else "at the lower end"
@@ -88,17 +89,13 @@ def _moves(descent: DescentRecord, objective: Objective) -> list[str]:
     if descent.noise is None:
         return [f"{runs}: no repetition of the best trial ended, so what is beyond noise is not known"]
     said = [
-        f"{runs}: {move.name} from {_short(move.before)} to {_short(move.after)}{_factor(move)}, "
+        f"{runs}: {move.name} from {short(move.before)} to {short(move.after)}{_factor(move)}, "
         f"{objective.name} {objective.text(move.loss_before)} to {objective.text(move.loss_after)}"
         for move in descent.moves
     ]
     none = f"{runs}: no single value was better beyond noise (±{descent.noise:.{objective.digits}f} per run)"
     spent = "coordinate descent ended at tuning.descent.trials, before every hyperparameter had its turn"
     return (said or [none]) + [spent] * (descent.ended == "trials")
-
-
-def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
 
 
 def _factor(move: MoveRecord) -> str:

@@ -19,13 +19,14 @@ def study_of(values: dict[str, float | str] | None = None, **changed: Any) -> di
         changed: keys of the study in the place of these.
     """
     values = values or {"lr": 0.004}
+    numbers = {name: float(value) for name, value in values.items() if not isinstance(value, str)}
     trial = {"slot": 0, "seed": 7, "state": "complete", "repeats": False, "loss": 2.5, "reports": {"8": 2.5}}
     return {
         "values": values,
         "loss": 2.5,
         "noise": None,
-        "interior": {name: False for name, value in values.items() if not isinstance(value, str)},
-        "ranges": {},
+        "interior": dict.fromkeys(numbers, False),
+        "ranges": {name: {"low": value, "high": value, "log": False} for name, value in numbers.items()},
         "candidates": [{"slot": 0, "values": values, "losses": [2.5], "mean": 2.5, "within_noise": False}],
         "trials": [{**trial, "values": values, "reason": None, "seconds": 0.5}],
         **changed,

@@ -196,7 +196,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
         (folder / name).write_text(json.dumps(data))
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump()))
     evidence = repository / "docs" / "evidence"
-    for kind, source in (("coord-check", "coord-check-gpt3/mup.json"), ("stability", "stability-depth/128-depth_mup.json")):
+    for kind, source in (
+        ("coord-check", "coord-check-gpt3/mup.json"),
+        ("stability", "stability-depth/128-depth_mup.json"),
+    ):
         (folder / kind).mkdir()
         shutil.copy(evidence / source, folder / kind)
     return folder

@@ -24,6 +24,7 @@ FLOORS = [
     {"evaluate"},
     {"convert", "deepspeed"},
     {"checkpoints", "engines", "mup"},
+    {"audit"},
     {"data", "model"},
     {"parallel"},
     {"patches", "rules"},

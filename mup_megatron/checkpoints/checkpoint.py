@@ -27,6 +27,7 @@ SUMS = "SHA256SUMS"
 METRICS = "metrics.jsonl"
 """File, in a run's folder, of its steps and evaluations."""
 SAMPLES = "samples.jsonl"
+AUDIT = "audit.json"
 """File, in a run's folder, of the text that the model wrote at evaluations."""
 
 

@@ -36,6 +36,7 @@ _FREE = (
     "run.name",
     "run.dir",
     "run.samples",
+    "run.audit",
     "proxy",
     "tuning",
     "slurm",

@@ -70,6 +70,10 @@ class Engine(Protocol):
         """
         ...
 
+    def groups(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]] | None:
+        """The groups of the real optimizer that hold a parameter; None where another rank steps it. Not collective."""
+        ...
+
     def prepare_state(self, kinds: Sequence[str], step: int) -> None:
         """Allocates the optimizer state that `scatter` will fill; an Adam counts `step` updates done."""
         ...

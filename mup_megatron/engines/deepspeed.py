@@ -115,6 +115,9 @@ class DeepSpeedEngine:
         """DeepSpeed's partitions of a parameter are put together; see engines.Engine."""
         if self._layout.zero_stage == 0:
             return {WEIGHT: parameter, **self._moments(self.optimizer.state[parameter])}
+        if not parameter.requires_grad:  # no optimizer has it
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self._layout.zero_stage == 3):
+                return {WEIGHT: parameter.detach().float().clone()}
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None and not mapping.optim_fragment:
             self._link_moments()
@@ -124,6 +127,18 @@ class DeepSpeedEngine:
         for kind in kinds:
             whole[kind] = safe_get_full_optimizer_state(parameter, kind)
         return whole
+
+    def groups(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]] | None:
+        """By the lists that DeepSpeed's partitions are made of; see engines.Engine."""
+        found, optimizer = self._inner.param_groups, self.optimizer
+        if self._layout.zero_stage == 0:
+            lists = [group["params"] for group in found]
+        elif self._layout.zero_stage == 3:
+            found = [found[optimizer.sub_group_to_group_id[number]] for number in range(len(optimizer.fp16_groups))]
+            lists = optimizer.fp16_groups
+        else:
+            lists = optimizer.bit16_groups
+        return [group for group, held in zip(found, lists, strict=True) if any(each is parameter for each in held)]
 
     @torch.no_grad()
     def prepare_state(self, kinds: Sequence[str], step: int) -> None:
@@ -147,6 +162,8 @@ class DeepSpeedEngine:
             parameter.copy_(weight)
             for kind, value in values.items():
                 self.optimizer.state[parameter][kind].copy_(value)
+            return
+        if not parameter.requires_grad:
             return
         safe_set_full_fp32_param(parameter, weight)
         for kind, value in values.items():

@@ -119,6 +119,8 @@ class MegatronEngine:
     @torch.no_grad()
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """What data-parallel ranks share of a parameter is put together; see engines.Engine."""
+        if not parameter.requires_grad:  # no optimizer has it
+            return {WEIGHT: fully_sharded.whole(parameter.detach().float())}
         if self._layout.layer_wise:
             return self._gather_whole(parameter)
         if not self._layout.distributed_optimizer:
@@ -131,8 +133,6 @@ class MegatronEngine:
 
     def _gather_whole(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """From the data-parallel rank that steps the parameter to those that do not."""
-        if not parameter.requires_grad:
-            return {WEIGHT: parameter.float()}
         held, whole = self._own(parameter), {}
         for kind in (WEIGHT, *MOMENTS[self._rules[parameter]]):
             whole[kind] = parameter.new_zeros(moment_shape(kind, parameter.shape), dtype=torch.float32)
@@ -145,6 +145,16 @@ class MegatronEngine:
         """What this rank's layer-wise optimizer holds of a parameter: all of it, or nothing."""
         main = getattr(parameter, "main_param", None)
         return {} if main is None else {WEIGHT: main, **self._moments_of(main)}
+
+    def groups(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]] | None:
+        """By the parameters that megatron-core's optimizers step; see engines.Engine."""
+        if self._layout.distributed_optimizer:
+            maps = [(holder, holder.model_param_group_index_map) for holder in self._holders]
+            return [holder.optimizer.param_groups[at[parameter][0]] for holder, at in maps if parameter in at] or None
+        main = getattr(parameter, "main_param", parameter)
+        groups = [group for holder in self._holders for group in holder.param_groups]
+        found = [group for group in groups if any(each is main for each in group["params"])]
+        return found or (None if self._layout.layer_wise else [])
 
     @torch.no_grad()
     def prepare_state(self, kinds: Sequence[str], step: int) -> None:

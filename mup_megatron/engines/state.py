@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from mup_megatron.model import init
 from mup_megatron.model.global_names import named_buffers, named_parameters
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.shapes import Init, TensorSpec
-from mup_megatron.rules.table import Parametrization, is_copied
+from mup_megatron.rules.table import Parametrization, TensorHyperparameters, is_copied
 from mup_megatron.util.errors import UserError
 
 
@@ -67,8 +67,13 @@ def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:
     return sum(
         4 * math.prod(moment_shape(kind, tensor.shape.spec.shape))
         for tensor in parametrization.tensors.values()
-        for kind in (WEIGHT, *(() if tensor.group.update_rule in without else MOMENTS[tensor.group.update_rule]))
+        for kind in (WEIGHT, *(() if tensor.group.update_rule in without else _moments(tensor)))
     )
+
+
+def _moments(tensor: TensorHyperparameters) -> tuple[str, ...]:
+    """What the optimizer keeps of a tensor, of which a frozen one has nothing."""
+    return () if tensor.shape.spec.frozen else MOMENTS[tensor.group.update_rule]
 
 
 def load_state(
@@ -90,10 +95,13 @@ def load_state(
     saved = saved_shapes(directory)
     kinds = sorted({key.partition(".")[0] for key in saved} - {BUFFER})
     engine.prepare_state(kinds, step)
-    tensors = {name: parametrization.tensors[name] for name, _ in engine.named}
-    for rule in dict.fromkeys(tensor.group.update_rule for tensor in parametrization.tensors.values()):
-        own = [kind for kind in kinds if kind in (WEIGHT, *MOMENTS[rule])]
-        specs = {name: tensor.shape.spec for name, tensor in tensors.items() if tensor.group.update_rule == rule}
+    kept = {
+        name: [kind for kind in kinds if kind in (WEIGHT, *_moments(tensor))]
+        for name, tensor in parametrization.tensors.items()
+    }
+    for own in dict.fromkeys(map(tuple, kept.values())):
+        names = [name for name, _ in engine.named if kept[name] == [*own]]
+        specs = {name: parametrization.tensors[name].shape.spec for name in names}
         loaded = _load(directory, saved, specs, own, layout, rank)
         for name, parameter in engine.named:  # of which two may be one tensor
             if name in specs:
@@ -151,7 +159,7 @@ def _load(
     directory: Path,
     saved: Mapping[str, tuple[int, ...]],
     specs: Mapping[str, TensorSpec],
-    kinds: list[str],
+    kinds: Sequence[str],
     layout: Layout,
     rank: int,
 ) -> dict[str, torch.Tensor]:

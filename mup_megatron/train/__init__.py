@@ -1,1 +1,1 @@
-"""The training loop, and what hangs on it, a hook in a file each: metrics, screen, samples, BLEU, a watching study."""
+"""The training loop, and its hooks, a file each: metrics, screen, samples, BLEU, the audit, a watching study."""

@@ -30,6 +30,7 @@ from mup_megatron.model.explain import explain
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.train.auditing import Auditing
 from mup_megatron.train.hooks import Hook
 from mup_megatron.train.loop import Loop
 from mup_megatron.train.metrics import Metrics
@@ -232,6 +233,16 @@ class _Run:
         )
         metrics = Metrics(config, done, self.rank)
         hooks: list[Hook] = [metrics, Screen(config.training, self.progress)]
+        if config.run.audit != "off" and watcher is None:
+            begins = not done and self.manifest.initialised_from is None
+            auditing = Auditing(
+                *(self.setup, engine, self.parametrization),
+                begins=begins,
+                rank=self.rank,
+                device=device,
+                say=self.progress.say,
+            )
+            hooks.append(auditing)
         if config.training.eval_translations and datasets[1]:
             from mup_megatron.evaluate.translation.validation import Validation
             from mup_megatron.train.bleu import Bleu

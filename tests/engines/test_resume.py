@@ -72,8 +72,12 @@ PAIRS = [
     ("t5", ZERO1, TP4),
     ("t5", ZERO3, MEGATRON),
     ("t5", MEGATRON_PLAIN, TP2),
+    # No optimizer has the gains, and DeepSpeed's own accessors know nothing of a parameter without one.
+    ("llama, frozen-gains", ZERO1, ZERO3),
+    ("llama, frozen-gains", ZERO3, MEGATRON),
+    ("llama, frozen-gains", MEGATRON, FSDP2),
 ]
-QUICK = [("gpt3", ZERO1, MEGATRON)]
+QUICK = [("gpt3", ZERO1, MEGATRON), ("llama, frozen-gains", ZERO1, ZERO3)]
 
 
 @pytest.fixture(scope="module")

@@ -66,11 +66,12 @@ def train(rank: Rank, *, config: Config, steps: int, broken: str = "nothing") ->
         return _train(rank, config, steps)
 
 
-def train_file(rank: Rank, *, path: Path) -> float | None:
-    """`mup-megatron train` on a config file, but for the command line."""
+def train_file(rank: Rank, *, path: Path, broken: str = "nothing") -> float | None:
+    """`mup-megatron train` on a config file, but for the command line, with something taken out of the library."""
     from mup_megatron.train.run import train
 
-    return train(resolve(load_config(path), rank.world_size), rank)
+    with break_(broken):
+        return train(resolve(load_config(path), rank.world_size), rank)
 
 
 def command(rank: Rank, *, arguments: list[str]) -> tuple[int, str, str]:

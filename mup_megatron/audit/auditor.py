@@ -1,0 +1,236 @@
+"""Asks of one run what its tensors have. Public names: `Auditor`, `Group`.
+
+A door hands over how it holds tensors and groups; the questions are the same behind all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed.tensor import DTensor
+
+from mup_megatron.audit.findings import Audit, Finding
+from mup_megatron.audit.initial import copies, initial_values
+from mup_megatron.audit.sums import over_ranks, share_of
+from mup_megatron.audit.update import WEIGHT, Sample, expected_update
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.table import Parametrization, TensorHyperparameters
+
+_ERROR = 1e-3
+"""Share of an update by which it may be off (root of the sum of squares over the elements looked at)."""
+_ROUNDING = 2.0**-23
+"""Of a weight in float32, from which an update is subtracted."""
+_RATE = 1e-6
+"""Relative, of what a group says: some optimizers keep it in float32."""
+
+Group = Mapping[str, Any]
+"""A group of the optimizer at hand, with `lr`, and `eps`, `weight_decay`, `betas` where it has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """How a run holds its tensors.
+
+    Args:
+        named: this rank's parameters by global name, in an order that ranks which step one tensor together share.
+        gather: this rank's whole slice of a parameter and of its optimizer state by kind; may be collective.
+        groups: the optimizer's groups that hold a parameter, which is one if all is well; None where this rank does not
+            know, since another one steps the parameter.
+    """
+
+    named: Sequence[tuple[str, torch.nn.Parameter]]
+    gather: Callable[[torch.nn.Parameter], dict[str, torch.Tensor]]
+    groups: Callable[[torch.nn.Parameter], Sequence[Group] | None]
+
+
+class Auditor:
+    """Asks a run at its first step.
+
+    Args:
+        door: how the run holds its tensors.
+        table: of the run.
+        layout: how ranks split the model.
+        betas: of the optimizer.
+        decoupled: whether weight decay is not part of the gradient.
+        device: where ranks exchange.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        table: Parametrization,
+        layout: Layout,
+        *,
+        betas: tuple[float, float],
+        decoupled: bool,
+        device: torch.device,
+    ) -> None:
+        self._door, self._table, self._layout = door, table, layout
+        self._betas, self._decoupled, self._device = betas, decoupled, device
+        self._samples: list[Sample] = []
+        self.audit = Audit()
+
+    def ask_initial_values(self) -> None:
+        """Before the first step of a run that begins. Collective."""
+        self.audit.add(initial_values(self._door.named, self._weight, self._table, self._layout, self._device))
+
+    def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What the forward pass takes, where this rank has it whole; otherwise what is put together."""
+        if parameter.numel() and not isinstance(parameter, DTensor):
+            return parameter.detach()
+        return self._master(parameter)
+
+    def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return self._door.gather(parameter)[WEIGHT]
+
+    def begin_step(self) -> None:
+        """Before a step: keeps a few elements of every tensor. Collective."""
+        self._samples = [Sample.of(self._door.gather(parameter)) for _, parameter in self._door.named]
+
+    def ask_groups(self, schedule: float) -> None:
+        """After a step: every trainable tensor is in one group, and that has what the table says. Collective.
+
+        Args:
+            schedule: rate of the step over the rate at the schedule's peak.
+        """
+        rank = torch.distributed.get_rank()
+        held: dict[str, list[float]] = {}
+        for name, parameter in self._door.named:
+            row = self._table.tensors[name]
+            share = share_of(name, row.shape.spec, self._layout, rank)
+            groups = self._door.groups(parameter)
+            if share and groups is not None:
+                numbers = [1.0, float(len(groups)), *(_said(groups[0]) if groups else [math.nan] * len(_SAID))]
+                held[name] = [share * number for number in numbers]
+        for name, (known, *numbers) in over_ranks(
+            held, list(self._table.tensors), 2 + len(_SAID), self._device
+        ).items():
+            row, means = self._table.tensors[name], [number / known if known else math.nan for number in numbers]
+            self.audit.add(_judged_group(name, row, means, schedule, self._betas))
+
+    def end_step(self, schedule: float, updates: int) -> None:
+        """After the step: every tensor moved as the table has it, on all ranks alike. Collective.
+
+        Args:
+            schedule: rate of the step over the rate at the schedule's peak.
+            updates: that the optimizer has made, this one among them.
+        """
+        rank = torch.distributed.get_rank()
+        sums: dict[str, list[float]] = {}
+        for (name, parameter), sample in zip(self._door.named, self._samples, strict=True):
+            row = self._table.tensors[name]
+            whole = self._door.gather(parameter)
+            after = sample.taken(whole)
+            if row.shape.spec.frozen:
+                expected: torch.Tensor | None = torch.zeros_like(after[WEIGHT])
+            else:
+                expected = expected_update(
+                    row,
+                    sample.values,
+                    after,
+                    schedule=schedule,
+                    betas=self._betas,
+                    decoupled=self._decoupled,
+                    updates=updates,
+                )
+            if expected is None:
+                continue
+            moved = after[WEIGHT] - sample.values[WEIGHT]
+            allowed = (_ERROR * expected).square() + (_ROUNDING * after[WEIGHT]).square()
+            reached = sum(float(value.count_nonzero()) for kind, value in whole.items() if kind != WEIGHT)
+            numbers = ((moved - expected).square(), allowed, moved * expected, expected.square())
+            share = share_of(name, row.shape.spec, self._layout, rank)
+            sums[name] = [share, share * reached, *(share * float(number.sum()) for number in numbers)]
+        self._samples = []
+        for name, (known, reached, *means) in over_ranks(sums, list(self._table.tensors), 6, self._device).items():
+            if not known:
+                self.audit.unseen.append(f"update of {name}")
+                continue
+            self.audit.add([_judged_update(name, means)])
+            if not (reached or self._may_stand(self._table.tensors[name])):
+                self.audit.add([_still(name)])
+        # The optimizer's own weights: what the forward pass takes may be gathered when it begins.
+        self.audit.add(copies(self._door.named, self._master, self._table, self._layout, self._device))
+
+    def _may_stand(self, row: TensorHyperparameters) -> bool:
+        """Whether no gradient need have come to a tensor in one step.
+
+        A router of one expert gives it the probability 1, whatever its logits are.
+        """
+        spec, config = row.shape.spec, self._table.config
+        constant = ".router." in row.shape.name and config.model.moe_router_topk == 1
+        zero = config.parametrization.zero_init_readout or config.parametrization.zero_init_query
+        return spec.frozen or spec.expert or constant or zero
+
+
+def _still(name: str) -> Finding:
+    return Finding(tensor=name, quantity="gradient", expected=None, found=0.0, within="any but 0", right=False)
+
+
+def _judged_update(name: str, sums: Sequence[float]) -> Finding:
+    off, allowed, along, size = sums
+    return Finding(
+        tensor=name,
+        quantity="update over the table's",
+        expected=1.0,
+        found=along / size if size else 1.0 if off <= allowed else math.inf,
+        within=f"{_ERROR:g} of it, and the rounding of weights",
+        right=off <= allowed,
+    )
+
+
+_SAID = ("lr", "eps", "weight_decay", "first beta", "second beta")
+
+
+def _said(group: Group) -> list[float]:
+    """What a group says; NaN where it says nothing."""
+    betas = group.get("betas", (math.nan, math.nan))
+    return [float(group.get(name, math.nan)) for name in ("lr", "eps", "weight_decay")] + [
+        float(beta) for beta in betas
+    ]
+
+
+def _judged_group(
+    name: str,
+    row: TensorHyperparameters,
+    found: Sequence[float],
+    schedule: float,
+    betas: tuple[float, float],
+) -> list[Finding]:
+    """What the optimizer's group of a tensor says, against the table."""
+    count, *said = found
+    expected_count = 0.0 if row.shape.spec.frozen else 1.0
+    findings = [
+        Finding(
+            tensor=name,
+            quantity="optimizer groups that hold it",
+            expected=expected_count,
+            found=count,
+            within="exactly",
+            right=abs(count - expected_count) < 1e-9,
+        )
+    ]
+    if row.shape.spec.frozen or not findings[0].right:
+        return findings
+    expected = (row.lr * schedule, row.eps, row.weight_decay, *betas)
+    for quantity, value, there in zip(_SAID, expected, said, strict=True):
+        if value is None or (math.isnan(there) and quantity not in ("lr", "weight_decay")):
+            continue  # an optimizer without an epsilon, or without betas
+        findings.append(
+            Finding(
+                tensor=name,
+                quantity={"lr": "learning rate", "eps": "epsilon", "weight_decay": "weight decay"}.get(
+                    quantity, quantity
+                ),
+                expected=value,
+                found=there,
+                within=f"{_RATE:g} of it",
+                right=abs(there - value) <= _RATE * abs(value),
+            )
+        )
+    return findings

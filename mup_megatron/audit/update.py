@@ -1,0 +1,86 @@
+"""One optimizer step, recomputed in float64 from what the optimizer keeps. Public names: `Sample`, `expected_update`.
+
+Adam and Lion keep enough of a gradient for that after their step, whatever happened to the gradient on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mup_megatron.rules.table import TensorHyperparameters
+
+WEIGHT = "weight"
+_MOST = 4096
+"""Elements of each slice that are looked at."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Elements of a rank's slice of a parameter and of its optimizer state before a step.
+
+    Args:
+        places: of the elements in the flattened slice.
+        values: of them, float64, by kind: `weight`, and the optimizer's moments by torch's names.
+    """
+
+    places: torch.Tensor
+    values: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, whole: Mapping[str, torch.Tensor]) -> Sample:
+        """Elements at even distances, all of them where there are few."""
+        count = whole[WEIGHT].numel()
+        places = torch.linspace(0, max(0, count - 1), min(count, _MOST), dtype=torch.float64).long()
+        sample = cls(places.to(whole[WEIGHT].device), {})
+        sample.values.update(sample.taken(whole))
+        return sample
+
+    def taken(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same elements of later values, of those kinds that have one number per element."""
+        size = whole[WEIGHT].numel()
+        return {
+            kind: value.detach().flatten()[self.places.to(value.device)].double()
+            for kind, value in whole.items()
+            if value.numel() == size
+        }
+
+
+def expected_update(
+    row: TensorHyperparameters,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    *,
+    schedule: float,
+    betas: tuple[float, float],
+    decoupled: bool,
+    updates: int,
+) -> torch.Tensor | None:
+    """How far the table has the elements move in one step; None where what the optimizer keeps does not tell.
+
+    Args:
+        row: of the tensor.
+        before: elements of the weight and of the moments before the step, float64.
+        after: the same after it.
+        schedule: rate of the step over the rate at the schedule's peak.
+        betas: of the optimizer.
+        decoupled: whether decay is not part of the gradient.
+        updates: that the optimizer has made, this one among them.
+    """
+    rule, weight = row.group.update_rule, before[WEIGHT]
+    lr = row.lr * schedule
+    decay = lr * row.weight_decay * weight if decoupled else torch.zeros_like(weight)
+    first, second = betas
+    if rule == "adam" and "exp_avg_sq" in after:
+        mean = after["exp_avg"] / (1 - first**updates)
+        size = (after["exp_avg_sq"] / (1 - second**updates)).sqrt() + (row.eps or 0.0)
+        return -lr * mean / size - decay
+    if rule == "lion" and "exp_avg" in after:
+        held = before.get("exp_avg", torch.zeros_like(weight))
+        gradient = (after["exp_avg"] - second * held) / (1 - second)
+        return -lr * (first * held + (1 - first) * gradient).sign() - decay
+    if rule == "sgd" and "momentum_buffer" in after:
+        return -lr * after["momentum_buffer"] - decay
+    return None

@@ -1,0 +1,91 @@
+"""The audit of a run's first steps: what tensors and optimizer have is what the table says. Public name: `Auditing`.
+
+Its questions are `audit/`'s. It asks again after every resume, but not for initial values, which are gone then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mup_megatron.audit.auditor import Auditor, Door
+from mup_megatron.checkpoints.checkpoint import AUDIT
+from mup_megatron.engines import Engine
+from mup_megatron.engines.setup import Setup
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.rules.horizon import betas
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.train.hooks import Hook, Step
+from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import write_whole
+
+
+class Auditing(Hook):
+    """Asks before the first step and after the first one whose rate is not 0; then it is done.
+
+    Args:
+        setup: the run.
+        engine: whose tensors and groups are looked at.
+        parametrization: of the run.
+        begins: whether the run has its initial values.
+        rank: this process; the first one writes audit.json.
+        device: where ranks exchange.
+        say: takes a line for the screen.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        engine: Engine,
+        parametrization: Parametrization,
+        *,
+        begins: bool,
+        rank: Rank,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        config = setup.config
+        door = Door(named=engine.named, gather=engine.gather, groups=engine.groups)
+        self._auditor: Auditor | None = Auditor(
+            door,
+            parametrization,
+            setup.layout,
+            betas=betas(config),
+            decoupled=config.optimizer.name != "adam",
+            device=device,
+        )
+        self._begins, self._rank, self._say = begins, rank, say
+        self._peak, self._stops = config.hparams.lr, config.run.audit == "stop"
+        self._path = Path(config.run.dir) / AUDIT
+
+    def before_run(self) -> bool:
+        """Asks for initial values."""
+        if self._auditor is not None:
+            if self._begins:
+                self._auditor.ask_initial_values()
+            self._auditor.begin_step()
+        return True
+
+    def after_step(self, step: Step) -> None:
+        """Asks for groups and updates.
+
+        Raises:
+            UserError: something is wrong, and `run.audit` is `stop`.
+        """
+        if self._auditor is None:
+            return
+        if step.lr == 0:  # of a warm-up: nothing has moved
+            self._auditor.begin_step()
+            return
+        auditor, self._auditor, schedule = self._auditor, None, step.lr / self._peak
+        auditor.ask_groups(schedule)
+        auditor.end_step(schedule, step.number)
+        audit = auditor.audit
+        if self._rank.is_first:
+            write_whole(self._path, json.dumps(audit.as_json(), indent=1))
+        if audit.wrong and self._stops:
+            raise UserError(f"{audit.line}; {self._path} has all of them; run.audit=warn goes on all the same")
+        self._say(f"{'warning: ' if audit.wrong else ''}{audit.line}")

@@ -1,0 +1,22 @@
+"""Faults of the audit: what it would not see."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import decorated
+
+MUTANTS = (
+    decorated(
+        "audit: updates are not compared",
+        "any update is right",
+        "audit.auditor._judged_update",
+        "lambda f: lambda *a: __import__('dataclasses').replace(f(*a), right=True)",
+        "train/test_auditing.py::test_a_wrong_rate_stops_the_run",
+    ),
+    decorated(
+        "audit: initial values of any size",
+        "what a layer starts with may be twice as large",
+        "audit.initial._bounds",
+        "lambda f: lambda count: (0.0, 100.0)",
+        "audit/test_audit.py::test_a_planted_fault_is_named[twice the size: TP 2, ZeRO 0]",
+    ),
+)

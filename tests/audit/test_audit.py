@@ -1,0 +1,86 @@
+"""The audit on this project's engines: no false alarm in any layout, and planted faults named by tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mup_megatron.data.prepare import prepare
+from tests.helpers import audit_bodies
+from tests.helpers.audit_faults import GROUPS, INITIAL, STEPS, WHOLE_GROUPS, Fault
+from tests.helpers.distributed import Ranks
+from tests.helpers.layouts import Split
+from tests.helpers.matrix import MATRIX, QUICK, config_of, row
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        pytest.param(*cell, id=f"{cell[0]}: {row(*cell)[2]}", marks=() if cell in QUICK else pytest.mark.slow)
+        for cell in MATRIX
+    ],
+)
+def test_no_false_alarm(ranks: Ranks, model: str, split: Split) -> None:
+    config = config_of(model, split)
+    prepare(config)
+    results = ranks.run(split.processes, audit_bodies.audited, config=config)
+    for found in results:
+        assert found["wrong"] == []
+        assert found["unseen"] == []
+        assert found["findings"] >= 3 * found["tensors"]
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "more"),
+    [
+        ("gpt3", Split(1, tensor=2, data=2), {"training__precision": "bf16"}),
+        ("gpt3", Split("distributed", data=2), {"training__precision": "bf16"}),
+        ("mtp", Split("plain", pipeline=2), {"model__share_embeddings_and_output_weights": True}),
+        ("gpt3, head_size", Split(2, data=2), {"optimizer__name": "sgd", "hparams__weight_decay": 0.0}),
+        ("gpt3, head_size", Split("plain", tensor=2), {"optimizer__name": "sgd", "hparams__weight_decay": 0.0}),
+        ("gpt3, mixed", Split(0, data=2), {"optimizer__name": "adam", "hparams__weight_decay": 0.0}),
+    ],
+    ids=str,
+)
+def test_no_false_alarm_of_others(ranks: Ranks, model: str, split: Split, more: dict[str, Any]) -> None:
+    """In bf16, with two copies of an embedding under one name, under other optimizers."""
+    config = config_of(model, split, **more)
+    prepare(config)
+    for found in ranks.run(split.processes, audit_bodies.audited, config=config):
+        assert (found["wrong"], found["unseen"]) == ([], [])
+
+
+# Layouts whose engines hold groups and master weights each in a way of its own.
+ZERO = [Split(stage, data=2) for stage in range(4)]
+MEGATRON = [Split("plain", tensor=2), Split("distributed", data=2), Split("fsdp2", data=2)]
+# Where the optimizer steps the model's own parameters, so that a change of these is a change of what it keeps.
+OWN = [Split(0, tensor=2), Split("plain", tensor=2)]
+
+
+def planted(splits: list[Split], faults: dict[str, Fault], quick: int) -> list[Any]:
+    """Every fault in every layout; a few of them are quick. Data-parallel ranks get their copies from the first."""
+    cells = [(fault, split) for split in splits for fault in faults if split.tensor > 1 or "rank" not in fault]
+    return [
+        pytest.param(*cell, id=f"{cell[0]}: {cell[1]}", marks=() if number % quick == 0 else pytest.mark.slow)
+        for number, cell in enumerate(cells)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "split"),
+    [
+        *planted([Split(0, tensor=2), Split(1, tensor=2, data=2), *ZERO[1:], *MEGATRON], {**INITIAL}, 7),
+        *planted([Split(0, tensor=2), *ZERO, *MEGATRON], {**GROUPS}, 9),
+        *planted(OWN, {**STEPS, **WHOLE_GROUPS}, 3),
+    ],
+)
+def test_a_planted_fault_is_named(ranks: Ranks, fault: str, split: Split) -> None:
+    """By tensor and quantity, on every rank."""
+    expected = audit_bodies.FAULTS[fault]
+    config = config_of("gpt3, mixed", split)
+    prepare(config)
+    for found in ranks.run(split.processes, audit_bodies.audited, config=config, fault=fault):
+        said = [line for line in found["wrong"] if line.startswith(f"{expected.tensor}: ") and expected.said in line]
+        assert said, found["wrong"]
+        assert found["line"].endswith(f"; {found['wrong'][0]}") or f"; {found['wrong'][0]};" in found["line"]

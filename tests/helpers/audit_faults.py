@@ -1,0 +1,163 @@
+"""Faults that an audit must name: what is done to a run, at which moment, and what is said of which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mup_megatron.rules.table import Parametrization, TensorHyperparameters
+
+LAYER = "decoder.layers.0."
+QKV, QKV_BIAS = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_qkv.bias"
+FC1, FC2, BIAS = (f"{LAYER}mlp.linear_{name}" for name in ("fc1.weight", "fc2.weight", "fc2.bias"))
+GAIN, WORDS = "decoder.final_layernorm.weight", "embedding.word_embeddings.weight"
+
+Named = dict[str, torch.nn.Parameter]
+Change = Callable[[Named, int], None]
+"""What is done to this rank's parameters by global name; on which rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Args:
+        tensor: that must be named.
+        said: of it.
+        values: done to the initial values, before there is an optimizer.
+        table: that the optimizer's groups are made by, from the one that the audit has.
+        optimizer: done to the real optimizer before the step.
+        weights: done to the weights behind the step.
+    """
+
+    tensor: str
+    said: str
+    values: Change | None = None
+    table: Callable[[Parametrization], Parametrization] | None = None
+    optimizer: Callable[[Any, Named], None] | None = None
+    weights: Change | None = None
+
+
+def on(name: str, change: Callable[[torch.Tensor], Any], *, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Change:
+    """One tensor changed in place."""
+
+    def changed(named: Named, rank: int) -> None:
+        if name in named and rank in ranks:
+            change(named[name].data)
+
+    return changed
+
+
+def swapped(one: str, other: str) -> Change:
+    """Two tensors with each other's values."""
+
+    def changed(named: Named, rank: int) -> None:
+        first = named[one].data.clone()
+        named[one].data.copy_(named[other].data)
+        named[other].data.copy_(first)
+
+    return changed
+
+
+def row(name: str, **retuned: float) -> Callable[[Parametrization], Parametrization]:
+    """Another row of the table for one tensor: factors on what its group has."""
+
+    def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+        if tensor.shape.name != name:
+            return tensor
+        group = {"lr": tensor.group.lr, "eps": tensor.group.eps, "decay": tensor.group.weight_decay}
+        return tensor.retuned(**{key: float(group[key]) * factor for key, factor in retuned.items()})
+
+    return lambda table: table.replaced(change)
+
+
+def exchanged(one: str, other: str) -> Callable[[Parametrization], Parametrization]:
+    """Two tensors in each other's groups."""
+
+    def swap(table: Parametrization) -> Parametrization:
+        groups = {one: table.tensors[other].group, other: table.tensors[one].group}
+
+        def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
+            group = groups.get(tensor.shape.name, tensor.group)
+            return tensor.retuned(lr=group.lr, eps=group.eps, decay=group.weight_decay)
+
+        return table.replaced(change)
+
+    return swap
+
+
+def in_groups(**changed: Any) -> Callable[[Any, Named], None]:
+    """Keys of every group of the real optimizer."""
+
+    def change(optimizer: Any, named: Named) -> None:
+        for group in optimizer.param_groups:
+            group.update(changed)
+
+    return change
+
+
+def lost(name: str) -> Callable[[Any, Named], None]:
+    """A parameter that is in no group any more."""
+
+    def change(optimizer: Any, named: Named) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each is not named[name]]
+
+    return change
+
+
+def twice(name: str) -> Callable[[Any, Named], None]:
+    """A parameter that is in two groups: the last one has it too."""
+    return lambda optimizer, named: optimizer.param_groups[-1]["params"].append(named[name])
+
+
+def frozen(name: str) -> Change:
+    """A parameter to which no gradient comes."""
+
+    def change(named: Named, rank: int) -> None:
+        if name in named:
+            named[name].register_hook(torch.zeros_like)
+
+    return change
+
+
+FLIP: Callable[[torch.Tensor], Any] = lambda value: value.copy_(value.flatten().flip(0).view_as(value))  # noqa: E731
+INITIAL = {
+    "twice the size": Fault(tensor=FC2, said="initial std", values=on(FC2, lambda v: v.mul_(2))),
+    "the base's size": Fault(tensor=QKV, said="initial std", values=on(QKV, lambda v: v.mul_(1.225))),
+    "half the size": Fault(tensor=WORDS, said="initial std", values=on(WORDS, lambda v: v.mul_(0.5))),
+    "a mean": Fault(tensor=WORDS, said="initial mean", values=on(WORDS, lambda v: v.add_(0.02))),
+    "a bias of its own": Fault(tensor=BIAS, said="values that are not 0", values=on(BIAS, lambda v: v.add_(0.01))),
+    "a gain of its own": Fault(tensor=GAIN, said="values that are not 1", values=on(GAIN, lambda v: v.mul_(1.1))),
+    "other numbers": Fault(tensor=FC2, said="not the seed's", values=on(FC2, FLIP)),
+    "of another layer": Fault(tensor=FC2, said="not the seed's", values=swapped(FC2, FC2.replace(".0.", ".1."))),
+    "one rank's slice": Fault(tensor=FC1, said="not the seed's", values=on(FC1, FLIP, ranks=(1,))),
+    "one rank's copy": Fault(tensor=GAIN, said="copies apart", values=on(GAIN, lambda v: v[:1].add_(1e-6), ranks=(1,))),
+}
+GROUPS = {
+    "twice the rate": Fault(tensor=FC2, said="learning rate", table=row(FC2, lr=2)),
+    "the base's rate": Fault(tensor=QKV, said="learning rate", table=row(QKV, lr=1.5)),
+    "a rate 1 % off": Fault(tensor=WORDS, said="learning rate", table=row(WORDS, lr=1.01)),
+    "another epsilon": Fault(tensor=QKV, said="epsilon", table=row(QKV, eps=4)),
+    "the base's epsilon": Fault(tensor=GAIN, said="epsilon", table=row(GAIN, eps=1.5)),
+    "half the decay": Fault(tensor=FC1, said="weight decay", table=row(FC1, decay=0.5)),
+    "in each other's groups": Fault(tensor=WORDS, said="learning rate", table=exchanged(WORDS, FC2)),
+    "other betas": Fault(tensor=FC2, said="second beta", optimizer=in_groups(betas=(0.9, 0.999))),
+    "one epsilon for all": Fault(tensor=QKV, said="epsilon", optimizer=in_groups(eps=1e-5)),
+    "gains decay": Fault(tensor=GAIN, said="weight decay", optimizer=in_groups(weight_decay=0.3)),
+}
+STEPS = {
+    "decay in the gradient": Fault(tensor=FC2, said="update", optimizer=in_groups(decoupled_weight_decay=False)),
+    "the largest square so far": Fault(tensor=FC2, said="update", optimizer=in_groups(amsgrad=True)),
+    "no gradient": Fault(tensor=FC1, said="gradient", values=frozen(FC1)),
+    "undone": Fault(tensor=QKV, said="update", weights=on(QKV, lambda v: v.mul_(1.001))),
+    "apart after the step": Fault(tensor=GAIN, said="copies", weights=on(GAIN, lambda v: v.mul_(1.5), ranks=(1,))),
+}
+WHOLE_GROUPS = {
+    "in no group": Fault(tensor=FC1, said="optimizer groups", optimizer=lost(FC1)),
+    "in two groups": Fault(tensor=FC1, said="optimizer groups", optimizer=twice(FC1)),
+}
+"""Where the optimizer steps the parameters themselves."""

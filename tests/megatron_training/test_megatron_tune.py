@@ -377,9 +377,9 @@ def test_a_fault_that_all_trials_share(command: list[str], tmp_path: Path) -> No
 
 def test_a_study_knows_its_command_line(tmp_path: Path) -> None:
     """Two command lines are two studies; without one nothing is added, so that studies there are stay what they are."""
-    from mup_megatron.tuning.study import _decided
+    from mup_megatron.tuning.study import _deciding
 
     config = study(tmp_path)
-    assert _decided(config)["tuning.command"] == config.tuning.command
+    assert _deciding(config)["tuning.command"] == config.tuning.command
     plain = parse_config({**config.model_dump(), "tuning": config.tuning.model_dump(exclude={"command"})}, None)
-    assert "tuning.command" not in _decided(plain)
+    assert "tuning.command" not in _deciding(plain)

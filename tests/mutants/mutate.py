@@ -265,7 +265,8 @@ def page(outcomes: Sequence[dict[str, Any]], before: str) -> str:
         "tests that must notice it run.\nA mutant counts as caught where a test that passes on the unbroken tree fails "
         "because it compared something; a test that\ncrashes before it compares does not count. The faults are in "
         "mutants.py of the tests' folder of each room;\n"
-        "[mutate.py](../../tests/mutants/mutate.py) runs them, and says in the last column when it did, and how long "
+        "[mutate.py]"
+        "(../../tests/mutants/mutate.py) runs them, and says in the last column when it did, and how long "
         f"the tests took.\n\nMade by `./dev mutants` ({versions}): {caught} of {len(kept)} caught.\n\n"
         "| mutant | what is lost | symbol | caught by, and what the test said | seconds |\n"
         "| --- | --- | --- | --- | --- |\n" + "".join(f"{row}\n" for row in kept)

@@ -56,7 +56,7 @@ class Auditor:
         table: of the run.
         layout: how ranks split the model.
         betas: of the optimizer.
-        decoupled: whether weight decay is not part of the gradient.
+        decoupled: whether Adam's weight decay is not part of the gradient.
         device: where ranks exchange.
     """
 

@@ -66,7 +66,7 @@ def expected_update(
         after: the same after it.
         schedule: rate of the step over the rate at the schedule's peak.
         betas: of the optimizer.
-        decoupled: whether decay is not part of the gradient.
+        decoupled: whether Adam's decay is not part of the gradient.
         updates: that the optimizer has made, this one among them.
     """
     rule, weight = row.group.update_rule, before[WEIGHT]
@@ -82,5 +82,5 @@ def expected_update(
         gradient = (after["exp_avg"] - second * held) / (1 - second)
         return -lr * (first * held + (1 - first) * gradient).sign() - decay
     if rule == "sgd" and "momentum_buffer" in after:
-        return -lr * after["momentum_buffer"] - decay
+        return -lr * after["momentum_buffer"]  # of torch, which adds the decay to the gradient
     return None

@@ -31,14 +31,17 @@ def test_no_false_alarm(ranks: Ranks, model: str, split: Split) -> None:
         assert found["findings"] >= 3 * found["tensors"]
 
 
+SGD = {"optimizer__name": "sgd", "parametrization__weight_decay": "independent"}
+
+
 @pytest.mark.parametrize(
     ("model", "split", "more"),
     [
         ("gpt3", Split(1, tensor=2, data=2), {"training__precision": "bf16"}),
         ("gpt3", Split("distributed", data=2), {"training__precision": "bf16"}),
         ("mtp", Split("plain", pipeline=2), {"model__share_embeddings_and_output_weights": True}),
-        ("gpt3, head_size", Split(2, data=2), {"optimizer__name": "sgd", "hparams__weight_decay": 0.0}),
-        ("gpt3, head_size", Split("plain", tensor=2), {"optimizer__name": "sgd", "hparams__weight_decay": 0.0}),
+        ("gpt3, head_size", Split(2, data=2), SGD),
+        ("gpt3, head_size", Split("plain", tensor=2), SGD),
         ("gpt3, mixed", Split(0, data=2), {"optimizer__name": "adam", "hparams__weight_decay": 0.0}),
     ],
     ids=str,

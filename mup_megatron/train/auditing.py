@@ -6,6 +6,7 @@ Its questions are `audit/`'s. It asks again after every resume, but not for init
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Auditing(Hook):
         Raises:
             UserError: something is wrong, and `run.audit` is `stop`.
         """
-        if self._auditor is None:
+        if self._auditor is None or not math.isfinite(step.loss):  # the loop says so
             return
         if step.lr == 0:  # of a warm-up: nothing has moved
             self._auditor.begin_step()

@@ -322,10 +322,13 @@ def test_a_folder_that_cannot_be_written(config_file: Path, tmp_path: Path, capf
     assert "run.dir: cannot write to" in capfd.readouterr().err
 
 
-def test_divergence_is_said(config_file: Path, ranks: Ranks) -> None:
-    settings = ["hparams.lr=1e30", "training.lr_warmup_steps=0", "training.clip_grad=0"]
+@pytest.mark.parametrize(
+    "keys", [["lr=1e30"], ["output_multiplier=1e30", "init_method_std=1e30"]], ids=["step 2", "step 1"]
+)
+def test_divergence_is_said(config_file: Path, ranks: Ranks, keys: list[str]) -> None:
+    settings = [*(f"hparams.{key}" for key in keys), "training.lr_warmup_steps=0", "training.clip_grad=0"]
     ((status, _, err),) = ranks.run(1, bodies.command, arguments=["train", str(config_file), *settings])
-    assert status == 1
+    assert status == 1, err
     assert "loss is" in err
     assert "Traceback" not in err
 

@@ -1,1 +1,1 @@
-"""What tensors and optimizer really have, held against the table: initial values, groups, multipliers, updates."""
+"""What tensors and optimizer really have, held against the table: initial values, groups, updates."""

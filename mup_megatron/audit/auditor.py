@@ -1,4 +1,4 @@
-"""Asks of one run what its tensors have. Public names: `Auditor`, `Group`.
+"""Asks of one run what its tensors have. Public names: `Auditor`, `Door`, `Group`.
 
 A door hands over how it holds tensors and groups; the questions are the same behind all of them.
 """
@@ -73,6 +73,7 @@ class Auditor:
         self._door, self._table, self._layout = door, table, layout
         self._betas, self._decoupled, self._device = betas, decoupled, device
         self._samples: list[Sample] = []
+        self._fresh = 0  # updates done when the optimizer had no averages yet
         self.audit = Audit()
 
     def ask_initial_values(self) -> None:
@@ -88,9 +89,17 @@ class Auditor:
     def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return self._door.gather(parameter)[WEIGHT]
 
-    def begin_step(self) -> None:
-        """Before a step: keeps a few elements of every tensor. Collective."""
+    def begin_step(self, done: int) -> None:
+        """Before a step: keeps a few elements of every tensor. Collective.
+
+        Args:
+            done: updates of the run; an optimizer of another name than the last one's may have made none of them.
+        """
         self._samples = [Sample.of(self._door.gather(parameter)) for _, parameter in self._door.named]
+        averages = [value for sample in self._samples for kind, value in sample.values.items() if kind != WEIGHT]
+        held = {"": [float(sum(int(value.count_nonzero()) for value in averages))]}
+        if not over_ranks(held, [""], 1, self._device)[""][0]:
+            self._fresh = done
 
     def ask_groups(self, schedule: float) -> None:
         """After a step: every trainable tensor is in one group, and that has what the table says. Collective.
@@ -113,12 +122,12 @@ class Auditor:
             row, means = self._table.tensors[name], [number / known if known else math.nan for number in numbers]
             self.audit.add(_judged_group(name, row, means, schedule, self._betas))
 
-    def end_step(self, schedule: float, updates: int) -> None:
+    def end_step(self, schedule: float, done: int) -> None:
         """After the step: every tensor moved as the table has it, on all ranks alike. Collective.
 
         Args:
             schedule: rate of the step over the rate at the schedule's peak.
-            updates: that the optimizer has made, this one among them.
+            done: updates of the run, this one among them.
         """
         rank = torch.distributed.get_rank()
         sums: dict[str, list[float]] = {}
@@ -136,12 +145,13 @@ class Auditor:
                     schedule=schedule,
                     betas=self._betas,
                     decoupled=self._decoupled,
-                    updates=updates,
+                    updates=done - self._fresh,
                 )
             if expected is None:
                 continue
-            moved = after[WEIGHT] - sample.values[WEIGHT]
-            allowed = (_ERROR * expected).square() + (_ROUNDING * after[WEIGHT]).square()
+            told = ~expected.isnan()
+            expected, moved = expected[told], (after[WEIGHT] - sample.values[WEIGHT])[told]
+            allowed = (_ERROR * expected).square() + (_ROUNDING * after[WEIGHT][told]).square()
             reached = sum(float(value.count_nonzero()) for kind, value in whole.items() if kind != WEIGHT)
             numbers = ((moved - expected).square(), allowed, moved * expected, expected.square())
             share = share_of(name, row.shape.spec, self._layout, rank)
@@ -162,10 +172,11 @@ class Auditor:
 
         A router of one expert gives it the probability 1, whatever its logits are.
         """
-        spec, config = row.shape.spec, self._table.config
-        constant = ".router." in row.shape.name and config.model.moe_router_topk == 1
+        spec, config, name = row.shape.spec, self._table.config, row.shape.name
+        constant = ".router." in name and config.model.moe_router_topk == 1
+        weightless = name.startswith("mtp.") and config.model.mtp_loss_scaling_factor == 0
         zero = config.parametrization.zero_init_readout or config.parametrization.zero_init_query
-        return spec.frozen or spec.expert or constant or zero
+        return spec.frozen or spec.expert or constant or weightless or zero
 
 
 def _still(name: str) -> Finding:

@@ -12,7 +12,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One number of one tensor (or module), as the table has it and as it is.
+    """One number of one tensor, as the table has it and as it is.
 
     Args:
         tensor: global name.
@@ -64,7 +64,8 @@ class Audit:
         """For the screen: how many tensors were looked at, how many are right, and the first that are not."""
         tensors = {finding.tensor for finding in self.findings}
         bad = dict.fromkeys(finding.tensor for finding in self.wrong)
-        said = f"audit: {len(tensors)} tensors and modules, {len(tensors) - len(bad)} right"
+        said = f"audit: {len(tensors)} tensors, {len(tensors) - len(bad)} right"
+        said += f" ({len(self.unseen)} updates not seen)" if self.unseen else ""
         return said + "".join(f"; {finding}" for finding in _first_of_each(self.wrong)[:_NAMED])
 
     def as_json(self) -> dict[str, Any]:

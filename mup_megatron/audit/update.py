@@ -15,6 +15,8 @@ from mup_megatron.rules.table import TensorHyperparameters
 WEIGHT = "weight"
 _MOST = 4096
 """Elements of each slice that are looked at."""
+_FLOAT32 = 2.0**-22
+"""Of the larger terms of a difference in float32: four of its roundings."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def expected_update(
 ) -> torch.Tensor | None:
     """How far the table has the elements move in one step; None where what the optimizer keeps does not tell.
 
+    NaN stands for single elements of which it does not tell: Lion's signs of what is 0 within rounding.
+
     Args:
         row: of the tensor.
         before: elements of the weight and of the moments before the step, float64.
@@ -67,7 +71,7 @@ def expected_update(
         schedule: rate of the step over the rate at the schedule's peak.
         betas: of the optimizer.
         decoupled: whether Adam's decay is not part of the gradient.
-        updates: that the optimizer has made, this one among them.
+        updates: in the optimizer's averages, this one among them.
     """
     rule, weight = row.group.update_rule, before[WEIGHT]
     lr = row.lr * schedule
@@ -80,7 +84,9 @@ def expected_update(
     if rule == "lion" and "exp_avg" in after:
         held = before.get("exp_avg", torch.zeros_like(weight))
         gradient = (after["exp_avg"] - second * held) / (1 - second)
-        return -lr * (first * held + (1 - first) * gradient).sign() - decay
+        step = first * held + (1 - first) * gradient
+        rounding = _FLOAT32 * (after["exp_avg"].abs() + held.abs()) * (1 - first) / (1 - second)
+        return -lr * step.sign().masked_fill(step.abs() < rounding, torch.nan) - decay
     if rule == "sgd" and "momentum_buffer" in after:
         return -lr * after["momentum_buffer"]  # of torch, which adds the decay to the gradient
     return None

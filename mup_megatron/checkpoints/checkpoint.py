@@ -27,8 +27,9 @@ SUMS = "SHA256SUMS"
 METRICS = "metrics.jsonl"
 """File, in a run's folder, of its steps and evaluations."""
 SAMPLES = "samples.jsonl"
-AUDIT = "audit.json"
 """File, in a run's folder, of the text that the model wrote at evaluations."""
+AUDIT = "audit.json"
+"""File, in a run's folder, of what its first step was found to be."""
 
 
 def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:

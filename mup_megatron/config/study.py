@@ -23,8 +23,8 @@ class Run(Section):
     kept in samples.jsonl. An empty prompt begins a document. A token takes one evaluation pass, for all prompts."""
     audit: Literal["stop", "warn", "off"] = "stop"
     """What is done where a tensor has another initial value, group, rate, epsilon, decay or update than the table says,
-    at the first step of the run and after a resume: the run stops before the second step and names the tensor (`stop`),
-    or says so and goes on (`warn`); or nobody looks (`off`). audit.json has every number."""
+    at the first step that moves anything, of the run and after a resume: the run stops before the next step and names
+    the tensor (`stop`), or says so and goes on (`warn`); or nobody looks (`off`). audit.json has every number."""
     wandb_project: str | None = None
     """Weights & Biases project that curves are also sent to; the key stays in WANDB_API_KEY. If unset: none."""
 

@@ -38,7 +38,7 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """What the training loop needs of an engine. Every method is collective."""
+    """What the training loop needs of an engine. Every method is collective but for `groups`."""
 
     @property
     def chunks(self) -> list[LanguageModule]:

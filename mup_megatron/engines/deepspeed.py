@@ -136,8 +136,8 @@ class DeepSpeedEngine:
         elif self._layout.zero_stage == 3:
             found = [found[optimizer.sub_group_to_group_id[number]] for number in range(len(optimizer.fp16_groups))]
             lists = optimizer.fp16_groups
-        else:
-            lists = optimizer.bit16_groups
+        else:  # BF16_Optimizer, where the JSON has gradients accumulated in float32, has a name of its own
+            lists = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
         return [group for group, held in zip(found, lists, strict=True) if any(each is parameter for each in held)]
 
     @torch.no_grad()

@@ -148,6 +148,8 @@ class MegatronEngine:
 
     def groups(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]] | None:
         """By the parameters that megatron-core's optimizers step; see engines.Engine."""
+        if not parameter.requires_grad:  # no optimizer has it
+            return []
         if self._layout.distributed_optimizer:
             maps = [(holder, holder.model_param_group_index_map) for holder in self._holders]
             return [holder.optimizer.param_groups[at[parameter][0]] for holder, at in maps if parameter in at] or None

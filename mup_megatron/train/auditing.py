@@ -15,6 +15,7 @@ import torch
 from mup_megatron.audit.auditor import Auditor, Door
 from mup_megatron.checkpoints.checkpoint import AUDIT
 from mup_megatron.engines import Engine
+from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.engines.setup import Setup
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import betas
@@ -32,6 +33,7 @@ class Auditing(Hook):
         engine: whose tensors and groups are looked at.
         parametrization: of the run.
         begins: whether the run has its initial values.
+        done: updates, before this process's first one.
         rank: this process; the first one writes audit.json.
         device: where ranks exchange.
         say: takes a line for the screen.
@@ -44,6 +46,7 @@ class Auditing(Hook):
         parametrization: Parametrization,
         *,
         begins: bool,
+        done: int,
         rank: Rank,
         device: torch.device,
         say: Callable[[str], None],
@@ -58,8 +61,9 @@ class Auditing(Hook):
             decoupled=config.optimizer.name != "adam",
             device=device,
         )
-        self._begins, self._rank, self._say = begins, rank, say
+        self._begins, self._done, self._rank, self._say = begins, done, rank, say
         self._peak, self._stops = config.hparams.lr, config.run.audit == "stop"
+        self._rate = LearningRateSchedule(config.training, config.hparams.lr)
         self._path = Path(config.run.dir) / AUDIT
 
     def before_run(self) -> bool:
@@ -67,7 +71,7 @@ class Auditing(Hook):
         if self._auditor is not None:
             if self._begins:
                 self._auditor.ask_initial_values()
-            self._auditor.begin_step()
+            self._auditor.begin_step(self._done)
         return True
 
     def after_step(self, step: Step) -> None:
@@ -78,8 +82,9 @@ class Auditing(Hook):
         """
         if self._auditor is None or not math.isfinite(step.loss):  # the loop says so
             return
-        if step.lr == 0:  # of a warm-up: nothing has moved
-            self._auditor.begin_step()
+        if step.lr == 0 or not math.isfinite(step.grad_norm):  # of a warm-up, or left out: nothing has moved
+            if self._rate(step.number):
+                self._auditor.begin_step(step.number)
             return
         auditor, self._auditor, schedule = self._auditor, None, step.lr / self._peak
         auditor.ask_groups(schedule)

@@ -95,7 +95,7 @@ def train(
         if rank.is_first:
             _describe(parametrization, setup, manifest, told or {})
             _introduce(parametrization, setup, device, progress)
-        run = _Run(setup, parametrization, rank, progress, manifest)
+        run = _Run(setup, parametrization, rank, progress, manifest, begins=latest is None and start is None)
         engine = run.build(device, latest, start)
         datasets = build_datasets(config, prepared, progress.say)
         done = 0 if latest is None else run.resume(engine, latest)
@@ -187,6 +187,8 @@ class _Run:
     rank: Rank
     progress: Progress
     manifest: CheckpointManifest
+    begins: bool
+    """With initial values; not with weights of a checkpoint, imported ones among them."""
 
     def build(self, device: torch.device, latest: Path | None, start: Start | None) -> Engine:
         """The engine over the model, with the weights of a checkpoint, if one is given, or of another run's."""
@@ -234,10 +236,10 @@ class _Run:
         metrics = Metrics(config, done, self.rank)
         hooks: list[Hook] = [metrics, Screen(config.training, self.progress)]
         if config.run.audit != "off" and watcher is None:
-            begins = not done and self.manifest.initialised_from is None
             auditing = Auditing(
                 *(self.setup, engine, self.parametrization),
-                begins=begins,
+                begins=self.begins,
+                done=done,
                 rank=self.rank,
                 device=device,
                 say=self.progress.say,

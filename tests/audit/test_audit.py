@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,14 +45,29 @@ SGD = {"optimizer__name": "sgd", "parametrization__weight_decay": "independent"}
         ("gpt3, head_size", Split(2, data=2), SGD),
         ("gpt3, head_size", Split("plain", tensor=2), SGD),
         ("gpt3, mixed", Split(0, data=2), {"optimizer__name": "adam", "hparams__weight_decay": 0.0}),
+        ("llama, frozen-gains", Split(3, data=2), {}),
+        ("llama, frozen-gains", Split("distributed", data=2), {}),
+        ("llama, frozen-gains", Split("fsdp2", data=2), {}),
+        ("llama, mtp", Split("plain", tensor=2), {"model__mtp_loss_scaling_factor": 0.0}),
     ],
     ids=str,
 )
 def test_no_false_alarm_of_others(ranks: Ranks, model: str, split: Split, more: dict[str, Any]) -> None:
-    """In bf16, with two copies of an embedding under one name, under other optimizers."""
+    """In bf16, with two copies of an embedding, under other optimizers, with tensors that no gradient reaches."""
     config = config_of(model, split, **more)
     prepare(config)
     for found in ranks.run(split.processes, audit_bodies.audited, config=config):
+        assert (found["wrong"], found["unseen"]) == ([], [])
+
+
+def test_no_false_alarm_where_gradients_are_float32(ranks: Ranks, tmp_path: Path) -> None:
+    """For which DeepSpeed has an optimizer of its own, with groups under another name."""
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"data_types": {"grad_accum_dtype": "fp32"}}))
+    keys = {"training__precision": "bf16", "parallel__deepspeed_config": str(path)}
+    config = config_of("gpt3, mixed", Split(1, data=2), **keys)
+    prepare(config)
+    for found in ranks.run(2, audit_bodies.audited, config=config):
         assert (found["wrong"], found["unseen"]) == ([], [])
 
 

@@ -103,14 +103,17 @@ def test_a_declared_base(trained: Callable[[str], Trained], ranks: Ranks, tmp_pa
     """Every multiplier divided out of the weights again; training begins from there."""
     one = trained("llama, untied")
     export_hugging_face(one.source, tmp_path / "hf")
-    config = config_for(one, tmp_path / "run", **{"training.train_steps": 1, "training.lr_decay_steps": 3})
+    config = config_for(one, tmp_path / "run", **{"training.train_steps": 3, "training.lr_decay_steps": 3})
     import_checkpoint(tmp_path / "hf", config)
     source = open_source(tmp_path / "run")
     assert source.parametrization.forward == one.source.parametrization.forward
     assert deviation(own_logits(source), one.logits) < 1e-5
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
     ranks.run(1, bodies.train_file, path=tmp_path / "run.yaml")
-    assert '"step": 1' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"step": 3' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    audit = json.loads((tmp_path / "run" / "audit.json").read_text())
+    assert audit["right"]
+    assert not any("initial" in finding["quantity"] for finding in audit["findings"])
 
 
 # --- megatron.training ---

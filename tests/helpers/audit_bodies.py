@@ -51,7 +51,7 @@ def audited(rank: Rank, *, config: Config, fault: str | None = None, broken: str
             planted.optimizer(engine.optimizer, named)
         step = next(step for step in range(config.training.train_steps) if schedule(step))
         for done in range(step + 1):
-            auditor.begin_step()
+            auditor.begin_step(done)
             engine.step(batches[done], schedule(done))
         if planted.weights is not None:
             planted.weights(named, rank.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,12 +67,12 @@ def train(rank: Rank, *, config: Config, steps: int, broken: str = "nothing") ->
         return _train(rank, config, steps)
 
 
-def train_file(rank: Rank, *, path: Path, broken: str = "nothing") -> float | None:
+def train_file(rank: Rank, *, path: Path, broken: str = "nothing", allowed_changes: Sequence[str] = ()) -> float | None:
     """`mup-megatron train` on a config file, but for the command line, with something taken out of the library."""
     from mup_megatron.train.run import train
 
     with break_(broken):
-        return train(resolve(load_config(path), rank.world_size), rank)
+        return train(resolve(load_config(path), rank.world_size), rank, allowed_changes=allowed_changes)
 
 
 def command(rank: Rank, *, arguments: list[str]) -> tuple[int, str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from tests.helpers import bodies
 from tests.helpers.commands import metrics
-from tests.helpers.configs import MIXED, make
+from tests.helpers.configs import HEAD_SIZE, MIXED, make
 from tests.helpers.distributed import RankError, Ranks
 
 KEYS: dict[str, Any] = {
@@ -22,12 +23,21 @@ KEYS: dict[str, Any] = {
 }
 
 
-def train(ranks: Ranks, folder: Path, broken: str = "nothing", **changed: Any) -> Path:
+def train(
+    ranks: Ranks,
+    folder: Path,
+    broken: str = "nothing",
+    *,
+    growth: dict[str, Any] = MIXED,
+    allowed: Sequence[str] = (),
+    **changed: Any,
+) -> Path:
     """Trains on two ranks; the folder of the run."""
-    config = make(MIXED, "gpt3", run__dir=str(folder / "run"), data__dir=str(folder / "data"), **{**KEYS, **changed})
+    folders = {"run__dir": str(folder / "run"), "data__dir": str(folder / "data")}
+    config = make(growth, "gpt3", **{**KEYS, **folders, **changed})
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config.model_dump()))
-    ranks.run(2, bodies.train_file, path=path, broken=broken)
+    ranks.run(2, bodies.train_file, path=path, broken=broken, allowed_changes=allowed)
     return folder / "run"
 
 
@@ -72,15 +82,23 @@ def test_a_resumed_run_is_looked_at_again(ranks: Ranks, tmp_path: Path) -> None:
     assert {each["tensor"] for each in again["findings"]} == {each["tensor"] for each in first["findings"]}
 
 
+def test_another_optimizer_counts_its_own_updates(ranks: Ranks, tmp_path: Path) -> None:
+    """After two updates of SGD, AdamW's averages begin with the third, and so does their correction."""
+    keys: dict[str, Any] = {"growth": HEAD_SIZE, "training__lr_decay_steps": 4}
+    train(ranks, tmp_path, training__train_steps=2, optimizer__name="sgd", **keys)
+    run = train(ranks, tmp_path, allowed=["optimizer.name", "optimizer.implementation"], **keys)
+    found = audit_of(run)
+    assert found["right"]
+    assert any(each["quantity"] == "update over the table's" for each in found["findings"])
+
+
 WRONG = "width_from_local_shape"
 """Matrices that read hidden vectors in slices have the rate of a narrower model."""
 
 
 def test_a_wrong_rate_stops_the_run(ranks: Ranks, tmp_path: Path) -> None:
     """Before the step after the first one that moves anything."""
-    said = (
-        r"audit: 28 tensors and modules, 24 right; decoder\.layers\.0\.self_attention\.linear_proj\.weight: learning r"
-    )
+    said = r"audit: 28 tensors, 24 right; decoder\.layers\.0\.self_attention\.linear_proj\.weight: learning r"
     with pytest.raises(RankError, match=said):
         train(ranks, tmp_path, WRONG)
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2]

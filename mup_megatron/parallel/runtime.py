@@ -134,14 +134,14 @@ def start_distributed(layout: Layout, rank: Rank, seed: int, meeting: Meeting | 
     device = device_of(rank)
     if not torch.distributed.is_initialized():
         meeting = meeting or Meeting(rank)
-    variables = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.local_rank}
+    variables: dict[str, object] = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.local_rank}
+    if layout.tensor > 1:
+        # megatron-core overlaps the reduction of input gradients with weight gradients only if kernels queue in order.
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, value in variables.items():
         if name not in os.environ:
             _set_variables.add(name)
         os.environ[name] = str(value)
-    if layout.tensor > 1:
-        # megatron-core overlaps the reduction of input gradients with weight gradients only if kernels queue in order.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if meeting is not None and not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",

@@ -24,7 +24,6 @@ pytestmark = [
 SEED = 20261122
 MIXES = 100
 PER_TEST = 10
-UNBUILT = r"ValueError: `q_layernorm=.*` is non-trivial, but `q_lora_rank is None`"
 # What a command line is mixed of: one choice of each line. The first is upstream's default.
 CHOICES: dict[str, tuple[str, ...]] = {
     "positions": (
@@ -101,28 +100,16 @@ def mix(number: int) -> list[str]:
 
 
 def compared(ranks: Ranks, folder: Path, words: list[str]) -> str:
-    """`equal`; `refused` by a sentence; `upstream` where that raises the same, `alone` where that alone raises.
-
-    Plain 0.19 builds no latent attention with a norm of queries that are not compressed; ours leaves that norm out
-    (docs/upstream.md). Experts with biases raise in the first step on a CPU, also ours; plain, such an attention does
-    not come as far.
-    """
-    unbuilt = {"--multi-latent-attention", "--qk-layernorm"} <= {*words} and "--q-lora-rank" not in words
+    """`equal`; `refused` by a sentence, what upstream cannot build among it; `upstream` where that raises the same."""
     try:
         ours = run(ranks, folder, *words, dropout_seed=SEED)
     except RankError as error:
-        said = str(error).strip().splitlines()[-1]
-        in_the_step = "_ReduceFromModelParallelRegion" in said
-        with pytest.raises(RankError, match=UNBUILT if unbuilt and in_the_step else re.escape(said)):
+        with pytest.raises(RankError, match=re.escape(str(error).strip().splitlines()[-1])):
             run(ranks, folder, *words, plainly=True)
         return "upstream"
     if ours["status"] == 2:
         assert "mup-megatron: error: " in ours["said"], ours["said"]
         return "refused"
-    if unbuilt:
-        with pytest.raises(RankError, match=UNBUILT):
-            run(ranks, folder, *words, plainly=True)
-        return "alone"
     plain = run(ranks, folder, *words, plainly=True, initial=ours["initial"], dropout_seed=SEED)
     assert (ours["status"], plain["status"]) == (0, 0), f"{words}: {ours['said'][-500:]}, {plain['said'][-500:]}"
     assert plain["steps"] == ours["steps"], words
@@ -150,4 +137,4 @@ def test_mixes(first: int, ranks: Ranks, tmp_path: Path, outcomes: dict[int, str
 
 def test_how_many_ran(outcomes: dict[int, str]) -> None:
     """A sweep of refusals would compare nothing; counted once, and a mix that ends otherwise is looked at."""
-    assert Counter(outcomes.values()) == {"equal": 46, "refused": 30, "upstream": 22, "alone": 2}
+    assert Counter(outcomes.values()) == {"equal": 46, "refused": 34, "upstream": 20}

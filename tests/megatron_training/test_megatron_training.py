@@ -278,13 +278,15 @@ def test_resume_and_its_guard(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["tensor", "pipeline", "distributed"])
 def test_two_ranks(split: str, tmp_path: Path, both: dict[str, dict[str, Any]]) -> None:
-    """Under torchrun, tensor parallel with SP, pipeline parallel, or with the distributed optimizer: the same curve.
+    """Under torchrun, tensor parallel, pipeline parallel, or with the distributed optimizer: the same curve.
+
+    Not in sequence parallel, which upstream's norms of torch refuse, and no other ones compute on a CPU.
 
     Megatron pads the vocabulary to a multiple of --make-vocab-size-divisible-by (128) times the tensor-parallel size,
     so half of it keeps the softmax over as many rows.
     """
     words = {
-        "tensor": ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--make-vocab-size-divisible-by", "64"],
+        "tensor": ["--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64"],
         "pipeline": ["--pipeline-model-parallel-size", "2"],
         "distributed": ["--use-distributed-optimizer"],
     }[split]

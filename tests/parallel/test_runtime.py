@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from mup_megatron.engines.setup import resolve_auto
-from mup_megatron.parallel import upstream
+from mup_megatron.parallel import runtime, upstream
+from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.ranks import Rank, read_rank, say_error
 from mup_megatron.parallel.runtime import Meeting
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "2"}
@@ -122,3 +125,16 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(UserError, match="another run or program uses"):
             Meeting(Rank(rank=0, world_size=2, local_rank=0, launched=True))
+
+
+def queues(rank: Rank, tensor: int | None) -> str | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS once a layout's process groups are there, if one is given."""
+    if tensor is not None:
+        config = resolve_auto(make(MIXED, parallel__tensor_model_parallel_size=tensor))
+        runtime.start_distributed(resolve_layout(config, rank.world_size), rank, config.run.seed)
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def test_a_layout_leaves_no_variable_behind(ranks: Ranks) -> None:
+    """What tensor parallelism asks for, FSDP in the same process refuses."""
+    assert [ranks.run(2, queues, tensor=tensor) for tensor in (2, None, 1)] == [["1", "1"], [None] * 2, [None] * 2]

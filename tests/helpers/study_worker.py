@@ -1,6 +1,6 @@
 """A worker of a study whose objective is made up: `python -m tests.helpers.study_worker CONFIG LOG`. Imports no torch.
 
-Writes a line to LOG for every trial that it takes and ends; leaves when every trial of the study has ended.
+Writes a line to LOG for every trial that it ends; leaves when every trial of the study has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def main(path: str, log: str) -> None:
         time.sleep(0.1)
     steps = [*rungs(config), tuning_steps(config)]
     with Path(log).open("a", encoding="utf-8", buffering=1) as lines:
-        lines.write(f"joined {time.monotonic()}\n")
         while True:
             trial = study.claim()
             if trial is None:
@@ -42,7 +41,6 @@ def main(path: str, log: str) -> None:
                     break
                 time.sleep(0.3)
                 continue
-            lines.write(f"took {trial.name}\n")
             try:
                 for step in steps:
                     study.check_held(trial)
@@ -56,7 +54,6 @@ def main(path: str, log: str) -> None:
                 continue
             except Overtaken:
                 study.finish(trial, "waiting")
-        lines.write(f"left {time.monotonic()}\n")
     if "torch" in sys.modules:
         raise SystemExit("a worker that shares a study imported torch")
 

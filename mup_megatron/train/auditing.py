@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from mup_megatron.audit.auditor import Auditor, Door
 from mup_megatron.checkpoints.checkpoint import AUDIT
 from mup_megatron.engines import Engine
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.engines.setup import Setup
-from mup_megatron.parallel.ranks import Rank
+from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.horizon import betas
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.train.hooks import Hook, Step
@@ -35,7 +33,6 @@ class Auditing(Hook):
         begins: whether the run has its initial values.
         done: updates, before this process's first one.
         rank: this process; the first one writes audit.json.
-        device: where ranks exchange.
         say: takes a line for the screen.
     """
 
@@ -48,7 +45,6 @@ class Auditing(Hook):
         begins: bool,
         done: int,
         rank: Rank,
-        device: torch.device,
         say: Callable[[str], None],
     ) -> None:
         config = setup.config
@@ -59,7 +55,7 @@ class Auditing(Hook):
             setup.layout,
             betas=betas(config),
             decoupled=config.optimizer.name != "adam",
-            device=device,
+            device=device_of(rank),
         )
         self._begins, self._done, self._rank, self._say = begins, done, rank, say
         self._peak, self._stops = config.hparams.lr, config.run.audit == "stop"

@@ -241,7 +241,6 @@ class _Run:
                 begins=self.begins,
                 done=done,
                 rank=self.rank,
-                device=device,
                 say=self.progress.say,
             )
             hooks.append(auditing)

@@ -237,8 +237,10 @@ def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytes
     assert sum("/6 mup-width-" in line for line in said) == 6
     assert result["lines"]["mup"]["rows"][0]["losses"][2] == [None]  # diverged
     assert any("lr-1e+30-seed-7: diverged" in line for line in said)
-    again, said = ask(config_of(tmp_path, run__audit="off"), tmp_path / "grid", **keys)
+    again, said = ask(config, tmp_path / "grid", **keys)
     assert again == result
+    assert said[1:] == ["6 of 6 runs are there already"]
+    _, said = ask(config_of(tmp_path, run__audit="off"), tmp_path / "grid", **keys)  # its runs look at nothing
     assert said[1:] == ["6 of 6 runs are there already"]
     with pytest.raises(UserError, match="was run with other settings"):
         ask(config_of(tmp_path, training__clip_grad=0.5), tmp_path / "grid", **keys)

@@ -130,7 +130,7 @@ def test_damaged_sources(
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     imported = {True: 0, False: 0}
     refused = {True: 0, False: 0}
-    for draw in draws(request, 15, 500):
+    for draw in draws(request, 15, 100):
         folder = shutil.copytree(draw.choice(sources), tmp_path / "hf")
         if listed := draw.random() < 0.2:
             before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -15,30 +15,34 @@ from mup_megatron.model.global_names import named_parameters
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import betas
 from tests.helpers import bodies
-from tests.helpers.audit_faults import GROUPS, INITIAL, STEPS, WHOLE_GROUPS, Fault
+from tests.helpers.audit_faults import GROUPS, INITIAL, STEPS, WHOLE_GROUPS
 from tests.helpers.breakages import break_
 
 FAULTS = {**INITIAL, **GROUPS, **STEPS, **WHOLE_GROUPS}
 
 
-def audited(rank: Rank, *, config: Config, fault: str | None = None, broken: str = "nothing") -> dict[str, Any]:
+def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken: str = "nothing") -> dict[str, Any]:
     """The first step of a run, audited.
 
     Args:
         rank: where.
         config: the run.
-        fault: of audit_faults.py.
+        faults: of audit_faults.py.
         broken: of breakages.py.
 
     Returns:
         Wrong findings as text, how many there are in all, of how many tensors, and what was not seen.
     """
-    planted = FAULTS[fault] if fault else Fault(tensor="", said="")
+    planted = [FAULTS[fault] for fault in faults]
     with break_(broken):
         config, layout, table, chunks = bodies.start(rank, config)
-        if planted.values is not None:
-            planted.values(dict(named_parameters(chunks)), rank.rank)
-        engine = bodies.build_engine(config, planted.table(table) if planted.table else table, chunks, layout)
+        of_groups = table
+        for fault in planted:
+            if fault.values is not None:
+                fault.values(dict(named_parameters(chunks)), rank.rank)
+            if fault.table is not None:
+                of_groups = fault.table(of_groups)
+        engine = bodies.build_engine(config, of_groups, chunks, layout)
         named = dict(engine.named)
         door = Door(named=engine.named, gather=engine.gather, groups=engine.groups)
         cpu = torch.device("cpu")
@@ -47,14 +51,16 @@ def audited(rank: Rank, *, config: Config, fault: str | None = None, broken: str
         batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, cpu)
         schedule = LearningRateSchedule(config.training, config.hparams.lr)
         auditor.ask_initial_values()
-        if planted.optimizer is not None:
-            planted.optimizer(engine.optimizer, named)
+        for fault in planted:
+            if fault.optimizer is not None:
+                fault.optimizer(engine.optimizer, named)
         step = next(step for step in range(config.training.train_steps) if schedule(step))
         for done in range(step + 1):
             auditor.begin_step(done)
             engine.step(batches[done], schedule(done))
-        if planted.weights is not None:
-            planted.weights(named, rank.rank)
+        for fault in planted:
+            if fault.weights is not None:
+                fault.weights(named, rank.rank)
         auditor.ask_groups(schedule(step) / config.hparams.lr)
         auditor.end_step(schedule(step) / config.hparams.lr, step + 1)
         engine.close()

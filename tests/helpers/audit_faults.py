@@ -161,3 +161,20 @@ WHOLE_GROUPS = {
     "in two groups": Fault(tensor=FC1, said="optimizer groups", optimizer=twice(FC1)),
 }
 """Where the optimizer steps the parameters themselves."""
+
+
+def apart(faults: dict[str, Fault]) -> list[tuple[str, ...]]:
+    """Names of faults that one run can have together: each in a tensor of its own, done at the same moment."""
+    together: list[dict[str, Fault]] = []
+    for name, fault in faults.items():
+        for others in together:
+            if all(other.tensor != fault.tensor and _moment(other) == _moment(fault) for other in others.values()):
+                others[name] = fault
+                break
+        else:
+            together.append({name: fault})
+    return [tuple(names) for names in together]
+
+
+def _moment(fault: Fault) -> tuple[bool, bool]:
+    return fault.table is not None, fault.optimizer is not None

@@ -277,6 +277,22 @@ QUICK = {
 }
 
 
+def _cover() -> list[tuple[str, Split]]:
+    """Cells of the matrix in which every model and every layout stands at least once; the quick ones are among them."""
+    models: set[str] = set()
+    splits: set[Split] = set()
+    cells = []
+    for cell in sorted(MATRIX, key=lambda cell: cell not in QUICK):
+        if cell in QUICK or cell[0] not in models or cell[1] not in splits:
+            models.add(cell[0])
+            splits.add(cell[1])
+            cells.append(cell)
+    return cells
+
+
+COVER = _cover()
+
+
 def config_of(model: str, split: Split | None = None, **overrides: Any) -> Any:
     """A model's config in a layout; without one, in one process."""
     architecture, growth, own = MODELS[model]

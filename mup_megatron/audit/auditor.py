@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch.distributed.tensor import DTensor
 
+from mup_megatron.audit.at_work import AtWork
 from mup_megatron.audit.findings import Audit, Finding
 from mup_megatron.audit.initial import copies, initial_values
 from mup_megatron.audit.sums import over_ranks, share_of
@@ -37,12 +39,14 @@ class Door:
     """How a run holds its tensors.
 
     Args:
+        chunks: this rank's part of the model.
         named: this rank's parameters by global name, in an order that ranks which step one tensor together share.
         gather: this rank's whole slice of a parameter and of its optimizer state by kind; may be collective.
         groups: the optimizer's groups that hold a parameter, which is one if all is well; None where this rank does not
             know, since another one steps the parameter.
     """
 
+    chunks: Sequence[LanguageModule]
     named: Sequence[tuple[str, torch.nn.Parameter]]
     gather: Callable[[torch.nn.Parameter], dict[str, torch.Tensor]]
     groups: Callable[[torch.nn.Parameter], Sequence[Group] | None]
@@ -73,12 +77,27 @@ class Auditor:
         self._door, self._table, self._layout = door, table, layout
         self._betas, self._decoupled, self._device = betas, decoupled, device
         self._samples: list[Sample] = []
+        self._at_work: AtWork | None = None
         self._fresh = 0  # updates done when the optimizer had no averages yet
         self.audit = Audit()
 
     def ask_initial_values(self) -> None:
         """Before the first step of a run that begins. Collective."""
         self.audit.add(initial_values(self._door.named, self._weight, self._table, self._layout, self._device))
+
+    def watch_multipliers(self) -> None:
+        """From now on, forward passes are looked at."""
+        self._at_work = AtWork(self._door.chunks, self._table)
+
+    def ask_multipliers(self) -> None:
+        """After forward passes that were looked at: what they multiply with is the table's. Collective."""
+        if self._at_work is None:
+            return
+        self._at_work.close()
+        findings, unseen = self._at_work.findings()
+        self._at_work = None
+        self.audit.add(findings)
+        self.audit.unseen += unseen
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """What the forward pass takes, where this rank has it whole; otherwise what is put together."""

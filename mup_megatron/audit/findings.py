@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 _NAMED = 3
 """How many wrong findings the line on the screen names."""
@@ -15,12 +15,13 @@ class Finding:
     """One number of one tensor, as the table has it and as it is.
 
     Args:
-        tensor: global name.
+        tensor: global name; of the module, where `of` says so.
         quantity: of which the number is, for example `initial std` or `learning rate`.
         expected: of the table; None where it has none.
         found: what is there; None where nothing is.
         within: how far apart the two may be, in words.
         right: whether they are no farther apart.
+        of: what has the number.
     """
 
     tensor: str
@@ -29,6 +30,7 @@ class Finding:
     found: float | None
     within: str
     right: bool
+    of: Literal["tensor", "module"] = "tensor"
 
     def __str__(self) -> str:
         return f"{self.tensor}: {self.quantity} {_shown(self.found)}, expected {_shown(self.expected)} ({self.within})"
@@ -62,11 +64,18 @@ class Audit:
     @property
     def line(self) -> str:
         """For the screen: how many tensors were looked at, how many are right, and the first that are not."""
-        tensors = {finding.tensor for finding in self.findings}
-        bad = dict.fromkeys(finding.tensor for finding in self.wrong)
-        said = f"audit: {len(tensors)} tensors, {len(tensors) - len(bad)} right"
-        said += f" ({len(self.unseen)} updates not seen)" if self.unseen else ""
+        tensors, good = self._counted("tensor")
+        multipliers, seen = self._counted("module")
+        said = f"audit: {tensors} tensors, {good} right"
+        said += f"; {multipliers} multipliers, {seen} right" if multipliers else ""
+        said += f" ({len(self.unseen)} not seen)" if self.unseen else ""
         return said + "".join(f"; {finding}" for finding in _first_of_each(self.wrong)[:_NAMED])
+
+    def _counted(self, what: str) -> tuple[int, int]:
+        """How many of a kind were looked at, and how many of them are right."""
+        names = {finding.tensor for finding in self.findings if finding.of == what}
+        bad = {finding.tensor for finding in self.wrong if finding.of == what}
+        return len(names), len(names - bad)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: audit.json."""

@@ -48,7 +48,7 @@ class Auditing(Hook):
         say: Callable[[str], None],
     ) -> None:
         config = setup.config
-        door = Door(named=engine.named, gather=engine.gather, groups=engine.groups)
+        door = Door(chunks=engine.chunks, named=engine.named, gather=engine.gather, groups=engine.groups)
         self._auditor: Auditor | None = Auditor(
             door,
             parametrization,
@@ -63,20 +63,24 @@ class Auditing(Hook):
         self._path = Path(config.run.dir) / AUDIT
 
     def before_run(self) -> bool:
-        """Asks for initial values."""
+        """Asks for initial values, and has the first forward pass looked at."""
         if self._auditor is not None:
+            self._auditor.watch_multipliers()
             if self._begins:
                 self._auditor.ask_initial_values()
             self._auditor.begin_step(self._done)
         return True
 
     def after_step(self, step: Step) -> None:
-        """Asks for groups and updates.
+        """Asks for forward multipliers, groups and updates.
 
         Raises:
             UserError: something is wrong, and `run.audit` is `stop`.
         """
-        if self._auditor is None or not math.isfinite(step.loss):  # the loop says so
+        if self._auditor is None:
+            return
+        self._auditor.ask_multipliers()
+        if not math.isfinite(step.loss):  # the loop says so
             return
         if step.lr == 0 or not math.isfinite(step.grad_norm):  # of a warm-up, or left out: nothing has moved
             if self._rate(step.number):

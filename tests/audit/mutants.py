@@ -19,4 +19,11 @@ MUTANTS = (
         "lambda f: lambda count: (0.0, 100.0)",
         "audit/test_audit.py::test_a_planted_fault_is_named[twice the size: TP 2, ZeRO 0]",
     ),
+    decorated(
+        "audit: multipliers of any size",
+        "any forward multiplier is right",
+        "audit.at_work._off",
+        "lambda f: lambda *a: 0.0",
+        "audit/test_at_work.py::test_a_planted_fault_is_named[some-TP 2]",
+    ),
 )

@@ -15,6 +15,9 @@ from tests.helpers.distributed import Ranks
 from tests.helpers.layouts import Split
 from tests.helpers.matrix import COVER, QUICK, config_of, row
 
+OF_ZEROS = {"llama, zero-init": {"softmax scale", "readout multiplier"}}
+"""Multipliers that nobody sees, because what they multiply is 0."""
+
 
 @pytest.mark.parametrize(
     ("model", "split"),
@@ -29,7 +32,7 @@ def test_no_false_alarm(ranks: Ranks, model: str, split: Split) -> None:
     results = ranks.run(split.processes, audit_bodies.audited, config=config)
     for found in results:
         assert found["wrong"] == []
-        assert found["unseen"] == []
+        assert {line.partition(" of ")[0] for line in found["unseen"]} == OF_ZEROS.get(model, set())
         assert found["findings"] >= 3 * found["tensors"]
 
 

@@ -51,4 +51,4 @@ def test_no_gradient_is_a_sign_of_0() -> None:
 
 
 def test_the_line_says_what_was_not_seen() -> None:
-    assert Audit(unseen=["update of a"]).line == "audit: 0 tensors, 0 right (1 updates not seen)"
+    assert Audit(unseen=["update of a"]).line == "audit: 0 tensors, 0 right (1 not seen)"

@@ -11,14 +11,14 @@ from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.optim import LearningRateSchedule
-from mup_megatron.model.global_names import named_parameters
+from mup_megatron.model.global_names import named_modules, named_parameters
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import betas
 from tests.helpers import bodies
-from tests.helpers.audit_faults import GROUPS, INITIAL, STEPS, WHOLE_GROUPS
+from tests.helpers.audit_faults import GROUPS, INITIAL, MULTIPLIERS, STEPS, WHOLE_GROUPS
 from tests.helpers.breakages import break_
 
-FAULTS = {**INITIAL, **GROUPS, **STEPS, **WHOLE_GROUPS}
+FAULTS = {**INITIAL, **GROUPS, **MULTIPLIERS, **STEPS, **WHOLE_GROUPS}
 
 
 def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken: str = "nothing") -> dict[str, Any]:
@@ -44,7 +44,7 @@ def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken:
                 of_groups = fault.table(of_groups)
         engine = bodies.build_engine(config, of_groups, chunks, layout)
         named = dict(engine.named)
-        door = Door(named=engine.named, gather=engine.gather, groups=engine.groups)
+        door = Door(chunks=engine.chunks, named=engine.named, gather=engine.gather, groups=engine.groups)
         cpu = torch.device("cpu")
         decoupled = config.optimizer.name != "adam"
         auditor = Auditor(door, table, layout, betas=betas(config), decoupled=decoupled, device=cpu)
@@ -52,12 +52,16 @@ def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken:
         schedule = LearningRateSchedule(config.training, config.hparams.lr)
         auditor.ask_initial_values()
         for fault in planted:
+            if fault.modules is not None:
+                fault.modules(dict(named_modules(engine.chunks)), rank.rank)
             if fault.optimizer is not None:
                 fault.optimizer(engine.optimizer, named)
         step = next(step for step in range(config.training.train_steps) if schedule(step))
+        auditor.watch_multipliers()
         for done in range(step + 1):
             auditor.begin_step(done)
             engine.step(batches[done], schedule(done))
+            auditor.ask_multipliers()
         for fault in planted:
             if fault.weights is not None:
                 fault.weights(named, rank.rank)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 
@@ -27,6 +28,7 @@ class Fault:
     Args:
         tensor: that must be named.
         said: of it.
+        modules: done to this rank's modules by global name before the first forward pass; on which rank.
         values: done to the initial values, before there is an optimizer.
         table: that the optimizer's groups are made by, from the one that the audit has.
         optimizer: done to the real optimizer before the step.
@@ -35,6 +37,7 @@ class Fault:
 
     tensor: str
     said: str
+    modules: Callable[[dict[str, Any], int], None] | None = None
     values: Change | None = None
     table: Callable[[Parametrization], Parametrization] | None = None
     optimizer: Callable[[Any, Named], None] | None = None
@@ -124,6 +127,45 @@ def frozen(name: str) -> Change:
     return change
 
 
+def unscaled(name: str, *, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Callable[[dict[str, Any], int], None]:
+    """A module that lost what multiplies its input or output."""
+
+    def change(modules: dict[str, Any], rank: int) -> None:
+        if name in modules and rank in ranks:
+            for hooks in (modules[name]._forward_pre_hooks, modules[name]._forward_hooks):
+                for key in [key for key, hook in hooks.items() if "scale_" in hook.__qualname__]:
+                    del hooks[key]
+
+    return change
+
+
+def at_scale(name: str, scale: Callable[[float], float]) -> Callable[[dict[str, Any], int], None]:
+    """A core attention with another softmax scale."""
+
+    def change(modules: dict[str, Any], rank: int) -> None:
+        if name in modules:
+            modules[name].softmax_scale = scale(modules[name].softmax_scale)
+
+    return change
+
+
+def adding(layer: str, get_add: Callable[[Any], Any]) -> Callable[[dict[str, Any], int], None]:
+    """A layer that adds its MLP in another way."""
+
+    def change(modules: dict[str, Any], rank: int) -> None:
+        if layer in modules:
+            modules[layer].mlp_bda = get_add(modules[layer].mlp_bda)
+
+    return change
+
+
+def once(get_add: Any) -> Any:
+    """Scaled where no gradient is asked for: not when recomputation runs the layer again."""
+    return lambda training, fused: (
+        lambda *args: (get_bias_dropout_add if torch.is_grad_enabled() else get_add)(training, fused)(*args)
+    )
+
+
 FLIP: Callable[[torch.Tensor], Any] = lambda value: value.copy_(value.flatten().flip(0).view_as(value))  # noqa: E731
 INITIAL = {
     "twice the size": Fault(tensor=FC2, said="initial std", values=on(FC2, lambda v: v.mul_(2))),
@@ -148,6 +190,19 @@ GROUPS = {
     "other betas": Fault(tensor=FC2, said="second beta", optimizer=in_groups(betas=(0.9, 0.999))),
     "one epsilon for all": Fault(tensor=QKV, said="epsilon", optimizer=in_groups(eps=1e-5)),
     "gains decay": Fault(tensor=GAIN, said="weight decay", optimizer=in_groups(weight_decay=0.3)),
+}
+LAYERS = [f"decoder.layers.{number}" for number in range(2)]
+MLPS, CORES = [f"{layer}.mlp" for layer in LAYERS], [f"{layer}.self_attention.core_attention" for layer in LAYERS]
+MULTIPLIERS = {
+    "no readout multiplier": Fault(tensor="output_layer", said="readout", modules=unscaled("output_layer")),
+    "no embedding multiplier": Fault(tensor="embedding", said="embedding", modules=unscaled("embedding")),
+    "1/sqrt(d)": Fault(tensor=CORES[0], said="softmax", modules=at_scale(CORES[0], lambda scale: scale**0.5)),
+    "a softmax 1 % off": Fault(tensor=CORES[1], said="softmax", modules=at_scale(CORES[1], lambda scale: scale * 1.01)),
+    "no residual multiplier": Fault(
+        tensor=MLPS[0], said="residual", modules=adding(LAYERS[0], lambda _: get_bias_dropout_add)
+    ),
+    "unscaled when recomputed": Fault(tensor=MLPS[1], said="residual", modules=adding(LAYERS[1], once)),
+    "one rank's readout": Fault(tensor="output_layer", said="readout", modules=unscaled("output_layer", ranks=(1,))),
 }
 STEPS = {
     "decay in the gradient": Fault(tensor=FC2, said="update", optimizer=in_groups(decoupled_weight_decay=False)),

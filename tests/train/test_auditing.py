@@ -61,7 +61,14 @@ def test_it_looks_and_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
     assert found["right"]
     assert found["unseen"] == []
     quantities = {each["quantity"] for each in found["findings"]}
-    assert {"initial mean", "learning rate", "epsilon", "weight decay", "update over the table's"} <= quantities
+    assert {
+        "initial mean",
+        "learning rate",
+        "epsilon",
+        "weight decay",
+        "softmax scale",
+        "update over the table's",
+    } <= quantities
     rates = {each["expected"] for each in found["findings"] if each["quantity"] == "learning rate"}
     assert max(rates) == pytest.approx(8e-3 / 2)  # half of the warm-up's two steps
     assert not (off / "audit.json").exists()
@@ -98,7 +105,8 @@ WRONG = "width_from_local_shape"
 
 def test_a_wrong_rate_stops_the_run(ranks: Ranks, tmp_path: Path) -> None:
     """Before the step after the first one that moves anything."""
-    said = r"audit: 28 tensors, 24 right; decoder\.layers\.0\.self_attention\.linear_proj\.weight: learning r"
+    tensor = r"decoder\.layers\.0\.self_attention\.linear_proj\.weight"
+    said = rf"audit: 28 tensors, 24 right; 8 multipliers, 8 right; {tensor}: learning r"
     with pytest.raises(RankError, match=said):
         train(ranks, tmp_path, WRONG)
     assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [1, 2]

@@ -1,0 +1,56 @@
+"""Of which multiple one tensor is of another, and how well that is known. Public names: `Measured`, `multiple`,
+`rounding`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+DEVIATIONS = 5.0
+"""Standard deviations of the rounding errors that a number may be off by."""
+
+
+def rounding(tensor: torch.Tensor) -> float:
+    """Standard deviation of what rounding to a tensor's dtype adds to a number, over the number: at most this."""
+    return torch.finfo(tensor.dtype).eps / math.sqrt(12)
+
+
+class Measured(NamedTuple):
+    """A number with what is known of it; tensors of one element until they are brought to the host.
+
+    Args:
+        found: the number; NaN where there was nothing to measure.
+        noise: how far rounding may have moved it.
+        strange: share of the sum of squares that it does not explain, rounding left aside.
+    """
+
+    found: Any
+    noise: Any
+    strange: Any
+
+
+def multiple(
+    output: torch.Tensor, reference: torch.Tensor, *, dropout: float = 0.0, rounded: torch.Tensor | None = None
+) -> Measured:
+    """Least squares for m in output = m · reference, in float64.
+
+    Args:
+        output: any shape.
+        reference: of the same shape.
+        dropout: probability with which an element of the output was set to 0 and the others were divided by what is
+            left.
+        rounded: of which the output is a difference, in the dtype in which that was rounded; the output itself unless
+            given.
+    """
+    rounded = output if rounded is None else rounded
+    step = rounding(rounded) * rounded.double().square().mean().sqrt()
+    output, reference = output.double() * (1.0 - dropout), reference.double()
+    if dropout:
+        reference = reference * (output != 0)
+    size = reference.square().sum()
+    found = (output * reference).sum() / size
+    off = (output - found * reference).square().sum() - output.numel() * step.square()
+    strange = off.clamp(min=0.0) / output.square().sum()
+    return Measured(found, DEVIATIONS * step / size.sqrt(), strange)

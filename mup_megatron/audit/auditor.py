@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from mup_megatron.audit.at_work import AtWork
 from mup_megatron.audit.findings import Audit, Finding
-from mup_megatron.audit.initial import copies, initial_values
+from mup_megatron.audit.initial import NOT_THE_SEEDS, copies, initial_values
 from mup_megatron.audit.sums import over_ranks, share_of
-from mup_megatron.audit.update import WEIGHT, Sample, expected_update
+from mup_megatron.audit.update import WEIGHT, Rates, Sample, expected_update
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 
@@ -81,9 +81,18 @@ class Auditor:
         self._fresh = 0  # updates done when the optimizer had no averages yet
         self.audit = Audit()
 
-    def ask_initial_values(self) -> None:
-        """Before the first step of a run that begins. Collective."""
-        self.audit.add(initial_values(self._door.named, self._weight, self._table, self._layout, self._device))
+    def ask_initial_values(self, *, may_be_given: bool = False) -> None:
+        """Before the first step of a run that begins. Collective.
+
+        Args:
+            may_be_given: whether somebody may have put weights into the model before. Then no tensor has the seed's.
+        """
+        found = list(initial_values(self._door.named, self._weight, self._table, self._layout, self._device))
+        drawn = [finding for finding in found if finding.quantity == NOT_THE_SEEDS]
+        if may_be_given and drawn and not any(finding.right for finding in drawn):
+            self.audit.unseen.append("initial values, for the weights were given before the optimizer was made")
+        else:
+            self.audit.add(found)
 
     def watch_multipliers(self) -> None:
         """From now on, forward passes are looked at."""
@@ -120,11 +129,14 @@ class Auditor:
         if not over_ranks(held, [""], 1, self._device)[""][0]:
             self._fresh = done
 
-    def ask_groups(self, schedule: float) -> None:
+    def ask_groups(self, rates: Rates | None = None) -> Rates:
         """After a step: every trainable tensor is in one group, and that has what the table says. Collective.
 
         Args:
-            schedule: rate of the step over the rate at the schedule's peak.
+            rates: of the step; those that most groups have where nobody else knows them. At 0 nothing is asked.
+
+        Returns:
+            The rates.
         """
         rank = torch.distributed.get_rank()
         held: dict[str, list[float]] = {}
@@ -135,17 +147,35 @@ class Auditor:
             if share and groups is not None:
                 numbers = [1.0, float(len(groups)), *(_said(groups[0]) if groups else [math.nan] * len(_SAID))]
                 held[name] = [share * number for number in numbers]
-        for name, (known, *numbers) in over_ranks(
-            held, list(self._table.tensors), 2 + len(_SAID), self._device
-        ).items():
-            row, means = self._table.tensors[name], [number / known if known else math.nan for number in numbers]
-            self.audit.add(_judged_group(name, row, means, schedule, self._betas))
+        means = {
+            name: [number / known if known else math.nan for number in numbers]
+            for name, (known, *numbers) in over_ranks(
+                held, list(self._table.tensors), 2 + len(_SAID), self._device
+            ).items()
+        }
+        rates = self._rates_of_most(means) if rates is None else rates
+        for name, numbers in means.items() if rates.lr else ():
+            self.audit.add(_judged_group(name, self._table.tensors[name], numbers, rates, self._betas))
+        return rates
 
-    def end_step(self, schedule: float, done: int) -> None:
+    def _rates_of_most(self, groups: Mapping[str, Sequence[float]]) -> Rates:
+        """The factor between the table and what groups say that half of the tensors are not above."""
+        found = []
+        for quantity in ("lr", "weight_decay"):
+            at, expected = (
+                1 + _SAID.index(quantity),
+                {n: getattr(row, quantity) for n, row in self._table.tensors.items()},
+            )
+            ratios = [numbers[at] / expected[name] for name, numbers in groups.items() if expected[name]]
+            known = sorted(ratio for ratio in ratios if not math.isnan(ratio))
+            found.append(known[len(known) // 2] if known else 1.0)
+        return Rates(*found)
+
+    def end_step(self, rates: Rates, done: int) -> None:
         """After the step: every tensor moved as the table has it, on all ranks alike. Collective.
 
         Args:
-            schedule: rate of the step over the rate at the schedule's peak.
+            rates: of the step.
             done: updates of the run, this one among them.
         """
         rank = torch.distributed.get_rank()
@@ -161,7 +191,7 @@ class Auditor:
                     row,
                     sample.values,
                     after,
-                    schedule=schedule,
+                    rates=rates,
                     betas=self._betas,
                     decoupled=self._decoupled,
                     updates=done - self._fresh,
@@ -229,7 +259,7 @@ def _judged_group(
     name: str,
     row: TensorHyperparameters,
     found: Sequence[float],
-    schedule: float,
+    rates: Rates,
     betas: tuple[float, float],
 ) -> list[Finding]:
     """What the optimizer's group of a tensor says, against the table."""
@@ -247,7 +277,7 @@ def _judged_group(
     ]
     if row.shape.spec.frozen or not findings[0].right:
         return findings
-    expected = (row.lr * schedule, row.eps, row.weight_decay, *betas)
+    expected = (row.lr * rates.lr, row.eps, row.weight_decay * rates.weight_decay, *betas)
     for quantity, value, there in zip(_SAID, expected, said, strict=True):
         if value is None or (math.isnan(there) and quantity not in ("lr", "weight_decay")):
             continue  # an optimizer without an epsilon, or without betas

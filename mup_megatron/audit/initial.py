@@ -1,6 +1,6 @@
 """Initial values: size and mean against the table, one row against the run's seed; copies against each other.
 
-Public names: `initial_values`, `copies`, `Values`.
+Public names: `initial_values`, `copies`, `Values`, `NOT_THE_SEEDS`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 _DEVIATIONS = 6.0
 """How many standard errors a mean, or the normal quantity of Wilson and Hilferty, may be off: 2e-9 of all draws are."""
 
+NOT_THE_SEEDS = "ranks whose first row is not the seed's"
 _CONSTANTS = {Init.ONES: 1.0, Init.ZEROS: 0.0}
 
 Values = Callable[[torch.nn.Parameter], torch.Tensor]
@@ -82,7 +83,7 @@ def initial_values(
         *(
             Finding(
                 tensor=name,
-                quantity="ranks whose first row is not the seed's",
+                quantity=NOT_THE_SEEDS,
                 expected=0.0,
                 found=ranks[0],
                 within="exactly",

@@ -1,4 +1,5 @@
-"""One optimizer step, recomputed in float64 from what the optimizer keeps. Public names: `Sample`, `expected_update`.
+"""One optimizer step, recomputed in float64 from what the optimizer keeps. Public names: `Rates`, `Sample`,
+`expected_update`.
 
 Adam and Lion keep enough of a gradient for that after their step, whatever happened to the gradient on its way.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +19,18 @@ _MOST = 4096
 """Elements of each slice that are looked at."""
 _FLOAT32 = 2.0**-22
 """Of the larger terms of a difference in float32: four of its roundings."""
+
+
+class Rates(NamedTuple):
+    """What schedules make of the table's numbers at one step: a factor on each tensor's.
+
+    Args:
+        lr: rate of the step over the rate at the schedule's peak.
+        weight_decay: of the step over the table's.
+    """
+
+    lr: float
+    weight_decay: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ def expected_update(
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
     *,
-    schedule: float,
+    rates: Rates,
     betas: tuple[float, float],
     decoupled: bool,
     updates: int,
@@ -68,14 +82,14 @@ def expected_update(
         row: of the tensor.
         before: elements of the weight and of the moments before the step, float64.
         after: the same after it.
-        schedule: rate of the step over the rate at the schedule's peak.
+        rates: of the step.
         betas: of the optimizer.
         decoupled: whether Adam's decay is not part of the gradient.
         updates: in the optimizer's averages, this one among them.
     """
     rule, weight = row.group.update_rule, before[WEIGHT]
-    lr = row.lr * schedule
-    decay = lr * row.weight_decay * weight if decoupled else torch.zeros_like(weight)
+    lr = row.lr * rates.lr
+    decay = lr * row.weight_decay * rates.weight_decay * weight if decoupled else torch.zeros_like(weight)
     first, second = betas
     if rule == "adam" and "exp_avg_sq" in after:
         mean = after["exp_avg"] / (1 - first**updates)

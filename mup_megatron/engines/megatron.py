@@ -1,6 +1,6 @@
 """megatron-core's own training stack: DistributedDataParallel, optimizer, pipeline schedules, finalize_model_grads.
 
-Public names: `MegatronEngine`, `main_weight`. TP, SP, PP, virtual stages, CP, EP, ETP, with the plain or the
+Public name: `MegatronEngine`. TP, SP, PP, virtual stages, CP, EP, ETP, with the plain or the
 distributed optimizer; TP, SP and CP with torch's FSDP2 (fully_sharded.py).
 """
 
@@ -20,11 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from mup_megatron.data.batch import Batch
-from mup_megatron.engines import WEIGHT, StepResult, fully_sharded
+from mup_megatron.engines import StepResult, fully_sharded
 from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
-from mup_megatron.engines.optim import MOMENTS, allocate, megatron_overrides, moment_shape, set_learning_rates
+from mup_megatron.engines.optim import megatron_overrides, set_learning_rates
+from mup_megatron.engines.optimizer_state import OptimizerState, range_of
 from mup_megatron.engines.setup import Setup
 from mup_megatron.model.global_names import named_parameters
 from mup_megatron.rules.table import Parametrization
@@ -52,7 +53,8 @@ class MegatronEngine:
             config_overrides=megatron_overrides(self.named, parametrization),
             use_gloo_process_groups=False,
         )
-        self._rules = {parameter: parametrization.tensors[name].group.update_rule for name, parameter in self.named}
+        rules = {parameter: parametrization.tensors[name].group.update_rule for name, parameter in self.named}
+        self._held = OptimizerState(self.optimizer, rules, layout)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = config.hparams.weight_decay * group["wd_mult"]
         for chunk in chunks:
@@ -92,7 +94,7 @@ class MegatronEngine:
             if self._layout.fully_sharded:
                 parts.append(fully_sharded.gradient_part(name, gradient))
             elif self._layout.distributed_optimizer:
-                if (part := _range(_holder(self.optimizer, parameter), parameter)) is not None:
+                if (part := range_of(self.optimizer, parameter)) is not None:
                     # Of the others' elements the buffer holds sums that no rank has put together.
                     parts.append(GradientPart(name, gradient.view(-1)[part], part.start))
             else:
@@ -116,79 +118,21 @@ class MegatronEngine:
                 wrapped.enable_forward_pre_hook()
         return loss
 
-    @torch.no_grad()
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """What data-parallel ranks share of a parameter is put together; see engines.Engine."""
-        if not parameter.requires_grad:  # no optimizer has it
-            return {WEIGHT: fully_sharded.whole(parameter.detach().float())}
-        if self._layout.layer_wise:
-            return self._gather_whole(parameter)
-        if not self._layout.distributed_optimizer:
-            main = getattr(parameter, "main_param", parameter)
-            held = {WEIGHT: main.float(), **self._moments_of(main)}
-            return {kind: fully_sharded.whole(value) for kind, value in held.items()}
-        part, values = _part(self.optimizer, parameter)
-        kinds = (WEIGHT, "exp_avg", "exp_avg_sq")  # megatron-core's distributed optimizer is AdamW's
-        return {kind: _whole(parameter, part, values.get(kind)) for kind in kinds}
-
-    def _gather_whole(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """From the data-parallel rank that steps the parameter to those that do not."""
-        held, whole = self._own(parameter), {}
-        for kind in (WEIGHT, *MOMENTS[self._rules[parameter]]):
-            whole[kind] = parameter.new_zeros(moment_shape(kind, parameter.shape), dtype=torch.float32)
-            if kind in held:
-                whole[kind].copy_(held[kind])
-            torch.distributed.all_reduce(whole[kind], group=_data_parallel_group(parameter))
-        return whole
-
-    def _own(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """What this rank's layer-wise optimizer holds of a parameter: all of it, or nothing."""
-        main = getattr(parameter, "main_param", None)
-        return {} if main is None else {WEIGHT: main, **self._moments_of(main)}
+        return self._held.gather(parameter)
 
     def groups(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]] | None:
         """By the parameters that megatron-core's optimizers step; see engines.Engine."""
-        if not parameter.requires_grad:  # no optimizer has it
-            return []
-        if self._layout.distributed_optimizer:
-            maps = [(holder, holder.model_param_group_index_map) for holder in self._holders]
-            return [holder.optimizer.param_groups[at[parameter][0]] for holder, at in maps if parameter in at] or None
-        main = getattr(parameter, "main_param", parameter)
-        groups = [group for holder in self._holders for group in holder.param_groups]
-        found = [group for group in groups if any(each is main for each in group["params"])]
-        return found or (None if self._layout.layer_wise else [])
+        return self._held.groups(parameter)
 
-    @torch.no_grad()
     def prepare_state(self, kinds: Sequence[str], step: int) -> None:
         """Allocates moments of zero; see engines.Engine."""
-        for holder in self._holders:
-            allocate(holder.optimizer, [p for group in holder.param_groups for p in group["params"]], kinds, step)
+        self._held.prepare_state(kinds, step)
 
-    @torch.no_grad()
     def scatter(self, parameter: torch.nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Fills this rank's part; see engines.Engine."""
-        if self._layout.distributed_optimizer:
-            part, held = _part(self.optimizer, parameter)
-            for kind, value in values.items() if part is not None else ():
-                held[kind].copy_(value.view(-1)[part])
-        elif self._layout.layer_wise:
-            for kind, own in self._own(parameter).items():
-                own.copy_(values[kind])
-        else:
-            main = getattr(parameter, "main_param", parameter)
-            held = {WEIGHT: main, **self._moments_of(main)}
-            for kind, value in values.items():
-                fully_sharded.fill(held[kind], value)
-        fully_sharded.fill(parameter, values[WEIGHT])
-
-    @property
-    def _holders(self) -> list[Any]:
-        """megatron-core's optimizers, one for the dense parameters and one for the experts."""
-        return _holders(self.optimizer)
-
-    def _moments_of(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
-        states = (holder.optimizer.state for holder in self._holders)
-        return _moments(next((state[main] for state in states if main in state), {}))
+        self._held.scatter(parameter, values)
 
     def close(self) -> None:
         """Removes megatron-core's hooks; see engines.Engine."""
@@ -220,71 +164,6 @@ class MegatronEngine:
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         torch.distributed.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
         return float(total / (layout.data * layout.context))
-
-
-def _moments(state: Any) -> dict[str, torch.Tensor]:
-    """What an optimizer keeps of a parameter, element by element."""
-    return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind != "step"}
-
-
-_SPLIT = "model_param_gbuf_map"
-
-
-def _holders(optimizer: Any) -> list[Any]:
-    """The optimizers that one of megatron-core's is a chain of, or itself."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _holder(optimizer: Any, parameter: torch.nn.Parameter) -> Any:
-    """The distributed optimizer that holds elements of a parameter on this rank; None where none does."""
-    return next((each for each in _holders(optimizer) if parameter in getattr(each, _SPLIT, ())), None)
-
-
-def _range(holder: Any, parameter: torch.nn.Parameter) -> slice | None:
-    """Which elements of a parameter it holds."""
-    if holder is None:
-        return None
-    where = holder._get_model_param_range_map(parameter)["param"]
-    return slice(where.start, where.end)
-
-
-def _part(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[slice | None, dict[str, torch.Tensor]]:
-    """Which elements of a parameter this rank's distributed optimizer holds, and what it holds of them."""
-    if (holder := _holder(optimizer, parameter)) is None:
-        return None, {}
-    held = holder._get_main_param_and_optimizer_states(parameter)
-    return _range(holder, parameter), {WEIGHT: held.pop("param"), **_moments(held)}
-
-
-def _whole(parameter: torch.nn.Parameter, part: slice | None, value: torch.Tensor | None) -> torch.Tensor:
-    """What data-parallel ranks hold parts of, put together, float32, in the parameter's shape."""
-    flat = torch.zeros(parameter.numel(), device=parameter.device)
-    if part is not None and value is not None:
-        flat[part] = value.float().view(-1)
-    torch.distributed.all_reduce(flat, group=_data_parallel_group(parameter))
-    return flat.view(parameter.shape)
-
-
-@torch.no_grad()
-def main_weight(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's whole slice of a parameter as the optimizer keeps it, float32, of any of megatron-core's optimizers.
-
-    Collective over data-parallel ranks where the distributed optimizer splits it.
-
-    Args:
-        optimizer: of `get_megatron_optimizer`, whoever built it.
-        parameter: of the model.
-    """
-    if not any(hasattr(each, _SPLIT) for each in _holders(optimizer)):
-        return getattr(parameter, "main_param", parameter).detach().float()
-    part, held = _part(optimizer, parameter)
-    return _whole(parameter, part, held.get(WEIGHT))
-
-
-def _data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
 
 
 def _forward(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:

@@ -162,6 +162,7 @@ def builds_optimizer(get_megatron_optimizer: Function) -> Function:
         optimizer = get_megatron_optimizer(config, model_chunks, *args, **kwargs)
         if _current is not None:
             _current.tell(model_chunks, optimizer)
+            _current.audit(model_chunks, optimizer)
         return optimizer
 
     return build

@@ -23,7 +23,7 @@ from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, chec
 from mup_megatron.config import Config, derive
 from mup_megatron.engines.optim import megatron_overrides
 from mup_megatron.engines.setup import resolve_auto
-from mup_megatron.megatron_training import watched
+from mup_megatron.megatron_training import auditing, watched
 from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.family import MULTIPLE, check_family
@@ -300,6 +300,14 @@ class MegatronRun:
     def tell(self, model_chunks: Any, optimizer: Any) -> None:
         """Says what was applied to the model and the optimizer. Collective."""
         tell(self.parametrization, chunks_of(model_chunks), optimizer.param_groups)
+
+    def audit(self, model_chunks: Any, optimizer: Any) -> None:
+        """Has the run's first step looked at. Collective."""
+        asked, action, save = watched.task(), self._settings.audit, getattr(self._args, "save", None)
+        if action != "off" and (asked is None or asked.kind == "trial"):
+            folder = None if save is None else Path(save)
+            parts = chunks_of(model_chunks), optimizer, self.parametrization, self.layout
+            auditing.begin(*parts, stops=action == "stop", folder=folder)
 
     def write_record(self, iteration: int) -> None:
         """Writes what the weights were made with beside a checkpoint."""

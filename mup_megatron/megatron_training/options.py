@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change"),
-    *("--mup-accept", "--mup-tensors"),
+    *("--mup-accept", "--mup-tensors", "--mup-audit"),
 )
 _SECTIONS = ("base", "parametrization", "hparams")
 # Hyperparameters that are Megatron's own options, by our name: its name, and its default.
@@ -64,6 +64,7 @@ class Settings:
         command: the command line that its trials are; empty where this project's engine trains them.
         tensors: what a user says of tensors.
         base_sizes: what the base says of models as built alone.
+        audit: what happens where the first step is not the table's: `stop`, `warn`, or `off` to look at nothing.
     """
 
     base: dict[str, Any]
@@ -79,6 +80,7 @@ class Settings:
     command: tuple[str, ...] = ()
     tensors: tuple[Entry, ...] = ()
     base_sizes: BaseSizes = NO_OTHERS
+    audit: str = "stop"
 
 
 _known = Known([])
@@ -103,6 +105,12 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--mup-accept", metavar="NAME", action="append", help="An option that is not known here, to take unchecked."
+    )
+    group.add_argument(
+        "--mup-audit",
+        choices=("stop", "warn", "off"),
+        default="stop",
+        help="Where the first step is not the table's (off: not asked).",
     )
     group.add_argument(
         "--mup-tensors",
@@ -178,6 +186,7 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         tensors=_read_tensors(args),
         unsaid=tuple(unsaid_options(args, defaults, known())) if args.mup_write_config else (),
         allowed=tuple(args.mup_allow_change or ()),
+        audit=args.mup_audit,
         accepted=tuple(known().accepted),
         sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
     )

@@ -17,7 +17,7 @@ import torch
 
 from mup_megatron import megatron_training
 from mup_megatron.engines import WEIGHT
-from mup_megatron.engines.megatron import main_weight
+from mup_megatron.engines.optimizer_state import main_weight
 from mup_megatron.megatron_training import watched
 from mup_megatron.megatron_training.models import chunks_of
 from mup_megatron.parallel.layout import Layout

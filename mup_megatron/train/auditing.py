@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mup_megatron.audit.auditor import Auditor, Door
+from mup_megatron.audit.update import Rates
 from mup_megatron.checkpoints.checkpoint import AUDIT
 from mup_megatron.engines import Engine
 from mup_megatron.engines.optim import LearningRateSchedule
@@ -86,9 +87,9 @@ class Auditing(Hook):
             if self._rate(step.number):
                 self._auditor.begin_step(step.number)
             return
-        auditor, self._auditor, schedule = self._auditor, None, step.lr / self._peak
-        auditor.ask_groups(schedule)
-        auditor.end_step(schedule, step.number)
+        auditor, self._auditor, rates = self._auditor, None, Rates(step.lr / self._peak)
+        auditor.ask_groups(rates)
+        auditor.end_step(rates, step.number)
         audit = auditor.audit
         if self._rank.is_first:
             write_whole(self._path, json.dumps(audit.as_json(), indent=1))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mup_megatron.audit.auditor import Auditor, Door
+from mup_megatron.audit.update import Rates
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
@@ -65,8 +66,9 @@ def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken:
         for fault in planted:
             if fault.weights is not None:
                 fault.weights(named, rank.rank)
-        auditor.ask_groups(schedule(step) / config.hparams.lr)
-        auditor.end_step(schedule(step) / config.hparams.lr, step + 1)
+        rates = Rates(schedule(step) / config.hparams.lr)
+        auditor.ask_groups(rates)
+        auditor.end_step(rates, step + 1)
         engine.close()
     audit = auditor.audit
     return {

@@ -1,4 +1,4 @@
-"""Megatron-Bridge under µP (`mup_megatron.bridge`): the one symbol that its own hooks do not reach."""
+"""Megatron-Bridge under µP (`mup_megatron.bridge`): the two symbols that its own hooks do not reach."""
 
 from __future__ import annotations
 
@@ -26,5 +26,17 @@ def bridge_patches(hooks: ModuleType) -> tuple[Patch, ...]:
             until="Bridge calls a hook with what a model is about to be built from",
             when="always",
             wrap=hooks.builds_model,
+        ),
+        Patch(
+            name="bridge-scheduler",
+            distribution="megatron-core",
+            versions=">=0.19,<0.20",
+            symbol="megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.__init__",
+            parameters=None,
+            why="the audit of the first step needs the optimizer, which Bridge hands to its scheduler alone",
+            lower_rung="a provider of overrides is asked before there is an optimizer, and callbacks get none",
+            until="Bridge calls a hook with the optimizer",
+            when="always",
+            wrap=hooks.builds_scheduler,
         ),
     )

@@ -54,7 +54,7 @@ def apply_mup(
     parametrization: Mapping[str, Any] | None = None,
     tensors: str | Path | None = None,
     allow_change: Sequence[str] = (),
-    accept: Sequence[str] = (),
+    audit: str = "stop",
     explain: bool = False,
     write_config: str | Path | None = None,
 ) -> None:
@@ -71,7 +71,7 @@ def apply_mup(
         parametrization: as `parametrization:` in a config.
         tensors: YAML that says what tensors of layers of your own are.
         allow_change: keys that may differ from the checkpoint's.
-        accept: fields that are not known here, to take unchecked.
+        audit: where the first step is not the table's: `stop` ends the run, `warn` goes on, `off` does not look.
         explain: print what each tensor gets once the model is to be built, and leave.
         write_config: a new file: as `explain`, and write the run there as a config to tune its proxy with.
 
@@ -89,7 +89,7 @@ def apply_mup(
         sections={"hparams": dict(multipliers or {}), "parametrization": dict(parametrization or {})},
         tensors=None if tensors is None else str(tensors),
         allowed=tuple(allow_change),
-        accepted=tuple(accept),
+        audit=audit,
         explain=explain or write_config is not None,
         written=None if write_config is None else Path(write_config),
     )

@@ -1,6 +1,6 @@
 """What Bridge and megatron-core call of a run in µP: the optimizer's overrides, and the constructor of GPTModel.
 
-Public names: `MupOverrides`, `builds_model`, `run_of`, `ends_with_status_2`, `MARK`.
+Public names: `MupOverrides`, `builds_model`, `builds_scheduler`, `run_of`, `ends_with_status_2`, `MARK`.
 
 The run hangs on the TransformerConfig that the model is built from (`MARK`), so that a model of another config in the
 same process, such as a teacher, stays as it is.
@@ -71,6 +71,24 @@ def builds_model(init: Function) -> Function:
     return build
 
 
+_next: list[tuple[MegatronRun, Any]] = []
+"""The run, and its chunks, whose optimizer is about to be built."""
+
+
+def builds_scheduler(init: Function) -> Function:
+    """On `OptimizerParamScheduler.__init__`, behind the optimizer: the audit of a run's first step."""
+
+    @functools.wraps(init)
+    @ends_with_status_2
+    def build(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, optimizer, *args, **kwargs)
+        if _next:
+            run, chunks = _next.pop()
+            run.audit(chunks, optimizer)
+
+    return build
+
+
 @dataclass
 class MupOverrides:
     """What `ConfigContainer.optimizer_config_override_provider` is in µP: the groups, by rule.
@@ -89,4 +107,6 @@ class MupOverrides:
 
         chunks = context.model if isinstance(context.model, list) else [context.model]
         run = run_of(chunks_of(chunks)[0].config)
-        return run.overrides(chunks, context.optimizer_config.optimizer)
+        made = run.overrides(chunks, context.optimizer_config.optimizer)
+        _next[:] = [(run, chunks)]
+        return made

@@ -19,7 +19,13 @@ from mup_megatron.bridge.refused import refuse
 from mup_megatron.bridge.translate import arguments_of, put_values
 from mup_megatron.megatron_training.megatron_run import MegatronRun
 from mup_megatron.megatron_training.models import chunks_of
-from mup_megatron.megatron_training.option_check import check_config, check_options, check_table, unsaid_options
+from mup_megatron.megatron_training.option_check import (
+    check_config,
+    check_options,
+    check_table,
+    unread_options,
+    unsaid_options,
+)
 from mup_megatron.megatron_training.options import (
     DERIVED_SIZES,
     Settings,
@@ -49,6 +55,8 @@ class BridgeRun(MegatronRun):
         settings: what `apply_mup` was given.
     """
 
+    advice = 'audit="warn"'
+
     def __init__(self, container: Any, settings: Settings) -> None:
         super().__init__(Namespace(), settings)
         self._container = container
@@ -68,10 +76,9 @@ class BridgeRun(MegatronRun):
         refuse(self._container, first=False)
         self._args = arguments_of(self._container, given)
         check_table(known(), megatron.core.__version__)
-        known().accept(self._settings.accepted)
         check_options(self._args, {}, known())
-        unsaid = tuple(unsaid_options(self._args, {}, known()))
-        self._settings = replace(self._settings, unsaid=unsaid, accepted=tuple(known().accepted))
+        unsaid, unread = (tuple(options(self._args, {}, known())) for options in (unsaid_options, unread_options))
+        self._settings = replace(self._settings, unsaid=unsaid, unread=unread)
         for config in (given["config"], self._container.optimizer, self._container.ddp):
             check_config(config, known(), kind=_upstreams(config))
 
@@ -104,7 +111,7 @@ def put_into(
         record: the transfer record.
         sections: `hparams` (multipliers alone) and `parametrization`.
         tensors: file of a user's entries.
-        further: parts of `Settings` that are handed on: `allowed`, `accepted`, `explain` and `written`.
+        further: parts of `Settings` that are handed on: `allowed`, `audit`, `explain` and `written`.
 
     Raises:
         UserError: see `apply_mup`.

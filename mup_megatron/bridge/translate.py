@@ -25,7 +25,6 @@ _OWN = {
     "--mup-hparams": "hparams",
     "--mup-config": "multipliers and parametrization",
     "--mup-allow-change KEY": "allow_change=[KEY]",
-    "--mup-accept ": "accept=",
     "--mup-tensors": "tensors",
     "--mup-write-config": "write_config",
 }

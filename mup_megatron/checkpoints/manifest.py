@@ -99,7 +99,7 @@ class CheckpointManifest(BaseModel):
         tokenizer_type: what Megatron calls its tokenizer; only under `mup-megatron run`.
         initialised_from: checkpoint that the weights of step 0 came from; None where they were initial values.
         applied: groups with their rates, forward multipliers, digest of the base; only under `mup-megatron run`.
-        accepted: options that no rule is known for, and that the user accepted by name; None where there were none.
+        unread: options of Megatron's that no table has, as they were given; None where there were none.
         horizon: factors of the rules over batch and tokens; None where none is chosen.
         thetas: what was divided out of the stored weights, by tensor, where it is not 1; None where nothing was.
         as_built: a user's entries about tensors; only of a model that was parametrised as a script builds it.
@@ -129,7 +129,7 @@ class CheckpointManifest(BaseModel):
     thetas: dict[str, float] | None = None
     initialised_from: dict[str, Any] | None = None
     applied: dict[str, Any] | None = None
-    accepted: list[str] | None = None
+    unread: list[str] | None = None
     as_built: list[str] | None = None
     files: list[str] | None = None
 

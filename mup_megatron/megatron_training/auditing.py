@@ -30,7 +30,7 @@ def begin(
     parametrization: Parametrization,
     layout: Layout,
     *,
-    stops: bool,
+    advice: str | None,
     folder: Path | None,
 ) -> None:
     """Asks for initial values now, and for the rest at the first step that moves anything. Collective.
@@ -40,7 +40,7 @@ def begin(
         optimizer: of megatron-core, just built; its `step` is wrapped.
         parametrization: of the run.
         layout: how ranks split the model.
-        stops: whether something wrong ends the process, with status 2.
+        advice: how a run goes on that something wrong ends, with status 2; None where it does not end.
         folder: for audit.json; None where the run saves nothing.
     """
     named = list(named_parameters(chunks))
@@ -62,9 +62,8 @@ def begin(
         if first and folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / AUDIT, json.dumps(audit.as_json(), indent=1))
-        if audit.wrong and stops:
-            advice = "--mup-audit warn goes on all the same"
-            say_error(f"{audit.line}; {advice}", read_rank(), same=True)
+        if audit.wrong and advice is not None:
+            say_error(f"{audit.line}; {advice} goes on all the same", read_rank(), same=True)
             raise SystemExit(2) from UserError(audit.line)
         if first:
             print(f"mup-megatron: {'warning: ' if audit.wrong else ''}{audit.line}", flush=True)

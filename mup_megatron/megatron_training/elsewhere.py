@@ -25,7 +25,7 @@ from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.model_section import check_translation
 from mup_megatron.megatron_training.option_check import check_config, check_options, refused_in_a_run
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.megatron_training.telemetry import accepted_names, standard_tensors
+from mup_megatron.megatron_training.telemetry import standard_tensors, unread_names
 from mup_megatron.megatron_training.translate import config_of, stages_of
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from mup_megatron.model.build import parametrize
@@ -131,7 +131,7 @@ def show(
     print_table(parametrization, layout, console)
     if built is not None:
         _print_entries(built, console)
-    for said in (standard_tensors(parametrization), accepted_names(settings.accepted)):
+    for said in (standard_tensors(parametrization), unread_names(settings.unread)):
         if said:
             console.print(said, style="yellow", highlight=False)
     for sentence in refused:

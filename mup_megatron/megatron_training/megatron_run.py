@@ -31,7 +31,7 @@ from mup_megatron.megatron_training.model_section import check_translation
 from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.megatron_training.telemetry import accepted_names, applied, standard_tensors, tell
+from mup_megatron.megatron_training.telemetry import applied, standard_tensors, tell, unread_names
 from mup_megatron.megatron_training.translate import config_of, stages_of
 from mup_megatron.model.as_built.chunks import BuiltModel, digest_of
 from mup_megatron.model.as_built.given import OtherLayers, norms_left_out
@@ -53,6 +53,9 @@ class MegatronRun:
         args: Megatron's.
         settings: what the options of µP name.
     """
+
+    advice = "--mup-audit warn"
+    """How a run goes on although its audit found something."""
 
     def __init__(self, args: Namespace, settings: Settings) -> None:
         self._args, self._settings = args, settings
@@ -284,7 +287,7 @@ class MegatronRun:
             )
         self._finish()
         chunks = chunks_of(model_chunks)
-        for said in (standard_tensors(self.parametrization), accepted_names(self._settings.accepted)):
+        for said in (standard_tensors(self.parametrization), unread_names(self._settings.unread)):
             if said and torch.distributed.get_rank() == 0:
                 print(f"mup-megatron: {said}", file=sys.stderr, flush=True)
         overrides = megatron_overrides(list(named_parameters(chunks)), self.parametrization)
@@ -307,7 +310,7 @@ class MegatronRun:
         if action != "off" and (asked is None or asked.kind == "trial"):
             folder = None if save is None else Path(save)
             parts = chunks_of(model_chunks), optimizer, self.parametrization, self.layout
-            auditing.begin(*parts, stops=action == "stop", folder=folder)
+            auditing.begin(*parts, advice=self.advice if action == "stop" else None, folder=folder)
 
     def write_record(self, iteration: int) -> None:
         """Writes what the weights were made with beside a checkpoint."""
@@ -386,6 +389,6 @@ class MegatronRun:
             fused_activation=self._fused,
             tokenizer_type=args.tokenizer_type,
             applied=applied(self.parametrization),
-            accepted=list(self._settings.accepted) or None,
+            unread=list(self._settings.unread) or None,
             as_built=None if self._own_layers else [str(entry) for entry in self._settings.tensors],
         )

@@ -1,7 +1,7 @@
-"""What differs from its default is harmless, translated or refused; what is not known is refused by name.
+"""What differs from its default is translated or refused; what no table has is taken, and told.
 
 Public names: `Known` (the parser's options of the installed version), `check_table`, `check_options`,
-`refused_in_a_run`, `check_config`, `check_optimizer`, `check_load`.
+`refused_in_a_run`, `unsaid_options`, `unread_options`, `check_config`, `check_optimizer`, `check_load`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from enum import Enum
 from typing import Any
 
 from mup_megatron.engines.setup.megatron import emerging_missing
-from mup_megatron.megatron_training.accepted_options import UNSAID
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
+from mup_megatron.megatron_training.translated_options import UNSAID
 from mup_megatron.util.errors import UserError
 
 _TE = "transformer_engine"
@@ -31,7 +31,6 @@ _FILLED = (
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
     "heterogeneous_layers_config_encoded_json",
 )
-_ACCEPTED = Rule(kind="harmless", why="accepted by name (--mup-accept), and not checked")
 
 
 class Known:
@@ -43,40 +42,6 @@ class Known:
 
     def __init__(self, actions: Iterable[Action]) -> None:
         self.actions = {action.dest: action for action in actions if action.option_strings and action.dest != "help"}
-        self._accepted: frozenset[str] = frozenset()
-
-    def accept(self, names: Iterable[str]) -> None:
-        """Takes what neither table has, because the user says that it changes no rule.
-
-        Args:
-            names: of options, with or without their dashes, or of fields of megatron-core's configs.
-
-        Raises:
-            UserError: there is no such option or field, or a table says why it is refused.
-        """
-        options, found = self.actions.items(), set()
-        spelled = {word[2:].replace("-", "_"): dest for dest, option in options for word in option.option_strings}
-        for said in names:
-            name = said.removeprefix("--").replace("-", "_")
-            name = spelled.get(name, name)
-            if name not in self.actions and name not in _fields():
-                raise UserError(
-                    f"--mup-accept {said}: this Megatron has no such option, and its configs have no such field; "
-                    "expected a name as a refusal says it"
-                )
-            rule = self.rule(name)
-            if rule is not None and rule.is_refused:
-                raise UserError(
-                    f"--mup-accept {said}: it is known what this does, and it is refused ({rule.why}); expected the "
-                    "name of an option that mup-megatron does not know"
-                )
-            found.add(name)
-        self._accepted = frozenset(found)
-
-    @property
-    def accepted(self) -> list[str]:
-        """What was accepted and is in no table, as a user types it."""
-        return sorted(self.typed(name) for name in self._accepted if self.rule(name) is _ACCEPTED)
 
     def rule(self, name: str) -> Rule | None:
         """Of an option by its destination, or of a config's field; None where neither table has it."""
@@ -84,7 +49,7 @@ class Known:
         for option in action.option_strings if action else ():
             if (found := OPTIONS.get(option.removeprefix("--"))) is not None:
                 return found
-        return FIELDS.get(name) or (_ACCEPTED if name in self._accepted else None)
+        return FIELDS.get(name)
 
     def typed(self, name: str) -> str:
         """An option by its destination as a user types it; another name as it is."""
@@ -124,7 +89,7 @@ def _fields() -> set[str]:
 
 
 def _needed(rules: Mapping[str, Rule], version: str) -> list[tuple[str, Rule]]:
-    return [(name, rule) for name, rule in rules.items() if rule.kind != "harmless" and exists(rule, version)]
+    return [(name, rule) for name, rule in rules.items() if exists(rule, version)]
 
 
 def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *, here: bool = True) -> None:
@@ -143,7 +108,7 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
 
     cuda = torch.cuda.is_available() or not here
     for name, value, rule in _values(args, defaults, known):
-        if here or rule is None or not rule.explained:
+        if rule is not None and (here or not rule.explained):
             _check(known.typed(name), value, [known.actions[name].default], rule, cuda=cuda)
     if args.transformer_impl == "local":
         _check_local(args, cuda=cuda)
@@ -175,7 +140,7 @@ def refused_in_a_run(args: Namespace, defaults: Mapping[str, Any], known: Known)
     Args:
         args: Megatron's.
         defaults: that the script gives in the place of Megatron's.
-        known: options of this Megatron, and those that were accepted by name.
+        known: options of this Megatron.
     """
     sentences = []
     for name, value, rule in _values(args, defaults, known):
@@ -192,15 +157,32 @@ def unsaid_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -
     Args:
         args: Megatron's.
         defaults: that the script gives in the place of Megatron's.
-        known: options of this Megatron, and those that were accepted by name.
+        known: options of this Megatron.
     """
-    found = []
-    for name, value, _ in _values(args, defaults, known):
-        option = known.typed(name)
-        unsaid = option.removeprefix("--") in UNSAID.split() or option in known.accepted
-        if unsaid and not _equal(value, known.actions[name].default):
-            found.append(option if isinstance(value, bool) else f"{option} {_said(value)}")
-    return found
+    return [
+        _as_typed(known.typed(name), value)
+        for name, value, _ in _values(args, defaults, known)
+        if known.typed(name).removeprefix("--") in UNSAID.split() and not _equal(value, known.actions[name].default)
+    ]
+
+
+def unread_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -> list[str]:
+    """Options at other values than their defaults that no table has: nobody here knows what they do to the rules.
+
+    Args:
+        args: Megatron's.
+        defaults: that the script gives in the place of Megatron's.
+        known: options of this Megatron.
+    """
+    return [
+        _as_typed(known.typed(name), value)
+        for name, value, rule in _values(args, defaults, known)
+        if rule is None and not _equal(value, known.actions[name].default)
+    ]
+
+
+def _as_typed(option: str, value: Any) -> str:
+    return option if isinstance(value, bool) else f"{option} {_said(value)}"
 
 
 def _values(args: Namespace, defaults: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Any, Rule | None]]:
@@ -324,7 +306,7 @@ def check_config(config: Any, known: Known, *, here: bool = True, kind: type | N
         if field.name in known.actions:
             defaults.append(known.actions[field.name].default)
         rule = known.rule(field.name)
-        if here or rule is None or not rule.explained:
+        if rule is not None and (here or not rule.explained):
             _check(f"{type(config).__name__}.{field.name}", getattr(config, field.name), defaults, rule, cuda=cuda)
     window, parts = getattr(config, "window_size", None), getattr(config, "context_parallel_size", 1)
     if window is not None and parts > 1 and getattr(config, "transformer_impl", None) == "local":
@@ -366,23 +348,19 @@ def check_optimizer(
 
 
 def _check(name: str, value: Any, defaults: Sequence[Any], rule: Rule | None, *, cuda: bool) -> None:
-    if any(_equal(value, default) for default in defaults):
+    if rule is None or any(_equal(value, default) for default in defaults):
         return
-    if rule is not None and not rule.is_refused and (cuda or rule.kind != "cuda"):
+    if not rule.is_refused and (cuda or rule.kind != "cuda"):
         return
     said = _said(value)
-    if rule is not None and said in rule.taken:
+    if said in rule.taken:
         return
     default = next((one for one in defaults if one is not dataclasses.MISSING), None)
-    expected = " or ".join((_said(default), *(rule.taken if rule else ())))
+    expected = " or ".join((_said(default), *rule.taken))
     shown = name if isinstance(value, bool) and name.startswith("--") else f"{name} {said}"
-    if rule is not None and rule.kind == "cuda":
+    if rule.kind == "cuda":
         raise UserError(f"{shown}: computes on CUDA alone, and none is here; expected {expected}")
-    why = rule.why if rule else "mup-megatron does not know what it does to the rules"
-    if rule is None:
-        accepted = name.removeprefix("--").rpartition(".")[2]
-        expected += f", or --mup-accept {accepted} where you know that it changes none of them"
-    raise UserError(f"{shown}: not under µP here ({why}); expected {expected}")
+    raise UserError(f"{shown}: not under µP here ({rule.why}); expected {expected}")
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -1,11 +1,11 @@
-"""Every option of megatron.training's parser, 0.16.1 to 0.19, and what becomes of it under µP.
+"""Options of megatron.training's parser, 0.16.1 to 0.19, that µP refuses, or that the config has.
 
 Public names: `Rule`, `OPTIONS` (rules by an option's first name, without its dashes), `rules_of`, `exists`,
 `as_markdown`. Fields of configs that are no option's: field_table.py.
 
-The names stand in refused_options.py and accepted_options.py. An option is known by what a user types, for its
-destination has other names in other versions. What is in no table is refused where it differs from its default
-(option_check.py).
+The names stand in refused_options.py and translated_options.py. An option is known by what a user types, for its
+destination has other names in other versions. What is in no table is taken and told, and the audit of the run's first
+step judges what it did.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mup_megatron.megatron_training.accepted_options import HARMLESS, TRANSLATED
 from mup_megatron.megatron_training.refused_options import CUDA_ONLY, EXPLAINED, IMPOSSIBLE, UNSUPPORTED
+from mup_megatron.megatron_training.translated_options import TRANSLATED
 
-Kind = Literal["impossible", "unsupported", "cuda", "translated", "harmless"]
+Kind = Literal["impossible", "unsupported", "cuda", "translated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Rule:
 
     Args:
         kind: `impossible` under µP, or not yet `unsupported`: both are refused; `cuda`, taken where there is CUDA;
-            `translated` into a section of the config; `harmless` to the rules.
-        why: the reason, the section, or what such options are about.
+            `translated` into a section of the config.
+        why: the reason, or the section.
         taken: values beside the default that are not refused.
         explained: whether `--mup-explain` takes it, for it changes no row of the table, although a run refuses it.
         versions: PEP 440 specifiers of the megatron-core that has it; empty is all.
@@ -79,7 +79,7 @@ def rules_of(
     """Rules by name.
 
     Args:
-        tables: by kind: names, why (the section of the config, what they are about), values taken beside the default.
+        tables: by kind: names, why (or the section of the config), values taken beside the default.
         versions: PEP 440 specifiers, by name, where not every version has it.
     """
     rules: dict[str, Rule] = {}
@@ -105,7 +105,6 @@ OPTIONS = rules_of(
         "unsupported": UNSUPPORTED,
         "cuda": CUDA_ONLY,
         "translated": TRANSLATED,
-        "harmless": HARMLESS,
     },
     {name: versions for names, versions in _VERSIONS for name in names.split()},
 )
@@ -138,9 +137,7 @@ def as_markdown() -> str:
     lines += [f"| {_spelled(names)} | {why} |" for names, why in CUDA_ONLY]
     lines += ["", "| translated | into |", "| --- | --- |"]
     lines += [f"| {_spelled(names)} | `{section}:` |" for names, section in TRANSLATED]
-    lines += ["", "<details><summary>Harmless: what they are about, and which they are</summary>", ""]
-    lines += ["| about | harmless |", "| --- | --- |", *(f"| {why} | {_spelled(names)} |" for names, why in HARMLESS)]
-    return "\n".join([*lines, "", "</details>"]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _spelled(names: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mup_megatron.config.load import parse_yaml
 from mup_megatron.config.per_tensor import folded, split_name
 from mup_megatron.config.schema import Growth, Hparams, ParametrizationSection
-from mup_megatron.megatron_training.option_check import Known, unsaid_options
+from mup_megatron.megatron_training.option_check import Known, unread_options, unsaid_options
 from mup_megatron.megatron_training.watched import task
 from mup_megatron.model.as_built.base_sizes import LAYERS, NO_OTHERS, OTHER_SIZES, BaseSizes, read_layers
 from mup_megatron.util.errors import UserError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change"),
-    *("--mup-accept", "--mup-tensors", "--mup-audit"),
+    *("--mup-tensors", "--mup-audit"),
 )
 _SECTIONS = ("base", "parametrization", "hparams")
 # Hyperparameters that are Megatron's own options, by our name: its name, and its default.
@@ -57,7 +57,7 @@ class Settings:
         record: the transfer record's file.
         explain: print the table and leave.
         allowed: keys that may differ from the checkpoint's.
-        accepted: options and fields that no table has, and that the user takes all the same.
+        unread: options at other values than their defaults that no table has.
         sizes: of `DERIVED_SIZES`, those that were typed (or that the script sets), before upstream fills the others.
         written: the file to write a config for tuning to, before leaving; None without one.
         unsaid: the options that it cannot say.
@@ -76,7 +76,7 @@ class Settings:
     sizes: dict[str, int]
     written: Path | None = None
     unsaid: tuple[str, ...] = ()
-    accepted: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     tensors: tuple[Entry, ...] = ()
     base_sizes: BaseSizes = NO_OTHERS
@@ -102,9 +102,6 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--mup-allow-change", metavar="KEY", action="append", help="A key that may differ from the checkpoint's."
-    )
-    group.add_argument(
-        "--mup-accept", metavar="NAME", action="append", help="An option that is not known here, to take unchecked."
     )
     group.add_argument(
         "--mup-audit",
@@ -152,7 +149,6 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
     if not any(named):
         return None
     _refuse_beside(args, defaults)
-    known().accept(args.mup_accept or ())
     sections = _read_config(args.mup_config) if args.mup_config else {}
     base, base_sizes = _base_of(args, sections.get("base", {}))
     hparams = sections.get("hparams", {})
@@ -187,7 +183,7 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         unsaid=tuple(unsaid_options(args, defaults, known())) if args.mup_write_config else (),
         allowed=tuple(args.mup_allow_change or ()),
         audit=args.mup_audit,
-        accepted=tuple(known().accepted),
+        unread=tuple(unread_options(args, defaults, known())),
         sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
     )
 

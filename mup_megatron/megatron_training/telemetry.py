@@ -1,6 +1,6 @@
 """What was applied to a run of megatron.training: one line at its start, Megatron's own writers, and mup.json.
 
-Public names: `applied`, `accepted_names`, `standard_tensors`, `tell`.
+Public names: `applied`, `unread_names`, `standard_tensors`, `tell`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mup_megatron.rules.table import Parametrization
 from mup_megatron.tuning.family import digest
 from mup_megatron.util.errors import UserError
 
-_DIGITS = 12
+_DIGITS, _NAMED = 12, 12
 
 
 def applied(parametrization: Parametrization) -> dict[str, Any]:
@@ -56,11 +56,15 @@ def standard_tensors(parametrization: Parametrization) -> str:
     return f"in the standard parametrization, with the base's rates at every width, as asked for: {', '.join(names)}"
 
 
-def accepted_names(names: Sequence[str]) -> str:
-    """The sentence that names what was accepted unchecked (`--mup-accept`); empty where nothing was."""
+def unread_names(names: Sequence[str]) -> str:
+    """The sentence that names what no table has; empty where there is nothing."""
     if not names:
         return ""
-    return f"accepted by name, without knowing what it does to the rules: {', '.join(names)}"
+    more = f" and {len(names) - _NAMED} more (mup.json)" if len(names) > _NAMED else ""
+    return (
+        f"not read here: {', '.join(names[:_NAMED])}{more}; the audit judges what they do at the first step, and not "
+        "what they do later"
+    )
 
 
 def tell(parametrization: Parametrization, chunks: Sequence[Any], groups: Iterable[Mapping[str, Any]]) -> None:

@@ -81,6 +81,10 @@ MEGATRON = [Split("plain", tensor=2), Split("distributed", data=2), Split("fsdp2
 OWN = [Split(0, tensor=2), Split("plain", tensor=2)]
 
 
+# Of a step, however the optimizer holds its weights.
+EVERYWHERE = ("decay in the gradient", "no gradient", "undone")
+
+
 def planted(splits: list[Split], faults: dict[str, Fault], quick: int) -> list[Any]:
     """Every fault in every layout, those of different tensors in one run, which has the first one's name.
 
@@ -103,6 +107,7 @@ def planted(splits: list[Split], faults: dict[str, Fault], quick: int) -> list[A
         *planted([Split(0, tensor=2), Split(1, tensor=2, data=2), *ZERO[1:], *MEGATRON], {**INITIAL}, 4),
         *planted([Split(0, tensor=2), *ZERO, *MEGATRON], {**GROUPS}, 4),
         *planted(OWN, {**STEPS, **WHOLE_GROUPS}, 3),
+        *planted([*ZERO[1:], *MEGATRON[1:]], {name: STEPS[name] for name in EVERYWHERE}, 5),
     ],
 )
 def test_a_planted_fault_is_named(ranks: Ranks, faults: tuple[str, ...], split: Split) -> None:

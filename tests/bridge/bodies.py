@@ -56,7 +56,7 @@ def _apply(config: Any, recipe: str, base: Any, **options: Any) -> None:
         "record": None,
         "tensors": None,
         "allowed": (),
-        "accepted": (),
+        "audit": "stop",
         "explain": False,
         "written": None,
     }

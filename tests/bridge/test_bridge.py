@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def _unpatched() -> Iterator[None]:
 def put(config: Any, base: Any = BASE, **options: Any) -> None:
     from mup_megatron.bridge.run import put_into
 
-    given: dict[str, Any] = {"record": None, "tensors": None, "allowed": (), "accepted": ()}
+    given: dict[str, Any] = {"record": None, "tensors": None, "allowed": (), "audit": "stop"}
     given |= {"explain": False, "written": None, "sections": {"hparams": {}, "parametrization": {}}}
     put_into(config, base, **{**given, **options})
 
@@ -55,6 +56,9 @@ def test_at_four_times_the_width(ranks: Ranks) -> None:
     """Rates, epsilon, decay and initial values by hand; the schedule moves every group by the same factor."""
     (wide,) = ranks.run(1, bodies.trained, mup={"base": BASE})
     assert wide["status"] == 0, wide["said"]
+    assert re.search(
+        r"^mup-megatron: audit: (\d+) tensors, \1 right; (\d+) multipliers, \2 right$", wide["printed"], re.M
+    )
     groups, initial = wide["groups"], wide["initial"]
     assert groups[MATRIX]["max_lr"] == pytest.approx(1e-2 / 4)
     assert groups[MATRIX]["min_lr"] == pytest.approx(1e-3 / 4)
@@ -266,17 +270,6 @@ def test_what_is_seen_once_the_model_is_built(ranks: Ranks) -> None:
     assert found["status"] == 2
     assert "TransformerConfig.softmax_scale 0.5: not under µP here" in found["said"]
     assert "Traceback" not in found["said"]
-
-
-def test_a_field_accepted_by_name(ranks: Ranks) -> None:
-    """Of which no table knows what it does: refused with the way out, taken with it, and told."""
-    (refused,) = ranks.run(1, bodies.trained, mup={"base": BASE}, tp_only_amax_red=True)
-    assert "tp_only_amax_red True: not under µP here (mup-megatron does not know" in refused["said"]
-    assert "or accept=tp_only_amax_red where you know" in refused["said"]
-    mup = {"base": BASE, "accepted": ("tp_only_amax_red",)}
-    (taken,) = ranks.run(1, bodies.trained, mup=mup, tp_only_amax_red=True)
-    assert taken["status"] == 0, taken["said"]
-    assert "accepted by name, without knowing what it does to the rules: tp_only_amax_red" in taken["said"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated as of Python 3.12:DeprecationWarning")  # upstream's parser

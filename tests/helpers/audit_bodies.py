@@ -11,6 +11,7 @@ from mup_megatron.audit.update import Rates
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
+from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.model.global_names import named_modules, named_parameters
 from mup_megatron.parallel.ranks import Rank
@@ -63,9 +64,13 @@ def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken:
             auditor.begin_step(done)
             engine.step(batches[done], schedule(done))
             auditor.ask_multipliers()
-        for fault in planted:
-            if fault.weights is not None:
-                fault.weights(named, rank.rank)
+        if any(fault.weights is not None for fault in planted):
+            for name, parameter in engine.named:
+                held = engine.gather(parameter)
+                for fault in planted:
+                    if fault.weights is not None:
+                        fault.weights({name: torch.nn.Parameter(held[WEIGHT], requires_grad=False)}, rank.rank)
+                engine.scatter(parameter, held)
         rates = Rates(schedule(step) / config.hparams.lr)
         auditor.ask_groups(rates)
         auditor.end_step(rates, step + 1)

@@ -32,7 +32,7 @@ class Fault:
         values: done to the initial values, before there is an optimizer.
         table: that the optimizer's groups are made by, from the one that the audit has.
         optimizer: done to the real optimizer before the step.
-        weights: done to the weights behind the step.
+        weights: done to the optimizer's weights behind the step.
     """
 
     tensor: str

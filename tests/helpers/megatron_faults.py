@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 from mup_megatron.model.global_names import named_modules, named_parameters
 from mup_megatron.parallel.ranks import Rank
@@ -22,11 +23,8 @@ def audited(rank: Rank, *, words: list[str], faults: Sequence[str] = ()) -> dict
     from mup_megatron.megatron_training.models import chunks_of
 
     planted = [FAULTS[name] for name in faults if name != ONE_RATE]
-    initialise, overrides, setup = (
-        megatron_run.initialise,
-        megatron_run.megatron_overrides,
-        training.setup_model_and_optimizer,
-    )
+    initialise, overrides = megatron_run.initialise, megatron_run.megatron_overrides
+    setup = training.setup_model_and_optimizer
 
     def initialise_wrongly(model: Any, *args: Any) -> None:
         initialise(model, *args)
@@ -51,13 +49,12 @@ def audited(rank: Rank, *, words: list[str], faults: Sequence[str] = ()) -> dict
             scheduler.step = _one_rate(scheduler.step, optimizer)
         return model, optimizer, scheduler
 
-    megatron_run.initialise, megatron_run.megatron_overrides = initialise_wrongly, wrong_overrides
-    training.setup_model_and_optimizer = set_up
-    try:
+    with (
+        mock.patch.object(megatron_run, "initialise", initialise_wrongly),
+        mock.patch.object(megatron_run, "megatron_overrides", wrong_overrides),
+        mock.patch.object(training, "setup_model_and_optimizer", set_up),
+    ):
         return {**megatron_runs.train(rank, words=words), "initial": None, "final": None}
-    finally:
-        megatron_run.initialise, megatron_run.megatron_overrides = initialise, overrides
-        training.setup_model_and_optimizer = setup
 
 
 def _one_rate(step: Callable[..., None], optimizer: Any) -> Callable[..., None]:

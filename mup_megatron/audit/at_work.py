@@ -6,6 +6,7 @@ A few tokens of each call are looked at; calls of recomputation and of every mic
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -106,8 +107,14 @@ class AtWork:
         self._seen.setdefault(key, []).append(torch.stack([number.detach() for number in measured]))
 
     def _on(self, register: Callable[..., Any], hook: Callable[..., None], **how: bool) -> None:
-        """One hook, which is no part of what is trained."""
-        self._handles.append(register(torch.no_grad()(hook), with_kwargs=True, **how))
+        """One hook, which is no part of what is trained; a module that it does not understand is not seen."""
+
+        @torch.no_grad()
+        def see(*call: Any) -> None:
+            with contextlib.suppress(Exception):
+                hook(*call)
+
+        self._handles.append(register(see, with_kwargs=True, **how))
 
     def _watch_embedding(self, key: _Key, module: Any, expected: float) -> None:
         """What the whole embedding gives, of the sum of what its tables give."""

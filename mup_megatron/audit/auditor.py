@@ -159,17 +159,21 @@ class Auditor:
         return rates
 
     def _rates_of_most(self, groups: Mapping[str, Sequence[float]]) -> Rates:
-        """The factor between the table and what groups say that half of the tensors are not above."""
-        found = []
-        for quantity in ("lr", "weight_decay"):
-            at, expected = (
-                1 + _SAID.index(quantity),
-                {n: getattr(row, quantity) for n, row in self._table.tensors.items()},
-            )
-            ratios = [numbers[at] / expected[name] for name, numbers in groups.items() if expected[name]]
+        """The factors between the table and what groups say that half of the tensors are not above."""
+
+        def factor(quantity: str, *, decoupled: tuple[bool, ...] = (False, True)) -> float | None:
+            at, rows = 1 + _SAID.index(quantity), self._table.tensors
+            asked = {name: getattr(row, quantity) for name, row in rows.items() if row.group.decoupled in decoupled}
+            ratios = [groups[name][at] / expected for name, expected in asked.items() if expected]
             known = sorted(ratio for ratio in ratios if not math.isnan(ratio))
-            found.append(known[len(known) // 2] if known else 1.0)
-        return Rates(*found)
+            return known[len(known) // 2] if known else None
+
+        rate, decay, decoupled = (
+            factor("lr", decoupled=(False,)),
+            factor("weight_decay"),
+            factor("lr", decoupled=(True,)),
+        )
+        return Rates(1.0 if rate is None else rate, 1.0 if decay is None else decay, decoupled)
 
     def end_step(self, rates: Rates, done: int) -> None:
         """After the step: every tensor moved as the table has it, on all ranks alike. Collective.
@@ -277,7 +281,7 @@ def _judged_group(
     ]
     if row.shape.spec.frozen or not findings[0].right:
         return findings
-    expected = (row.lr * rates.lr, row.eps, row.weight_decay * rates.weight_decay, *betas)
+    expected = (rates.rate(row), row.eps, row.weight_decay * rates.weight_decay, *betas)
     for quantity, value, there in zip(_SAID, expected, said, strict=True):
         if value is None or (math.isnan(there) and quantity not in ("lr", "weight_decay")):
             continue  # an optimizer without an epsilon, or without betas

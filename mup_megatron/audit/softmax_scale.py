@@ -39,7 +39,8 @@ def softmax_scale(module: Any, args: Any, kwargs: Any, output: Any, expected: fl
     output = output[0] if isinstance(output, tuple) else output
     config = module.config
     if (
-        query.dim() != 4
+        value is None
+        or query.dim() != 4
         or given.get("packed_seq_params") is not None
         or getattr(config, "attn_logit_softcapping", None)
     ):

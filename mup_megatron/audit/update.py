@@ -27,10 +27,16 @@ class Rates(NamedTuple):
     Args:
         lr: rate of the step over the rate at the schedule's peak.
         weight_decay: of the step over the table's.
+        decoupled: as `lr`, of tensors whose base rate is `optimizer.decoupled_lr`; None where it is the same.
     """
 
     lr: float
     weight_decay: float = 1.0
+    decoupled: float | None = None
+
+    def rate(self, row: TensorHyperparameters) -> float:
+        """The rate of a tensor at the step."""
+        return row.lr * (self.lr if self.decoupled is None or not row.group.decoupled else self.decoupled)
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def expected_update(
         updates: in the optimizer's averages, this one among them.
     """
     rule, weight = row.group.update_rule, before[WEIGHT]
-    lr = row.lr * rates.lr
+    lr = rates.rate(row)
     decay = lr * row.weight_decay * rates.weight_decay * weight if decoupled else torch.zeros_like(weight)
     first, second = betas
     if rule == "adam" and "exp_avg_sq" in after:

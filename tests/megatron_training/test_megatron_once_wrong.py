@@ -134,7 +134,8 @@ def test_what_was_applied_is_told(ranks: Ranks, tmp_path: Path) -> None:
     assert found["status"] == 0, found["said"]
     rates = {group["rule"]: group["max_lr"] for group in found["groups"].values()}
     assert set(rates.values()) == {0.005, 0.01}
-    (said,) = [line for line in found["printed"].splitlines() if line.startswith("mup-megatron: ")]
+    said, audit = [line for line in found["printed"].splitlines() if line.startswith("mup-megatron: ")]
+    assert audit == "mup-megatron: audit: 28 tensors, 28 right; 8 multipliers, 8 right"
     held = json.loads((tmp_path / "saved" / "iter_0000002" / "mup.json").read_text())["applied"]
     assert said == (
         f"mup-megatron: mup applied: 28 tensors in {len(rates)} optimizer groups (rates 0.005 to 0.01), forward "

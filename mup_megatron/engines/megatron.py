@@ -54,7 +54,7 @@ class MegatronEngine:
             use_gloo_process_groups=False,
         )
         rules = {parameter: parametrization.tensors[name].group.update_rule for name, parameter in self.named}
-        self._held = OptimizerState(self.optimizer, rules, layout)
+        self._held = OptimizerState(self.optimizer, rules)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = config.hparams.weight_decay * group["wd_mult"]
         for chunk in chunks:

@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 
 from mup_megatron.engines import WEIGHT, fully_sharded
 from mup_megatron.engines.optim import MOMENTS, allocate, moment_shape
-from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.formulas import UpdateRule
 
 
@@ -24,20 +23,21 @@ class OptimizerState:
     Args:
         optimizer: megatron-core's.
         rules: how the update of each of this rank's parameters scales.
-        layout: how ranks split the model.
     """
 
-    def __init__(self, optimizer: Any, rules: Mapping[torch.nn.Parameter, UpdateRule], layout: Layout) -> None:
-        self._optimizer, self._rules, self._layout = optimizer, rules, layout
+    def __init__(self, optimizer: Any, rules: Mapping[torch.nn.Parameter, UpdateRule]) -> None:
+        self._optimizer, self._rules = optimizer, rules
+        self._layer_wise = any(kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).__mro__)
+        self._distributed = any(hasattr(each, _SPLIT) for each in self._holders)
 
     @torch.no_grad()
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """What data-parallel ranks share of a parameter is put together; see engines.Engine."""
         if not parameter.requires_grad:  # no optimizer has it
             return {WEIGHT: fully_sharded.whole(parameter.detach().float())}
-        if self._layout.layer_wise:
+        if self._layer_wise:
             return self._gather_whole(parameter)
-        if not self._layout.distributed_optimizer:
+        if not self._distributed:
             main = getattr(parameter, "main_param", parameter)
             held = {WEIGHT: main.float(), **self._moments_of(main)}
             return {kind: fully_sharded.whole(value) for kind, value in held.items()}
@@ -64,13 +64,13 @@ class OptimizerState:
         """By the parameters that megatron-core's optimizers step; see engines.Engine."""
         if not parameter.requires_grad:  # no optimizer has it
             return []
-        if self._layout.distributed_optimizer:
+        if self._distributed:
             maps = [(holder, holder.model_param_group_index_map) for holder in self._holders]
             return [holder.optimizer.param_groups[at[parameter][0]] for holder, at in maps if parameter in at] or None
         main = getattr(parameter, "main_param", parameter)
         groups = [group for holder in self._holders for group in holder.param_groups]
         found = [group for group in groups if any(each is main for each in group["params"])]
-        return found or (None if self._layout.layer_wise else [])
+        return found or (None if self._layer_wise else [])
 
     @torch.no_grad()
     def prepare_state(self, kinds: Sequence[str], step: int) -> None:
@@ -81,11 +81,11 @@ class OptimizerState:
     @torch.no_grad()
     def scatter(self, parameter: torch.nn.Parameter, values: dict[str, torch.Tensor]) -> None:
         """Fills this rank's part; see engines.Engine."""
-        if self._layout.distributed_optimizer:
+        if self._distributed:
             part, held = _part(self._optimizer, parameter)
             for kind, value in values.items() if part is not None else ():
                 held[kind].copy_(value.view(-1)[part])
-        elif self._layout.layer_wise:
+        elif self._layer_wise:
             for kind, own in self._own(parameter).items():
                 own.copy_(values[kind])
         else:

@@ -45,7 +45,7 @@ def begin(
     """
     named = list(named_parameters(chunks))
     rules = {parameter: parametrization.tensors[name].group.update_rule for name, parameter in named}
-    state = OptimizerState(optimizer, rules, layout)
+    state = OptimizerState(optimizer, rules)
     auditor = Auditor(
         Door(chunks=chunks, named=named, gather=state.gather, groups=state.groups),
         parametrization,

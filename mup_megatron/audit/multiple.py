@@ -1,5 +1,7 @@
-"""Of which multiple one tensor is of another, and how well that is known. Public names: `Measured`, `multiple`,
-`rounding`."""
+"""Which multiple of another tensor a tensor is, and how well that is known.
+
+Public names: `Measured`, `multiple`, `rounding`, `DEVIATIONS`.
+"""
 
 from __future__ import annotations
 

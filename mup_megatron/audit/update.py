@@ -1,6 +1,6 @@
-"""One optimizer step, recomputed in float64 from what the optimizer keeps. Public names: `Rates`, `Sample`,
-`expected_update`.
+"""One optimizer step, recomputed in float64 from what the optimizer keeps.
 
+Public names: `Rates`, `Sample`, `expected_update`.
 Adam and Lion keep enough of a gradient for that after their step, whatever happened to the gradient on its way.
 """
 

@@ -159,11 +159,8 @@ def unsaid_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -
         defaults: that the script gives in the place of Megatron's.
         known: options of this Megatron.
     """
-    return [
-        _as_typed(known.typed(name), value)
-        for name, value, _ in _values(args, defaults, known)
-        if known.typed(name).removeprefix("--") in UNSAID.split() and not _equal(value, known.actions[name].default)
-    ]
+    names = UNSAID.split()
+    return [said for option, said, _ in _changed(args, defaults, known) if option.removeprefix("--") in names]
 
 
 def unread_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -> list[str]:
@@ -174,15 +171,15 @@ def unread_options(args: Namespace, defaults: Mapping[str, Any], known: Known) -
         defaults: that the script gives in the place of Megatron's.
         known: options of this Megatron.
     """
-    return [
-        _as_typed(known.typed(name), value)
-        for name, value, rule in _values(args, defaults, known)
-        if rule is None and not _equal(value, known.actions[name].default)
-    ]
+    return [said for _, said, rule in _changed(args, defaults, known) if rule is None]
 
 
-def _as_typed(option: str, value: Any) -> str:
-    return option if isinstance(value, bool) else f"{option} {_said(value)}"
+def _changed(args: Namespace, defaults: Mapping[str, Any], known: Known) -> Iterator[tuple[str, str, Rule | None]]:
+    """Options at other values than their defaults: each as it is spelled, with its value as it is typed, its rule."""
+    for name, value, rule in _values(args, defaults, known):
+        if not _equal(value, known.actions[name].default):
+            option = known.typed(name)
+            yield option, option if isinstance(value, bool) else f"{option} {_said(value)}", rule
 
 
 def _values(args: Namespace, defaults: Mapping[str, Any], known: Known) -> Iterator[tuple[str, Any, Rule | None]]:

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -18,7 +17,7 @@ from hypothesis import settings
 
 from mup_megatron.parallel.upstream import UPSTREAM_WARNINGS
 from tests.helpers import reports
-from tests.helpers.commands import BIN, environment, run
+from tests.helpers.commands import BIN, compile_operator, run
 from tests.helpers.configs import pipeline_file
 from tests.helpers.distributed import Ranks
 from tests.helpers.parity import Page
@@ -227,10 +226,5 @@ def whole(ranks: Ranks, repository: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def cpu_lion() -> None:
-    """Compiles DeepSpeed's Lion for CPUs, which takes minutes: longer than ranks are waited for.
-
-    With the ninja of the tests' own PATH, which the ranks take too: another one's log would be started over.
-    """
-    build = "from deepspeed.ops.op_builder import CPULionBuilder; CPULionBuilder().load(verbose=False)"
-    own = {**environment(), "PATH": os.environ["PATH"]}
-    subprocess.run([sys.executable, "-c", build], env=own, capture_output=True, timeout=900, check=True)
+    """DeepSpeed's Lion for CPUs."""
+    compile_operator("CPULionBuilder")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.util.errors import ConfigError
 from tests.helpers import bodies
-from tests.helpers.commands import environment
+from tests.helpers.commands import compile_operator
 from tests.helpers.configs import MIXED, MLA, make
 from tests.helpers.distributed import Ranks
 
@@ -295,9 +293,8 @@ def test_an_ended_engine_leaves_no_threads(ranks: Ranks, parallel: dict[str, Any
 
 @pytest.fixture(scope="module")
 def cpu_adam() -> None:
-    """Compiles DeepSpeed's Adam for CPUs, which takes minutes: longer than ranks are waited for."""
-    build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
-    subprocess.run([sys.executable, "-c", build], env=environment(), capture_output=True, timeout=900, check=True)
+    """DeepSpeed's Adam for CPUs."""
+    compile_operator("CPUAdamBuilder")
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.util.locks import hold
+
 BIN = Path(sys.executable).parent
 
 
@@ -36,6 +38,27 @@ def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[s
 
 def mup(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-m", "mup_megatron", *arguments)
+
+
+def compile_operator(name: str) -> None:
+    """Builds an operator of DeepSpeed, which takes minutes: longer than ranks are waited for.
+
+    With the ninja of the tests' own PATH, which the ranks take too: another one's log would be started over. One build
+    at a time; the lock of torch's extension builder, found here, is of a build that was killed, as a mutant's tests
+    are, and every later build would wait for it.
+
+    Args:
+        name: of its builder in deepspeed.ops.op_builder, e.g. ``CPULionBuilder``.
+    """
+    from deepspeed.ops import op_builder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory(getattr(op_builder, name).NAME, verbose=False))
+    with hold(folder.with_name(f"{folder.name}.tests"), print, f"builds {folder}"):
+        (folder / "lock").unlink(missing_ok=True)
+        build = f"from deepspeed.ops.op_builder import {name}; {name}().load(verbose=False)"
+        own = {**environment(), "PATH": os.environ["PATH"]}
+        subprocess.run([sys.executable, "-c", build], env=own, capture_output=True, timeout=900, check=True)
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ FLOORS = [
     {"tuning"},
     {"train"},
     {"evaluate"},
-    {"convert", "deepspeed"},
+    {"convert", "deepspeed", "telemetry"},
     {"checkpoints", "engines", "mup"},
     {"audit"},
     {"data", "model"},

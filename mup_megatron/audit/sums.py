@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 import torch.distributed
 
+from mup_megatron.model.parts import counts, holders
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.shapes import TensorSpec
-from mup_megatron.rules.table import is_copied
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -24,13 +24,7 @@ def share_of(name: str, spec: TensorSpec, layout: Layout, rank: int) -> float:
         layout: how ranks split the model.
         rank: that holds the slice whole.
     """
-    if spec.partition_dim is None and layout.slice_of(spec, rank)[0] != 0:
-        return 0.0  # every tensor-parallel rank holds the same
-    if is_copied(name) and layout.pipeline_rank(rank) != 0:
-        return 0.0
-    if spec.expert:
-        return layout.pipeline * layout.expert * layout.expert_tensor / layout.world_size
-    return 1.0 / (layout.data * layout.context)
+    return counts(name, spec, layout, rank) / holders(spec, layout)
 
 
 def over_ranks(

@@ -31,6 +31,9 @@ SAMPLES = "samples.jsonl"
 AUDIT = "audit.json"
 """File, in a run's folder, of what its first step was found to be."""
 
+TELEMETRY = "telemetry.jsonl"
+"""File, in a run's folder, of what its tensors and modules were like every so many steps."""
+
 
 def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
     """Before a command writes anything: what a run's folder holds of its target is this config's, or stays as it is.

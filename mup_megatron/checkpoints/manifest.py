@@ -37,6 +37,7 @@ _FREE = (
     "run.dir",
     "run.samples",
     "run.audit",
+    "run.telemetry_interval",
     "proxy",
     "tuning",
     "slurm",

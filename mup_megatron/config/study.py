@@ -25,6 +25,10 @@ class Run(Section):
     """What is done where a tensor has another initial value, group, rate, epsilon, decay or update than the table says,
     at the first step that moves anything, of the run and after a resume: the run stops before the next step and names
     the tensor (`stop`), or says so and goes on (`warn`); or nobody looks (`off`). audit.json has every number."""
+    telemetry_interval: NonNegative | None = None
+    """After how many steps sizes of outputs, weights, gradients and updates, attention and routers are measured, beside
+    the first step and the last; telemetry.jsonl has them, and TensorBoard. At 0 never. If unset: 100, or a thousandth
+    of `training.train_steps` where that is more. Unit: steps."""
     wandb_project: str | None = None
     """Weights & Biases project that curves are also sent to; the key stays in WANDB_API_KEY. If unset: none."""
 

@@ -5,7 +5,7 @@ Public names: `Engine`, `StepResult`, `build_engine`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mup_megatron.data.batch import Batch
     from mup_megatron.model.global_names import Named
+    from mup_megatron.model.parts import Part
 
 
 WEIGHT = "weight"
@@ -38,7 +39,7 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """What the training loop needs of an engine. Every method is collective but for `groups`."""
+    """What the training loop needs of an engine. Every method is collective, but for those that say so."""
 
     @property
     def chunks(self) -> list[LanguageModule]:
@@ -49,6 +50,9 @@ class Engine(Protocol):
     def named(self) -> Named:
         """This rank's parameters by global name."""
         ...
+
+    before_update: Callable[[], None] | None
+    """Called between the last backward pass of a step and the update, where it is set."""
 
     @property
     def optimizer(self) -> Any:
@@ -67,6 +71,22 @@ class Engine(Protocol):
         """This rank's whole slice of a parameter and of its optimizer state, float32, each of the slice's shape.
 
         The weight (`WEIGHT`, the master copy where there is one), and the optimizer's moments by torch's names.
+        """
+        ...
+
+    def gradient_parts(self) -> list[Part]:
+        """What this rank has of the gradients, as each engine leaves them for `before_update`. Not collective.
+
+        Raises:
+            UserError: an optimizer of DeepSpeed's that keeps them where they are not found.
+        """
+        ...
+
+    def weight_parts(self) -> list[Part]:
+        """What this rank's optimizer steps of the weights: views of the master copies. Not collective.
+
+        Raises:
+            UserError: as `gradient_parts`.
         """
         ...
 

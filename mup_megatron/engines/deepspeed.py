@@ -8,7 +8,7 @@ sums the gradients of sequence-parallel parameters over them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -26,14 +26,15 @@ from megatron.core.models.common.language_module.language_module import Language
 from mup_megatron.data.batch import Batch
 from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
-from mup_megatron.engines.deepspeed_gradients import gradient_parts
 from mup_megatron.engines.deepspeed_mpu import Mpu, sum_sequence_parallel_gradients
+from mup_megatron.engines.deepspeed_parts import gradient_parts, weight_parts
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.engines.optim import MOMENTS, allocate, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.engines.setup import Setup
 from mup_megatron.engines.setup.deepspeed import check_settings
 from mup_megatron.model.global_names import named_parameters
+from mup_megatron.model.parts import Part
 from mup_megatron.rules.table import Parametrization
 
 
@@ -51,6 +52,7 @@ class DeepSpeedEngine:
         config, layout = setup.config, setup.layout
         self._config, self._layout = config, layout
         self._parametrization = parametrization
+        self.before_update: Callable[[], None] | None = None
         self.named = list(named_parameters(model))
         sum_sequence_parallel_gradients(model)
         groups = parameter_groups(self.named, parametrization)
@@ -89,8 +91,11 @@ class DeepSpeedEngine:
             loss = self._loss(batch)
             self.engine.backward(loss)
             total += loss.detach() / len(micro_batches)
-            if self._clips_itself and number == len(micro_batches):
-                norm = self._clip()
+            if number == len(micro_batches):
+                if self.before_update is not None:
+                    self.before_update()
+                if self._clips_itself:
+                    norm = self._clip()
             self.engine.step()
         update_expert_bias(self.module)
         if norm is None:
@@ -98,9 +103,16 @@ class DeepSpeedEngine:
         return StepResult(loss=self._data_parallel_mean(total), grad_norm=norm)
 
     def _clip(self) -> float:
-        parts = gradient_parts(self.optimizer, self.named, self._parametrization, self._layout)
         limit = self._config.training.clip_grad
-        return clip(parts, self._parametrization, self._layout, limit, self.engine.device)
+        return clip(self.gradient_parts(), self._parametrization, self._layout, limit, self.engine.device)
+
+    def gradient_parts(self) -> list[Part]:
+        """As DeepSpeed partitions them; see engines.Engine."""
+        return gradient_parts(self.optimizer, self.named, self._parametrization, self._layout)
+
+    def weight_parts(self) -> list[Part]:
+        """As DeepSpeed partitions them; see engines.Engine."""
+        return weight_parts(self.optimizer, self.named, self._parametrization, self._layout)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:

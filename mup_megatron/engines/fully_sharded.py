@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state shared by data-parallel ranks: torch's FSDP2 in megatron-core's wrapper.
 
-Public names: `wrap`, `whole`, `fill`, `gradient_part`. FSDP2 makes a DTensor of each parameter when it has its initial
+Public names: `wrap`, `whole`, `fill`, `own_part`. FSDP2 makes a DTensor of each parameter when it has its initial
 value. It cuts the rank's slice along dimension 0 as `torch.chunk` does, so that the last ranks may hold fewer rows, or
 none. The optimizer's state follows the parameter. What the engine gives and takes stays the whole slice.
 """
@@ -15,7 +15,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.tensor import DTensor
 
-from mup_megatron.engines.gradient_norm import GradientPart
+from mup_megatron.model.parts import Part
 
 
 class _FullySharded(TorchFullyShardedDataParallel):
@@ -60,16 +60,15 @@ def fill(held: torch.Tensor, value: torch.Tensor) -> None:
         held.copy_(value)
 
 
-def gradient_part(name: str, gradient: DTensor) -> GradientPart:
-    """This rank's rows of a gradient, as a part that no other data-parallel rank holds.
+def own_part(name: str, shared: DTensor) -> Part:
+    """This rank's rows of a parameter or of its gradient, which no other data-parallel rank holds.
 
     Args:
         name: the parameter's global name.
-        gradient: the mean over the data-parallel ranks, as FSDP2 leaves it.
+        shared: a weight; or a gradient, the mean over the data-parallel ranks as FSDP2 leaves it.
     """
-    own = gradient.to_local()
-    columns = gradient.numel() // gradient.shape[0]
-    return GradientPart(name, own, start=_first_row(gradient) * columns)
+    columns = shared.numel() // shared.shape[0]
+    return Part(name, shared.to_local(), start=_first_row(shared) * columns)
 
 
 def _first_row(shared: DTensor) -> int:

@@ -7,69 +7,26 @@ Of a tensor that is stored over θ (section 11), both are norms of the gradient 
 Sums are in float64. DeepSpeed's own clipping at stage 0 sums in float32, which is off by 1e-5 of the norm already in
 small models.
 
-Public names: `GradientPart`, `whole_gradients`, `holders`, `clip`.
+Public name: `clip`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed
 
 from mup_megatron.model.init import local_rows, local_shape
+from mup_megatron.model.parts import Part, counts
 from mup_megatron.parallel.layout import Layout
-from mup_megatron.rules.shapes import TensorSpec
-from mup_megatron.rules.table import Parametrization, TensorHyperparameters, is_copied
-
-
-class GradientPart(NamedTuple):
-    """What this rank holds of a parameter's gradient.
-
-    Args:
-        name: the parameter's global name.
-        gradient: consecutive elements of its gradient, in any shape; scaled in place.
-        start: index of the first of them within this rank's slice of the parameter.
-        holders: how many ranks hold the same elements. Tensor-parallel duplicates and copies on other pipeline stages
-            are not counted, since `clip` leaves them out.
-    """
-
-    name: str
-    gradient: torch.Tensor
-    start: int = 0
-    holders: int = 1
-
-
-def holders(spec: TensorSpec, layout: Layout) -> int:
-    """How many ranks hold the same slice of a parameter: the data- and context-parallel ranks, or for an expert's
-    parameter the expert-data-parallel ranks."""
-    if spec.expert:
-        return layout.world_size // (layout.pipeline * layout.expert * layout.expert_tensor)
-    return layout.data * layout.context
-
-
-def whole_gradients(
-    named_gradients: Iterable[tuple[str, torch.Tensor | None]], parametrization: Parametrization, layout: Layout
-) -> list[GradientPart]:
-    """Gradients that every data-parallel rank holds whole, as parts; parameters without a gradient are left out.
-
-    Args:
-        named_gradients: (global name, gradient) pairs of this rank.
-        parametrization: of the same model.
-        layout: how ranks split the model.
-    """
-    return [
-        GradientPart(name, gradient, holders=holders(parametrization.tensors[name].shape.spec, layout))
-        for name, gradient in named_gradients
-        if gradient is not None
-    ]
+from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 
 
 @torch.no_grad()
 def clip(
-    parts: Iterable[GradientPart],
+    parts: Iterable[Part],
     parametrization: Parametrization,
     layout: Layout,
     limit: float,
@@ -78,7 +35,7 @@ def clip(
     """Scales gradients in place so that their norm over all ranks is at most `limit` (0: no limit). Collective.
 
     Args:
-        parts: what this rank holds; may be empty.
+        parts: of gradients, what this rank holds; may be empty. They are scaled in place.
         parametrization: of the same model; its config's `training.clip_norm` says which norm.
         layout: how ranks split the model.
         limit: threshold.
@@ -93,12 +50,10 @@ def clip(
     for part in parts:
         tensor = parametrization.tensors[part.name]
         spec = tensor.shape.spec
+        if not counts(part.name, spec, layout, rank):
+            continue
         own, slices = layout.slice_of(spec, rank)
-        if spec.partition_dim is None and own != 0:
-            continue  # every tensor-parallel rank holds the same gradient
-        if is_copied(part.name) and layout.pipeline_rank(rank) != 0:
-            continue  # of a tied head, multi-token prediction, a table of relative positions; the first stage's counts
-        squares = part.gradient.detach().double().square()
+        squares = part.values.detach().double().square()
         value = _weighted(squares, part.start, tensor, own, slices) if invariant else _plain(squares, tensor)
         total += value.to(device) / part.holders
     torch.distributed.all_reduce(total)
@@ -106,7 +61,7 @@ def clip(
     factor = limit / (norm + 1e-6)
     if limit and factor < 1.0:
         for part in parts:
-            part.gradient.mul_(factor)
+            part.values.mul_(factor)
     return norm
 
 

@@ -6,7 +6,7 @@ distributed optimizer; TP, SP and CP with torch's FSDP2 (fully_sharded.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,13 @@ from megatron.core.transformer.module import Float16Module
 from mup_megatron.data.batch import Batch
 from mup_megatron.engines import StepResult, fully_sharded
 from mup_megatron.engines.experts import forget_logged_losses
-from mup_megatron.engines.gradient_norm import GradientPart, clip, holders
+from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.engines.optim import megatron_overrides, set_learning_rates
-from mup_megatron.engines.optimizer_state import OptimizerState, range_of
+from mup_megatron.engines.optimizer_state import OptimizerState
 from mup_megatron.engines.setup import Setup
 from mup_megatron.model.global_names import named_parameters
+from mup_megatron.model.parts import Part, holders
 from mup_megatron.rules.table import Parametrization
 
 
@@ -44,6 +45,7 @@ class MegatronEngine:
         config, layout = setup.config, setup.layout
         self._config, self._layout, self._parametrization = config, layout, parametrization
         self.chunks = chunks
+        self.before_update: Callable[[], None] | None = None
         settings = ddp_config(config, layout)
         self._wrapped = [self._wrap(number, chunk, settings) for number, chunk in enumerate(chunks)]
         self.named = list(named_parameters(chunks))  # FSDP2 has put others in the place of those before
@@ -80,28 +82,30 @@ class MegatronEngine:
         set_learning_rates(self.optimizer, base_lr)
         forget_logged_losses()
         loss = self._run(micro_batches, forward_only=False)
+        if self.before_update is not None:
+            self.before_update()
         weighted = self._clip() if self._config.weighs_gradients else None
         _, norm, _ = self.optimizer.step()
         return StepResult(loss=loss, grad_norm=float(norm) if weighted is None else weighted)
 
     def _clip(self) -> float:
         """Clips by a weighted norm, which megatron-core does not know, before its step; the norm before."""
-        parts = []
-        for name, parameter in self.named:
-            gradient: Any = parameter.grad if self._layout.fully_sharded else getattr(parameter, "main_grad", None)
-            if gradient is None:
-                continue
-            if self._layout.fully_sharded:
-                parts.append(fully_sharded.gradient_part(name, gradient))
-            elif self._layout.distributed_optimizer:
-                if (part := range_of(self.optimizer, parameter)) is not None:
-                    # Of the others' elements the buffer holds sums that no rank has put together.
-                    parts.append(GradientPart(name, gradient.view(-1)[part], part.start))
-            else:
-                spec = self._parametrization.tensors[name].shape.spec
-                parts.append(GradientPart(name, gradient, holders=holders(spec, self._layout)))
         device = next(self.chunks[0].parameters()).device
-        return clip(parts, self._parametrization, self._layout, self._config.training.clip_grad, device)
+        limit = self._config.training.clip_grad
+        return clip(self.gradient_parts(), self._parametrization, self._layout, limit, device)
+
+    def gradient_parts(self) -> list[Part]:
+        """As megatron-core's buffers have them; see engines.Engine."""
+        return self._parts(self._held.gradient_part)
+
+    def weight_parts(self) -> list[Part]:
+        """As megatron-core's optimizers have them; see engines.Engine."""
+        return self._parts(self._held.weight_part)
+
+    def _parts(self, part_of: Callable[[str, torch.nn.Parameter, int], Part | None]) -> list[Part]:
+        specs = ((name, held, self._parametrization.tensors[name].shape.spec) for name, held in self.named)
+        found = [part_of(name, held, holders(spec, self._layout)) for name, held, spec in specs]
+        return [part for part in found if part is not None]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import torch.distributed
 from megatron.core import parallel_state
+from torch.distributed.tensor import DTensor
 
 from mup_megatron.engines import WEIGHT, fully_sharded
+from mup_megatron.engines.fully_sharded import own_part
 from mup_megatron.engines.optim import MOMENTS, allocate, moment_shape
+from mup_megatron.model.parts import Part
 from mup_megatron.rules.formulas import UpdateRule
 
 
@@ -94,6 +97,48 @@ class OptimizerState:
             for kind, value in values.items():
                 fully_sharded.fill(held[kind], value)
         fully_sharded.fill(parameter, values[WEIGHT])
+
+    def weight_part(self, name: str, parameter: torch.nn.Parameter, holders: int) -> Part | None:
+        """The elements of a parameter that this rank steps, as the optimizer keeps them; None where there are none.
+
+        Args:
+            name: of the parameter.
+            parameter: of the model.
+            holders: how many ranks hold the parameter's slice.
+        """
+        if not parameter.requires_grad:
+            return None
+        if self._layer_wise:
+            own = self._own(parameter)
+            return Part(name, own[WEIGHT].detach()) if own else None
+        if self._distributed:
+            part, held = _part(self._optimizer, parameter)
+            return None if part is None else Part(name, held[WEIGHT].detach().view(-1), part.start)
+        main = getattr(parameter, "main_param", parameter).detach()
+        return own_part(name, main) if isinstance(main, DTensor) else Part(name, main, holders=holders)
+
+    def gradient_part(self, name: str, parameter: torch.nn.Parameter, holders: int) -> Part | None:
+        """What this rank has of a parameter's gradient between the last backward pass and the optimizer's step.
+
+        Of the elements that other ranks of the distributed optimizer step, its buffer holds sums that no rank has put
+        together; those are left out.
+
+        Args:
+            name: of the parameter.
+            parameter: of the model.
+            holders: how many ranks hold the parameter's slice.
+        """
+        gradient = getattr(parameter, "main_grad", None)
+        if gradient is None:
+            gradient = parameter.grad
+        if gradient is None:
+            return None
+        if isinstance(gradient, DTensor):
+            return own_part(name, gradient)
+        if not self._distributed:
+            return Part(name, gradient, holders=holders)
+        part = range_of(self._optimizer, parameter)
+        return None if part is None else Part(name, gradient.view(-1)[part], part.start)
 
     @property
     def _holders(self) -> list[Any]:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.transformer.identity_op import IdentityOp
 
 from mup_megatron.data.batch import Batch
 from mup_megatron.engines import WEIGHT, Engine, build_engine
@@ -34,16 +33,12 @@ from mup_megatron.model.init import local_rows
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.proof.check import Check
 from mup_megatron.proof.family import Member
-from mup_megatron.proof.hooks import attention_hook, router_hook
 from mup_megatron.proof.names import part_name
 from mup_megatron.proof.regimes import REGIMES
 from mup_megatron.proof.sums import Ranges, Sums, of_all_ranks
-from mup_megatron.rules.shapes import STACKS, TensorSpec
+from mup_megatron.rules.shapes import TensorSpec
 from mup_megatron.rules.table import Parametrization
-
-_LOOKED_UP = ("decoder_relative_pos_emb", "encoder_relative_pos_emb")
-"""Relative position embeddings, whose output is not measured: it is the table's, which is, with -inf at keys that come
-later."""
+from mup_megatron.telemetry.hooks import attention_hook, measured_modules, router_hook
 
 QUANTITIES = ("output", "change", "gradient")
 """What is measured of a module: its output, the change of the output since step 0, and the gradient of the loss with
@@ -298,20 +293,13 @@ class _Recorder:
         self._step = 0
 
     def watch(self, modules: Any, *, attention_logits: bool) -> None:
-        """Hooks every module, except identities, dropout, and what lies inside core attention: that depends on the
-        kernel, so the inputs of core attention are measured instead."""
-        inside: tuple[str, ...] = ()
-        for name, module in modules:
-            if name.startswith(inside) and inside:
-                continue
+        """Hooks every module whose output tells something, and the inputs of core attention and routers."""
+        for name, module in measured_modules(modules):
             if name.endswith("core_attention"):
-                inside = (*inside, f"{name}.")
                 hook = attention_hook(name, self._see, attention_logits)
                 self._handles.append(module.register_forward_pre_hook(hook))
             if name.endswith(".router"):
                 self._handles.append(module.register_forward_pre_hook(router_hook(name, self._see)))
-            if isinstance(module, torch.nn.Dropout | IdentityOp) or name in (*STACKS, *_LOOKED_UP):
-                continue  # a stack's output is another one on every pipeline stage
             if any(True for _ in module.parameters(recurse=False)):
                 self.silent.add(name)
             self._handles.append(module.register_forward_hook(self._hook(name)))

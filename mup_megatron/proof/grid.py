@@ -35,7 +35,7 @@ from mup_megatron.util.files import read_text
 
 _POLL_SECONDS = 0.2
 # Where a run happens, and who looks at it, decides nothing of how it ends.
-_PLACES = {"run": {"dir", "name", "samples", "audit"}, "data": {"dir", "cache_dir"}}
+_PLACES = {"run": {"dir", "name", "samples", "audit", "telemetry_interval"}, "data": {"dir", "cache_dir"}}
 
 
 @dataclass(frozen=True, kw_only=True)

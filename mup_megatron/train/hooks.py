@@ -64,6 +64,9 @@ class Hook:
         """Before the first step of this process; whether to go on."""
         return True
 
+    def before_step(self, number: int) -> None:
+        """Before an optimizer step, after which so many updates are done."""
+
     def after_step(self, step: Step) -> None:
         """After an optimizer step."""
 

@@ -71,6 +71,8 @@ class Loop:
             if not all(go_on):
                 return None
             for done in range(start + 1, self._training.train_steps + 1):
+                for hook in self._hooks:
+                    hook.before_step(done)
                 step = self._step(done)
                 for hook in self._hooks:
                     hook.after_step(step)

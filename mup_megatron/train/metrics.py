@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -15,7 +15,7 @@ from mup_megatron.config import Config
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.train.hooks import Evaluation, Hook, Step
 from mup_megatron.util.disk import full_disk
-from mup_megatron.util.files import read_text, write_whole
+from mup_megatron.util.files import cut_lines, read_text, write_whole
 
 
 class Metrics(Hook):
@@ -46,12 +46,12 @@ class Metrics(Hook):
 
         self.evaluations = [
             Evaluation(step=line["step"], measures={name: value for name, value in line.items() if name != "step"})
-            for line in _cut(self._path, self._start)
+            for line in cut_lines(self._path, self._start)
             if "eval_loss" in line
         ]
         self._file = self._path.open("a", encoding="utf-8")
         if self._samples.exists():
-            _cut(self._samples, self._start)
+            cut_lines(self._samples, self._start)
         directory = self._path.parent
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=self._start + 1)
         if self._config.run.wandb_project is not None:
@@ -89,6 +89,14 @@ class Metrics(Hook):
             file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
         self._writer.add_text(f"after {prompt!r}", text, step)
 
+    def readings(self, step: int, found: Mapping[str, float]) -> None:
+        """What telemetry found of a step, for TensorBoard and Weights & Biases; it has a file of its own."""
+        with full_disk(self._path, "the run's metrics"):
+            for name, value in found.items():
+                self._writer.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(found))  # under the step at hand: an earlier one is closed
+
     def _in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         """TensorBoard's thread ends at a full disk with a traceback; its next write, or its end, raises the same."""
         if not (type(arguments.thread).__module__.startswith("tensorboard.") and arguments.exc_type is OSError):
@@ -121,21 +129,3 @@ def _wandb_run(config: Config, directory: Path) -> Any:
         config=config.model_dump(),
         settings=wandb.Settings(console="off", silent=True),
     )
-
-
-def _cut(path: Path, last: int) -> list[dict[str, Any]]:
-    """Leaves the lines up to a step in a file, and returns them."""
-    kept = [line for line in _lines(path) if line["step"] <= last]
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines of a metrics file; a line that a crash cut short is left out."""
-    if not path.exists():
-        return
-    for line in read_text(path, most=None).splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return

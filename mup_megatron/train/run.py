@@ -1,7 +1,7 @@
 """A run of the target: found or begun, built, trained. Public name: `train`.
 
 Files of a run (`run.dir`): config.yaml (resolved), explain.json, metrics.jsonl (a line per step, a line per
-evaluation), samples.jsonl (`run.samples`), tensorboard/, checkpoints/, loss.png.
+evaluation), telemetry.jsonl (a line per reading), samples.jsonl (`run.samples`), tensorboard/, checkpoints/, loss.png.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from mup_megatron.train.metrics import Metrics
 from mup_megatron.train.samples import Samples
 from mup_megatron.train.saver import Saver
 from mup_megatron.train.screen import Screen
+from mup_megatron.train.telemetry import Telemetry, interval_of
 from mup_megatron.train.watching import Watcher, Watching
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_yaml, read_text, write_whole
@@ -244,6 +245,11 @@ class _Run:
                 say=self.progress.say,
             )
             hooks.append(auditing)
+        if interval_of(config):
+            telemetry = Telemetry(
+                *(config, engine, self.parametrization, self.setup.layout, done), rank=self.rank, metrics=metrics
+            )
+            hooks.append(telemetry)
         if config.training.eval_translations and datasets[1]:
             from mup_megatron.evaluate.translation.validation import Validation
             from mup_megatron.train.bleu import Bleu

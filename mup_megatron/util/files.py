@@ -14,7 +14,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,6 +287,24 @@ def write_output(path: Path, text: str, option: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise UserError(f"{option}: cannot write {path}: {error.strerror}") from None
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of JSON lines, none where there is no file; a line that a crash cut short ends them."""
+    if not path.exists():
+        return
+    for line in read_text(path, most=None).splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def cut_lines(path: Path, last: int) -> list[dict[str, Any]]:
+    """Leaves the lines up to a step (their `step`) in a file of JSON lines, and returns them."""
+    kept = [line for line in json_lines(path) if line["step"] <= last]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def as_json(value: Any, digits: int | None = None) -> Any:

@@ -40,8 +40,8 @@ MUTANTS = (
     mutant(
         "norm: a replicated gradient counts twice",
         "every tensor-parallel rank adds the gains' gradients",
-        "engines.gradient_norm.clip",
-        "spec.partition_dim is None and own != 0",
+        "model.parts.counts",
+        "spec.partition_dim is None and layout.slice_of(spec, rank)[0] != 0",
         "False",
         "engines/test_gradient_norm.py::test_every_layout_clips_alike[gpt3-TP 2, PP 2, Megatron, plain optimizer]",
     ),

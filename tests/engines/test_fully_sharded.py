@@ -37,15 +37,15 @@ def rows(rank: Rank, *, shape: tuple[int, ...]) -> dict[str, Any]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from mup_megatron.engines.fully_sharded import fill, gradient_part, whole
+    from mup_megatron.engines.fully_sharded import fill, own_part, whole
 
     mesh = DeviceMesh("cpu", list(range(rank.world_size)))
     count = int(np.prod(shape))
     held = distribute_tensor(torch.full(shape, -1.0), mesh, [Shard(0)])
     fill(held, torch.arange(float(count)).view(shape))
-    part = gradient_part("it", held)
+    part = own_part("it", held)
     return {
-        "own": part.gradient.flatten().tolist(),
+        "own": part.values.flatten().tolist(),
         "start": part.start,
         "holders": part.holders,
         "whole": whole(held).flatten().tolist(),

@@ -377,13 +377,23 @@ def parts_without_their_place() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def every_rank_counts() -> Iterator[None]:
     """The sum over ranks takes what several of them hold as often as it is held."""
-    from mup_megatron.engines import gradient_norm, megatron
+    from mup_megatron.engines import deepspeed_parts, megatron
 
     with (
-        replaced(gradient_norm, "holders", lambda spec, layout: 1),
+        replaced(deepspeed_parts, "holders", lambda spec, layout: 1),
         replaced(megatron, "holders", lambda spec, layout: 1),
     ):
         yield
+
+
+def attention_that_no_hook_understands() -> contextlib.AbstractContextManager[None]:
+    """A kernel's query and key have other dimensions than megatron-core's."""
+    from mup_megatron.telemetry import reading
+
+    def logits(*_: Any) -> Any:
+        raise ValueError("too many indices")
+
+    return replaced(reading, "attention_logits", logits)
 
 
 def slices_swapped() -> contextlib.AbstractContextManager[None]:

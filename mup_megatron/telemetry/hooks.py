@@ -1,6 +1,6 @@
-"""What the coordinate check measures beside outputs of modules: inputs and logits of attention, logits of routers.
+"""Which modules are measured, and what beside their outputs: inputs and logits of attention, logits of routers.
 
-Public names: `attention_hook`, `router_hook`, forward pre-hooks of core attention and of a router.
+Public names: `measured_modules`; `attention_hook` and `router_hook`, forward pre-hooks; `attention_logits`.
 
     s sequence   b batch   a heads of this rank   g KV heads of this rank   d head size   p queries that are measured
 """
@@ -8,13 +8,40 @@ Public names: `attention_hook`, `router_hook`, forward pre-hooks of core attenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
+
+from mup_megatron.rules.shapes import STACKS
 
 _QUERIES = 64
 """Attention logits are measured for so many queries, evenly spaced over the sequence: all would need memory for s²."""
+
+
+_LOOKED_UP = ("decoder_relative_pos_emb", "encoder_relative_pos_emb")
+"""Relative position embeddings, whose output is not measured: it is the table's, which is, with -inf at keys that come
+later."""
+
+
+def measured_modules(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Those whose output tells something.
+
+    Not identities and dropout, nor what lies inside core attention: that depends on the kernel, so that the inputs of
+    core attention are measured instead. A stack's output is another one on every pipeline stage.
+
+    Args:
+        modules: of a model, by global name, parents before children.
+    """
+    inside: tuple[str, ...] = ()
+    for name, module in modules:
+        if inside and name.startswith(inside):
+            continue
+        if name.endswith("core_attention"):
+            inside = (*inside, f"{name}.")
+        if not isinstance(module, torch.nn.Dropout | IdentityOp) and name not in (*STACKS, *_LOOKED_UP):
+            yield name, module
 
 
 def attention_hook(name: str, see: Callable[..., None], logits: bool) -> Callable[..., None]:
@@ -25,8 +52,7 @@ def attention_hook(name: str, see: Callable[..., None], logits: bool) -> Callabl
         for part, tensor in (("query", query), ("key", key), ("value", value)):
             see(f"{name}.{part}", tensor)
         if logits:
-            scale, causal = _softmax_scale(module, query), _is_causal(module)
-            see(f"{name}.logits", *_attention_logits(query.detach(), key.detach(), scale, causal=causal))
+            see(f"{name}.logits", *attention_logits(module, query.detach(), key.detach()))
 
     return hook
 
@@ -42,17 +68,18 @@ def _is_causal(module: Any) -> bool:
     return getattr(kind, "name", kind) not in ("padding", "arbitrary", "no_mask")
 
 
-def _attention_logits(
-    query: torch.Tensor, key: torch.Tensor, scale: float, *, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention logits of some queries, [b, a, p, s], and a mask that is 1 where the query may see the key.
+def attention_logits(module: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention logits of some queries, [b, a, p, s], and a mask, [p, s], that is 1 where the query may see the key.
+
+    Causal attention has t = s, and a query sees no later keys. In other attention it sees all, also those that only
+    pad.
 
     Args:
+        module: core attention, which says its softmax scale (the logits are scale · q·k) and the kind of its mask.
         query: [t, b, a, d].
         key: [s, b, g, d].
-        scale: softmax scale: the logits are scale · q·k.
-        causal: whether t = s, and the query sees no later keys. Otherwise it sees all, also those that only pad.
     """
+    scale, causal = _softmax_scale(module, query), _is_causal(module)
     length, heads = query.size(0), query.size(2)
     positions = torch.linspace(0, length - 1, min(length, _QUERIES), device=query.device).round().long()
     key = key.repeat_interleave(heads // key.size(2), dim=2)

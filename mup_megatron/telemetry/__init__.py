@@ -1,0 +1,1 @@
+"""What a run's tensors and modules are like while it trains: sizes over global tensors, every so many steps."""

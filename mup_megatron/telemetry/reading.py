@@ -1,0 +1,263 @@
+"""One reading of a run: sizes of outputs, weights, gradients and updates, attention and routers, at one step.
+
+Public names: `Readings`, `Held`, `QUANTITIES`. A reading is begun before a step, and its sums are on their way over the
+ranks when the step ends; nobody waits for them within the step. Between readings nothing hangs on the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from mup_megatron.model.global_names import Named, named_modules
+from mup_megatron.model.parts import Part, counts
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.telemetry.hooks import attention_logits, measured_modules
+from mup_megatron.telemetry.sums import Exchange, Key, Sums, keys_of_all
+from mup_megatron.util.errors import UserError
+
+QUANTITIES = {
+    "output rms": "root of the mean square of a module's output",
+    "largest output": "largest absolute value of a module's output",
+    "largest logit": "largest absolute attention logit, of 64 queries of each sequence",
+    "attention entropy": "mean entropy of the attention of these queries, in nats",
+    "router entropy": "mean entropy of a token's probabilities of experts, over that of equal ones",
+    "largest load": "tokens of the expert that has most, over the mean",
+    "load entropy": "entropy of the shares of experts in tokens, over that of equal ones",
+    "dropped tokens": "share of the tokens' choices of experts that no expert took",
+    "weight rms": "root of the mean square of a tensor, as its layer multiplies with it",
+    "gradient rms": "root of the mean square of its gradient, before clipping",
+    "update over weight": "root of the mean square of what the step added to it, over `weight rms` before",
+    "decay": "learning rate times weight decay: the share of a weight that decay takes at the step",
+}
+"""What a series is of, by the name that it bears in files."""
+
+_EXPERT = re.compile(r"(local_experts)\.\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+
+
+class Held(Protocol):
+    """What a reading asks of a run; an `Engine` has it."""
+
+    @property
+    def chunks(self) -> Sequence[LanguageModule]:
+        """This rank's part of the model."""
+        ...
+
+    @property
+    def named(self) -> Named:
+        """This rank's parameters by global name."""
+        ...
+
+    def gradient_parts(self) -> list[Part]:
+        """What this rank has of gradients before the update; raises UserError where they are not found."""
+        ...
+
+    def weight_parts(self) -> list[Part]:
+        """Views of what this rank steps."""
+        ...
+
+    def groups(self, parameter: torch.nn.Parameter) -> Sequence[Mapping[str, Any]] | None:
+        """The optimizer's groups that hold a parameter; None where this rank does not know."""
+        ...
+
+
+class Readings:
+    """Takes readings of one run. Every method is collective, and called at the same steps on every rank.
+
+    Args:
+        held: the run's model and optimizer.
+        table: of the run.
+        layout: how ranks split the model.
+        device: where ranks exchange.
+    """
+
+    def __init__(self, held: Held, table: Parametrization, layout: Layout, device: torch.device) -> None:
+        self._held, self._table, self._layout, self._device = held, table, layout, device
+        self._rank = torch.distributed.get_rank()
+        self._handles: list[Any] = []
+        self._sums = Sums()
+        self._parts: list[tuple[Part, torch.Tensor]] = []
+        self._exchange: Exchange | None = None
+        self._groups: dict[Key, Mapping[str, Any]] | None = None  # looked for once: an optimizer has many
+        self._keys = keys_of_all(self._own_keys())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a reading has begun whose step is not over."""
+        return bool(self._handles)
+
+    def begin(self) -> None:
+        """Before a step: forward passes are measured from now on."""
+        self._sums = Sums()
+        for name, module in self._modules():
+            if name.endswith("core_attention"):
+                self._on(module.register_forward_pre_hook, functools.partial(self._see_attention, name))
+            if name.endswith(".router"):
+                self._on(module.register_forward_hook, functools.partial(self._see_router, name))
+            else:
+                self._on(module.register_forward_hook, functools.partial(self._see_output, name))
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Behind the last backward pass: measures gradients, and keeps the weights that this rank steps."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        with contextlib.suppress(UserError):  # an optimizer that keeps them elsewhere
+            for part, key, weight, theta in self._counted(self._held.gradient_parts(), "gradient"):
+                self._sums.add_squares(key, part.values / theta if theta != 1.0 else part.values, weight)
+            self._parts = [(part, part.values.clone()) for part in self._held.weight_parts()]
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Behind the step: measures weights and updates, and sends all sums on their way."""
+        kept = {id(part): before for part, before in self._parts}
+        for part, key, weight, theta in self._counted([part for part, _ in self._parts], "weight"):
+            before = kept[id(part)]
+            self._sums.add_squares(key, before if theta == 1.0 else before * theta, weight)
+            change = before.sub_(part.values)  # its sign is not looked at
+            self._sums.add_squares(key._replace(quantity="update"), change if theta == 1.0 else change * theta, weight)
+        self._parts = []
+        if self._groups is None:
+            found = ((name, self._held.groups(parameter)) for name, parameter in self._held.named)
+            self._groups = {Key(_without_expert(name), "decay"): groups[0] for name, groups in found if groups}
+        for key, group in self._groups.items():
+            decay = float(group["lr"]) * float(group.get("weight_decay", 0.0))
+            self._sums.largest[key] = torch.tensor(decay, dtype=torch.float64)
+        self._exchange = Exchange(self._sums, self._keys, self._device)
+        self._sums = Sums()
+
+    def result(self) -> dict[tuple[str, str], float] | None:
+        """What the last reading found, by name and quantity (`QUANTITIES`); None where it was told before."""
+        if self._exchange is None:
+            return None
+        exchange, self._exchange = self._exchange, None
+        found = {key[:2]: (numbers, count, most) for key, numbers, count, most in exchange.found()}
+        return dict(_told(found, self._table.config.model.moe_router_topk))
+
+    def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Not experts: what goes through them depends on who dispatches tokens; the layer's output has all of it."""
+        modules = measured_modules(named_modules(self._held.chunks))
+        return ((name, module) for name, module in modules if ".experts." not in f"{name}.")
+
+    def _own_keys(self) -> Iterator[Key]:
+        for name, module in self._modules():
+            if name.endswith("core_attention"):
+                yield Key(name, "logits")
+            if name.endswith(".router"):
+                yield Key(name, "entropy")
+                config: Any = module.config
+                yield Key(name, "tokens", config.num_moe_experts)
+            else:
+                yield Key(name, "output")
+        for name in self._table.tensors:
+            for quantity in ("weight", "update", "gradient", "decay"):
+                yield Key(_without_expert(name), quantity)
+
+    def _counted(self, parts: Sequence[Part], quantity: str) -> Iterator[tuple[Part, Key, float, float]]:
+        """Parts that count in sums over ranks: with their key, what each element counts for, and θ."""
+        for part in parts:
+            row = self._table.tensors[part.name]
+            if counts(part.name, row.shape.spec, self._layout, self._rank):
+                yield part, Key(_without_expert(part.name), quantity), 1.0 / part.holders, float(row.theta)
+
+    def _on(self, register: Callable[..., Any], hook: Callable[..., None]) -> None:
+        """One hook; what it does not understand is not measured, and the run goes on."""
+
+        @torch.no_grad()
+        def see(*call: Any) -> None:
+            with contextlib.suppress(Exception):
+                hook(*call)
+
+        self._handles.append(register(see))
+
+    def _see_output(self, name: str, _module: Any, _inputs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if torch.is_tensor(tensor) and tensor.is_floating_point():
+            self._sums.add_squares(Key(name, "output"), tensor)
+            self._sums.keep_largest(Key(name, "output"), tensor)
+
+    def _see_attention(self, name: str, module: Any, inputs: Any) -> None:
+        query, key = (_whole_sequence(tensor.detach()) for tensor in inputs[:2])
+        logits, mask = attention_logits(module, query, key)
+        self._sums.keep_largest(Key(name, "logits"), logits)
+        shares = logits.masked_fill(mask == 0, -torch.inf).log_softmax(dim=-1)
+        entropy = -(shares.exp() * shares.masked_fill(mask == 0, 0.0)).sum(dim=-1)
+        self._sums.add(Key(name, "logits"), entropy.sum(dtype=torch.float64), entropy.numel())
+
+    def _see_router(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+        chances = module.gating(inputs[0].detach()).float().log_softmax(dim=-1)
+        experts = chances.size(-1)
+        entropy = -(chances.exp() * chances).sum(dim=-1) / math.log(experts)
+        self._sums.add(Key(name, "entropy"), entropy.sum(dtype=torch.float64), entropy.numel())
+        chosen = output[1].view(-1, experts)
+        self._sums.add(Key(name, "tokens", experts), chosen.sum(dim=0), chosen.size(0))
+
+
+def _without_expert(name: str) -> str:
+    """All experts of a layer are one series."""
+    return _EXPERT.sub(lambda match: f"{match[1]}.*" if match[1] else "*", name)
+
+
+def _whole_sequence(tensor: torch.Tensor) -> torch.Tensor:
+    """What context-parallel ranks hold of a sequence, [s, b, …], in its order: each holds two of 2n chunks.
+
+    The order is that of megatron-core's get_batch_on_this_cp_rank. Collective over them.
+    """
+    ranks = parallel_state.get_context_parallel_world_size()
+    if ranks == 1:
+        return tensor
+    held = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    torch.distributed.all_gather(held, tensor.contiguous(), group=parallel_state.get_context_parallel_group())
+    halves = [part.chunk(2) for part in held]
+    return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)])
+
+
+def _told(
+    found: Mapping[tuple[str, str], tuple[list[float], float, float]], choices: int
+) -> Iterator[tuple[tuple[str, str], float]]:
+    """Sums to what is told of them."""
+
+    def mean(name: str, quantity: str) -> float:
+        (total,), count, _ = found[name, quantity]
+        return total / count
+
+    for (name, quantity), (numbers, count, most) in found.items():
+        if quantity == "output":
+            yield (name, "output rms"), math.sqrt(mean(name, quantity))
+            yield (name, "largest output"), most
+        elif quantity == "logits":
+            yield (name, "largest logit"), most
+            yield (name, "attention entropy"), mean(name, quantity)
+        elif quantity == "entropy":
+            yield (name, "router entropy"), mean(name, quantity)
+        elif quantity == "tokens":
+            yield from _load(name, numbers, count * choices)
+        elif quantity == "update":
+            if weight := mean(name, "weight"):
+                yield (name, "update over weight"), math.sqrt(mean(name, quantity) / weight)
+        elif quantity == "decay":
+            yield (name, quantity), most
+        else:
+            yield (name, f"{quantity} rms"), math.sqrt(mean(name, quantity))
+
+
+def _load(name: str, tokens: Sequence[float], choices: float) -> Iterator[tuple[tuple[str, str], float]]:
+    taken = sum(tokens)
+    if not taken:
+        return
+    shares = [each / taken for each in tokens]
+    yield (name, "largest load"), max(shares) * len(shares)
+    entropy = -sum(share * math.log(share) for share in shares if share)
+    yield (name, "load entropy"), entropy / math.log(len(shares)) if len(shares) > 1 else 1.0
+    yield (name, "dropped tokens"), max(0.0, 1.0 - taken / choices)

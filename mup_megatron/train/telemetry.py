@@ -1,0 +1,86 @@
+"""Readings of a run while it trains: telemetry.jsonl, TensorBoard, Weights & Biases. Public name: `Telemetry`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mup_megatron.checkpoints.checkpoint import TELEMETRY
+from mup_megatron.config import Config
+from mup_megatron.engines import Engine
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.parallel.ranks import Rank, device_of
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.telemetry.reading import Readings
+from mup_megatron.telemetry.series import SeriesFile
+from mup_megatron.train.hooks import Hook, Step
+from mup_megatron.train.metrics import Metrics
+
+_EVERY, _MOST = 100, 1000
+
+
+def interval_of(config: Config) -> int:
+    """Steps between two readings; 0 where there are none."""
+    asked = config.run.telemetry_interval
+    return max(_EVERY, config.training.train_steps // _MOST) if asked is None else asked
+
+
+class Telemetry(Hook):
+    """Reads the first step, every so many, and the last; what a step was found to be is written behind the next one.
+
+    Args:
+        config: the run.
+        engine: that steps it.
+        parametrization: of the run.
+        layout: how ranks split the model.
+        done: updates, before this process's first one.
+        rank: this process; the first one writes.
+        metrics: of the run, which know TensorBoard and Weights & Biases.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        parametrization: Parametrization,
+        layout: Layout,
+        done: int,
+        rank: Rank,
+        metrics: Metrics,
+    ) -> None:
+        self._engine, self._metrics = engine, metrics
+        self._interval, self._last = interval_of(config), config.training.train_steps
+        self._readings = Readings(engine, parametrization, layout, device_of(rank))
+        self._file = SeriesFile(Path(config.run.dir) / TELEMETRY, done) if rank.is_first else None
+        self._read: int | None = None
+
+    def before_step(self, number: int) -> None:
+        """Begins a reading where one is due."""
+        if number == 1 or number == self._last or number % self._interval == 0:
+            self._readings.begin()
+            self._engine.before_update = self._readings.before_update
+
+    def after_step(self, step: Step) -> None:
+        """Writes the reading before, and sends this step's on its way."""
+        self._write()
+        if self._engine.before_update is not None:
+            self._engine.before_update = None
+            self._readings.after_update()
+            self._read = step.number
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        """Writes what a checkpoint's run has been found to be."""
+        self._write()
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        self._engine.before_update = None
+        if kind is None:  # otherwise other ranks may be elsewhere
+            self._write()
+
+    def _write(self) -> None:
+        if self._read is None:
+            return
+        number, self._read = self._read, None
+        found = self._readings.result()
+        if self._file is not None and found is not None:
+            self._file.write(number, found)
+            self._metrics.readings(number, {f"{quantity}/{name}": value for (name, quantity), value in found.items()})

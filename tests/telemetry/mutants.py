@@ -11,9 +11,9 @@ MUTANTS = (
         "telemetry: each rank its own",
         "a reading has the sums of one rank alone",
         "telemetry.sums.Exchange.__init__",
-        "torch.distributed.all_reduce(self._sums, async_op=True),",
-        "",
-        f"{_CELL}[gpt3-Megatron, fsdp2 optimizer-DP 2]",
+        "torch.distributed.all_reduce(self._sums, async_op=True)",
+        "torch.distributed.all_reduce(self._sums.clone(), async_op=True)",
+        f"{_CELL}[gpt3-DP 2, Megatron, fsdp2 optimizer]",
     ),
     mutant(
         "telemetry: part of a sequence",
@@ -28,7 +28,7 @@ MUTANTS = (
         "what is called a gradient is what clipping made of it",
         "engines.deepspeed.DeepSpeedEngine.step",
         "self.before_update()",
-        "norm = self._clip() if self._clips_itself else None; self.before_update()",
+        "(self._clip(), self.before_update())",
         "telemetry/test_reading.py::test_a_gradient_is_measured_before_it_is_clipped",
     ),
 )

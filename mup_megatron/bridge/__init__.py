@@ -55,6 +55,7 @@ def apply_mup(
     tensors: str | Path | None = None,
     allow_change: Sequence[str] = (),
     audit: str = "stop",
+    telemetry_interval: int | None = None,
     explain: bool = False,
     write_config: str | Path | None = None,
 ) -> None:
@@ -72,6 +73,8 @@ def apply_mup(
         tensors: YAML that says what tensors of layers of your own are.
         allow_change: keys that may differ from the checkpoint's.
         audit: where the first step is not the table's: `stop` ends the run, `warn` goes on, `off` does not look.
+        telemetry_interval: steps between two readings of tensors and modules; 0 for none. If None: 100, or a thousandth
+            of the steps where that is more.
         explain: print what each tensor gets once the model is to be built, and leave.
         write_config: a new file: as `explain`, and write the run there as a config to tune its proxy with.
 
@@ -90,6 +93,7 @@ def apply_mup(
         tensors=None if tensors is None else str(tensors),
         allowed=tuple(allow_change),
         audit=audit,
+        telemetry_interval=telemetry_interval,
         explain=explain or write_config is not None,
         written=None if write_config is None else Path(write_config),
     )

@@ -76,7 +76,7 @@ _next: list[tuple[MegatronRun, Any]] = []
 
 
 def builds_scheduler(init: Function) -> Function:
-    """On `OptimizerParamScheduler.__init__`, behind the optimizer: the audit of a run's first step."""
+    """On `OptimizerParamScheduler.__init__`, behind the optimizer: the audit of a run's first step, and readings."""
 
     @functools.wraps(init)
     @ends_with_status_2
@@ -85,6 +85,7 @@ def builds_scheduler(init: Function) -> Function:
         if _next:
             run, chunks = _next.pop()
             run.audit(chunks, optimizer)
+            run.read(chunks, optimizer)
 
     return build
 

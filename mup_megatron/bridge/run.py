@@ -88,6 +88,9 @@ class BridgeRun(MegatronRun):
         tell(self.parametrization, chunks_of(model_chunks), made.values())
         return made
 
+    def write_scalars(self, step: int, found: Mapping[str, float]) -> None:
+        """Nothing: Bridge hands its writers to nobody; telemetry.jsonl has the numbers."""
+
 
 def _upstreams(config: Any) -> type:
     """The class of megatron-core that a config of Bridge's extends."""
@@ -111,7 +114,8 @@ def put_into(
         record: the transfer record.
         sections: `hparams` (multipliers alone) and `parametrization`.
         tensors: file of a user's entries.
-        further: parts of `Settings` that are handed on: `allowed`, `audit`, `explain` and `written`.
+        further: parts of `Settings` that are handed on: `allowed`, `audit`, `telemetry_interval`, `explain` and
+            `written`.
 
     Raises:
         UserError: see `apply_mup`.

@@ -28,7 +28,7 @@ from mup_megatron.engines.optim import megatron_overrides, set_learning_rates
 from mup_megatron.engines.optimizer_state import OptimizerState
 from mup_megatron.engines.setup import Setup
 from mup_megatron.model.global_names import named_parameters
-from mup_megatron.model.parts import Part, holders
+from mup_megatron.model.parts import Part
 from mup_megatron.rules.table import Parametrization
 
 
@@ -55,8 +55,7 @@ class MegatronEngine:
             config_overrides=megatron_overrides(self.named, parametrization),
             use_gloo_process_groups=False,
         )
-        rules = {parameter: parametrization.tensors[name].group.update_rule for name, parameter in self.named}
-        self._held = OptimizerState(self.optimizer, rules)
+        self._held = OptimizerState(self.optimizer, self.named, parametrization, layout)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = config.hparams.weight_decay * group["wd_mult"]
         for chunk in chunks:
@@ -96,16 +95,11 @@ class MegatronEngine:
 
     def gradient_parts(self) -> list[Part]:
         """As megatron-core's buffers have them; see engines.Engine."""
-        return self._parts(self._held.gradient_part)
+        return self._held.gradient_parts()
 
     def weight_parts(self) -> list[Part]:
         """As megatron-core's optimizers have them; see engines.Engine."""
-        return self._parts(self._held.weight_part)
-
-    def _parts(self, part_of: Callable[[str, torch.nn.Parameter, int], Part | None]) -> list[Part]:
-        specs = ((name, held, self._parametrization.tensors[name].shape.spec) for name, held in self.named)
-        found = [part_of(name, held, holders(spec, self._layout)) for name, held, spec in specs]
-        return [part for part in found if part is not None]
+        return self._held.weight_parts()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:

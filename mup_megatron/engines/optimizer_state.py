@@ -5,7 +5,7 @@ Public names: `OptimizerState`, `main_weight`, `range_of`, `updates_done`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from mup_megatron.engines import WEIGHT, fully_sharded
 from mup_megatron.engines.fully_sharded import own_part
 from mup_megatron.engines.optim import MOMENTS, allocate, moment_shape
-from mup_megatron.model.parts import Part
-from mup_megatron.rules.formulas import UpdateRule
+from mup_megatron.model.global_names import Named
+from mup_megatron.model.parts import Part, holders
+from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.table import Parametrization
 
 
 class OptimizerState:
@@ -25,11 +27,14 @@ class OptimizerState:
 
     Args:
         optimizer: megatron-core's.
-        rules: how the update of each of this rank's parameters scales.
+        named: this rank's parameters by global name.
+        table: of the run.
+        layout: how ranks split the model.
     """
 
-    def __init__(self, optimizer: Any, rules: Mapping[torch.nn.Parameter, UpdateRule]) -> None:
-        self._optimizer, self._rules = optimizer, rules
+    def __init__(self, optimizer: Any, named: Named, table: Parametrization, layout: Layout) -> None:
+        self._optimizer, self.named, self._layout = optimizer, named, layout
+        self._rows = {parameter: table.tensors[name] for name, parameter in named}
         self._layer_wise = any(kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).__mro__)
         self._distributed = any(hasattr(each, _SPLIT) for each in self._holders)
 
@@ -51,7 +56,7 @@ class OptimizerState:
     def _gather_whole(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """From the data-parallel rank that steps the parameter to those that do not."""
         held, whole = self._own(parameter), {}
-        for kind in (WEIGHT, *MOMENTS[self._rules[parameter]]):
+        for kind in (WEIGHT, *MOMENTS[self._rows[parameter].group.update_rule]):
             whole[kind] = parameter.new_zeros(moment_shape(kind, parameter.shape), dtype=torch.float32)
             if kind in held:
                 whole[kind].copy_(held[kind])
@@ -98,14 +103,28 @@ class OptimizerState:
                 fully_sharded.fill(held[kind], value)
         fully_sharded.fill(parameter, values[WEIGHT])
 
-    def weight_part(self, name: str, parameter: torch.nn.Parameter, holders: int) -> Part | None:
-        """The elements of a parameter that this rank steps, as the optimizer keeps them; None where there are none.
+    def weight_parts(self) -> list[Part]:
+        """The elements of each parameter that this rank steps, as the optimizer keeps them; see engines.Engine."""
+        return self._parts(self._weight_part)
 
-        Args:
-            name: of the parameter.
-            parameter: of the model.
-            holders: how many ranks hold the parameter's slice.
+    def gradient_parts(self) -> list[Part]:
+        """Of each parameter's gradient what this rank has; see engines.Engine.
+
+        Of the elements that other ranks of the distributed optimizer step, its buffer holds sums that no rank has put
+        together; those are left out. Under fp16 the loss scale is divided out.
         """
+        parts = self._parts(self._gradient_part)
+        if all(getattr(holder, "grad_scaler", None) is None for holder in self._holders):
+            return parts
+        scale = self._optimizer.get_loss_scale()
+        return [part._replace(values=part.values / scale) for part in parts]
+
+    def _parts(self, part_of: Callable[[str, torch.nn.Parameter, int], Part | None]) -> list[Part]:
+        held = ((name, parameter, self._rows[parameter].shape.spec) for name, parameter in self.named)
+        found = [part_of(name, parameter, holders(spec, self._layout)) for name, parameter, spec in held]
+        return [part for part in found if part is not None]
+
+    def _weight_part(self, name: str, parameter: torch.nn.Parameter, holders: int) -> Part | None:
         if not parameter.requires_grad:
             return None
         if self._layer_wise:
@@ -117,17 +136,7 @@ class OptimizerState:
         main = getattr(parameter, "main_param", parameter).detach()
         return own_part(name, main) if isinstance(main, DTensor) else Part(name, main, holders=holders)
 
-    def gradient_part(self, name: str, parameter: torch.nn.Parameter, holders: int) -> Part | None:
-        """What this rank has of a parameter's gradient between the last backward pass and the optimizer's step.
-
-        Of the elements that other ranks of the distributed optimizer step, its buffer holds sums that no rank has put
-        together; those are left out.
-
-        Args:
-            name: of the parameter.
-            parameter: of the model.
-            holders: how many ranks hold the parameter's slice.
-        """
+    def _gradient_part(self, name: str, parameter: torch.nn.Parameter, holders: int) -> Part | None:
         gradient = getattr(parameter, "main_grad", None)
         if gradient is None:
             gradient = parameter.grad

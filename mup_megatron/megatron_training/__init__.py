@@ -163,6 +163,7 @@ def builds_optimizer(get_megatron_optimizer: Function) -> Function:
         if _current is not None:
             _current.tell(model_chunks, optimizer)
             _current.audit(model_chunks, optimizer)
+            _current.read(model_chunks, optimizer)
         return optimizer
 
     return build

@@ -44,8 +44,7 @@ def begin(
         folder: for audit.json; None where the run saves nothing.
     """
     named = list(named_parameters(chunks))
-    rules = {parameter: parametrization.tensors[name].group.update_rule for name, parameter in named}
-    state = OptimizerState(optimizer, rules)
+    state = OptimizerState(optimizer, named, parametrization, layout)
     auditor = Auditor(
         Door(chunks=chunks, named=named, gather=state.gather, groups=state.groups),
         parametrization,

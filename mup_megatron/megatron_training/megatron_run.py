@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, chec
 from mup_megatron.config import Config, derive
 from mup_megatron.engines.optim import megatron_overrides
 from mup_megatron.engines.setup import resolve_auto
-from mup_megatron.megatron_training import auditing, watched
+from mup_megatron.megatron_training import auditing, readings, watched
 from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.family import MULTIPLE, check_family
@@ -31,7 +31,7 @@ from mup_megatron.megatron_training.model_section import check_translation
 from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
-from mup_megatron.megatron_training.telemetry import applied, standard_tensors, tell, unread_names
+from mup_megatron.megatron_training.telemetry import applied, standard_tensors, tell, unread_names, write_scalars
 from mup_megatron.megatron_training.translate import config_of, stages_of
 from mup_megatron.model.as_built.chunks import BuiltModel, digest_of
 from mup_megatron.model.as_built.given import OtherLayers, norms_left_out
@@ -42,6 +42,7 @@ from mup_megatron.model.transformer_config import core_config
 from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.parallel.runtime import point_to_point
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
+from mup_megatron.telemetry.reading import usual_interval
 from mup_megatron.tuning.record import write_record
 from mup_megatron.util.errors import UserError
 
@@ -311,6 +312,20 @@ class MegatronRun:
             folder = None if save is None else Path(save)
             parts = chunks_of(model_chunks), optimizer, self.parametrization, self.layout
             auditing.begin(*parts, advice=self.advice if action == "stop" else None, folder=folder)
+
+    def read(self, model_chunks: Any, optimizer: Any) -> None:
+        """Has steps read, where they are asked to be. Collective."""
+        asked, interval, save = watched.task(), self._settings.telemetry_interval, getattr(self._args, "save", None)
+        interval = usual_interval(getattr(self._args, "train_iters", None) or 0) if interval is None else interval
+        if interval and (asked is None or asked.kind == "trial"):
+            where = save if asked is None else asked.path
+            parts = chunks_of(model_chunks), optimizer, self.parametrization, self.layout
+            folder = None if where is None else Path(where)
+            readings.begin(*parts, interval=interval, folder=folder, write=self.write_scalars)
+
+    def write_scalars(self, step: int, found: Mapping[str, float]) -> None:
+        """Hands numbers of a step to upstream's own writers."""
+        write_scalars(step, found)
 
     def write_record(self, iteration: int) -> None:
         """Writes what the weights were made with beside a checkpoint."""

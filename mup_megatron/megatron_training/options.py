@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("--mup-base", "--mup-hparams", "--mup-config", "--mup-explain", "--mup-write-config", "--mup-allow-change"),
-    *("--mup-tensors", "--mup-audit"),
+    *("--mup-tensors", "--mup-audit", "--mup-telemetry-interval"),
 )
 _SECTIONS = ("base", "parametrization", "hparams")
 # Hyperparameters that are Megatron's own options, by our name: its name, and its default.
@@ -65,6 +65,7 @@ class Settings:
         tensors: what a user says of tensors.
         base_sizes: what the base says of models as built alone.
         audit: what happens where the first step is not the table's: `stop`, `warn`, or `off` to look at nothing.
+        telemetry_interval: steps between two readings; 0 for none, and None for the usual.
     """
 
     base: dict[str, Any]
@@ -81,6 +82,7 @@ class Settings:
     tensors: tuple[Entry, ...] = ()
     base_sizes: BaseSizes = NO_OTHERS
     audit: str = "stop"
+    telemetry_interval: int | None = None
 
 
 _known = Known([])
@@ -108,6 +110,12 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
         choices=("stop", "warn", "off"),
         default="stop",
         help="Where the first step is not the table's (off: not asked).",
+    )
+    group.add_argument(
+        "--mup-telemetry-interval",
+        type=int,
+        metavar="STEPS",
+        help="Steps between two readings of tensors and modules; 0 for none (100, or a thousandth of the steps).",
     )
     group.add_argument(
         "--mup-tensors",
@@ -170,6 +178,8 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
             f"--weight-decay-incr-style {args.weight_decay_incr_style}: a transfer record holds one weight decay "
             "for the whole run; expected constant where a proxy is tuned"
         )
+    if (args.mup_telemetry_interval or 0) < 0:
+        raise UserError(f"--mup-telemetry-interval {args.mup_telemetry_interval}: expected 0 or more steps")
     return Settings(
         base=base,
         base_sizes=base_sizes,
@@ -183,6 +193,7 @@ def read_options(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType
         unsaid=tuple(unsaid_options(args, defaults, known())) if args.mup_write_config else (),
         allowed=tuple(args.mup_allow_change or ()),
         audit=args.mup_audit,
+        telemetry_interval=args.mup_telemetry_interval,
         unread=tuple(unread_options(args, defaults, known())),
         sizes={name: size for name in DERIVED_SIZES if (size := _given(args, defaults, name)) is not None},
     )

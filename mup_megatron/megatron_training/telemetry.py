@@ -1,6 +1,6 @@
 """What was applied to a run of megatron.training: one line at its start, Megatron's own writers, and mup.json.
 
-Public names: `applied`, `unread_names`, `standard_tensors`, `tell`.
+Public names: `applied`, `unread_names`, `standard_tensors`, `tell`, `write_scalars`.
 """
 
 from __future__ import annotations
@@ -108,6 +108,17 @@ def line(table: dict[str, Any], tensors: int, rates: dict[str, float]) -> str:
         f"mup-megatron: {table['parametrization']} applied: {tensors} tensors in {len(rates)} optimizer groups (rates "
         f"{min(rates.values()):.6g}{several}), forward multipliers {forward}; base {table['base_digest'][:_DIGITS]}"
     )
+
+
+def write_scalars(step: int, found: Mapping[str, float]) -> None:
+    """Numbers of a step for TensorBoard and Weights & Biases, where this rank writes them (the last one does)."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for name, value in found.items() if writer is not None else ():
+        writer.add_scalar(f"mup/{name}", value, step)
+    if wandb is not None:
+        wandb.log({f"mup/{name}": value for name, value in found.items()}, step)
 
 
 def _write(table: dict[str, Any], rates: dict[str, float]) -> None:

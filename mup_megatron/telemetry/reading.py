@@ -1,7 +1,8 @@
 """One reading of a run: sizes of outputs, weights, gradients and updates, attention and routers, at one step.
 
-Public names: `Readings`, `Held`, `QUANTITIES`. A reading is begun before a step, and its sums are on their way over the
-ranks when the step ends; nobody waits for them within the step. Between readings nothing hangs on the model.
+Public names: `Readings`, `Held`, `QUANTITIES`, `usual_interval`. A reading is begun before a step, and its sums are on
+their way over the ranks when the step ends; nobody waits for them within the step. Between readings nothing hangs on
+the model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.hooks import attention_logits, measured_modules
 from mup_megatron.telemetry.sums import Exchange, Key, Sums, keys_of_all
-from mup_megatron.util.errors import UserError
 
 QUANTITIES = {
     "output rms": "root of the mean square of a module's output",
@@ -45,13 +45,13 @@ QUANTITIES = {
 _EXPERT = re.compile(r"(local_experts)\.\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
-class Held(Protocol):
-    """What a reading asks of a run; an `Engine` has it."""
+def usual_interval(steps: int) -> int:
+    """Steps between two readings where nobody says it, of a run of so many: 1000 readings of a long run are enough."""
+    return max(100, steps // 1000)
 
-    @property
-    def chunks(self) -> Sequence[LanguageModule]:
-        """This rank's part of the model."""
-        ...
+
+class Held(Protocol):
+    """What a reading asks of an optimizer; an `Engine` has it, and an `OptimizerState`."""
 
     @property
     def named(self) -> Named:
@@ -59,7 +59,7 @@ class Held(Protocol):
         ...
 
     def gradient_parts(self) -> list[Part]:
-        """What this rank has of gradients before the update; raises UserError where they are not found."""
+        """What this rank has of gradients before the update."""
         ...
 
     def weight_parts(self) -> list[Part]:
@@ -75,15 +75,25 @@ class Readings:
     """Takes readings of one run. Every method is collective, and called at the same steps on every rank.
 
     Args:
-        held: the run's model and optimizer.
+        chunks: this rank's part of the model.
+        held: the run's optimizer.
         table: of the run.
         layout: how ranks split the model.
         device: where ranks exchange.
     """
 
-    def __init__(self, held: Held, table: Parametrization, layout: Layout, device: torch.device) -> None:
-        self._held, self._table, self._layout, self._device = held, table, layout, device
+    def __init__(
+        self,
+        chunks: Sequence[LanguageModule],
+        held: Held,
+        table: Parametrization,
+        layout: Layout,
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._held, self._table, self._layout, self._device = chunks, held, table, layout, device
         self._rank = torch.distributed.get_rank()
+        self._problem: str | None = None
+        self._open = False
         self._handles: list[Any] = []
         self._sums = Sums()
         self._parts: list[tuple[Part, torch.Tensor]] = []
@@ -94,11 +104,16 @@ class Readings:
     @property
     def is_open(self) -> bool:
         """Whether a reading has begun whose step is not over."""
-        return bool(self._handles)
+        return self._open
+
+    def problem(self) -> str | None:
+        """Why this rank does not measure gradients and updates, once; None where it does. Not collective."""
+        problem, self._problem = self._problem, self._problem and ""
+        return problem or None
 
     def begin(self) -> None:
         """Before a step: forward passes are measured from now on."""
-        self._sums = Sums()
+        self._sums, self._open = Sums(), True
         for name, module in self._modules():
             if name.endswith("core_attention"):
                 self._on(module.register_forward_pre_hook, functools.partial(self._see_attention, name))
@@ -113,7 +128,7 @@ class Readings:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        with contextlib.suppress(UserError):  # an optimizer that keeps them elsewhere
+        with self._understood():
             for part, key, weight, theta in self._counted(self._held.gradient_parts(), "gradient"):
                 self._sums.add_squares(key, part.values / theta if theta != 1.0 else part.values, weight)
             self._parts = [(part, part.values.clone()) for part in self._held.weight_parts()]
@@ -121,21 +136,34 @@ class Readings:
     @torch.no_grad()
     def after_update(self) -> None:
         """Behind the step: measures weights and updates, and sends all sums on their way."""
+        with self._understood():
+            self._measure_updates()
+        self._parts, self._open = [], False
+        self._exchange = Exchange(self._sums, self._keys, self._device)
+        self._sums = Sums()
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """An optimizer that keeps things elsewhere ends no run; other ranks wait for this one's sums all the same."""
+        try:
+            yield
+        except Exception as error:
+            if self._problem is None:
+                self._problem = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _measure_updates(self) -> None:
         kept = {id(part): before for part, before in self._parts}
         for part, key, weight, theta in self._counted([part for part, _ in self._parts], "weight"):
             before = kept[id(part)]
             self._sums.add_squares(key, before if theta == 1.0 else before * theta, weight)
             change = before.sub_(part.values)  # its sign is not looked at
             self._sums.add_squares(key._replace(quantity="update"), change if theta == 1.0 else change * theta, weight)
-        self._parts = []
         if self._groups is None:
             found = ((name, self._held.groups(parameter)) for name, parameter in self._held.named)
             self._groups = {Key(_without_expert(name), "decay"): groups[0] for name, groups in found if groups}
         for key, group in self._groups.items():
             decay = float(group["lr"]) * float(group.get("weight_decay", 0.0))
             self._sums.largest[key] = torch.tensor(decay, dtype=torch.float64)
-        self._exchange = Exchange(self._sums, self._keys, self._device)
-        self._sums = Sums()
 
     def result(self) -> dict[tuple[str, str], float] | None:
         """What the last reading found, by name and quantity (`QUANTITIES`); None where it was told before."""
@@ -147,7 +175,7 @@ class Readings:
 
     def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Not experts: what goes through them depends on who dispatches tokens; the layer's output has all of it."""
-        modules = measured_modules(named_modules(self._held.chunks))
+        modules = measured_modules(named_modules(self._chunks))
         return ((name, module) for name, module in modules if ".experts." not in f"{name}.")
 
     def _own_keys(self) -> Iterator[Key]:
@@ -174,10 +202,10 @@ class Readings:
     def _on(self, register: Callable[..., Any], hook: Callable[..., None]) -> None:
         """One hook; what it does not understand is not measured, and the run goes on."""
 
-        @torch.no_grad()
         def see(*call: Any) -> None:
-            with contextlib.suppress(Exception):
-                hook(*call)
+            if torch.is_grad_enabled():  # not an evaluation, nor what is computed once more in the backward pass
+                with torch.no_grad(), contextlib.suppress(Exception):
+                    hook(*call)
 
         self._handles.append(register(see))
 

@@ -247,7 +247,10 @@ class _Run:
             hooks.append(auditing)
         if interval_of(config):
             telemetry = Telemetry(
-                *(config, engine, self.parametrization, self.setup.layout, done), rank=self.rank, metrics=metrics
+                *(config, engine, self.parametrization, self.setup.layout, done),
+                rank=self.rank,
+                metrics=metrics,
+                say=self.progress.say,
             )
             hooks.append(telemetry)
         if config.training.eval_translations and datasets[1]:

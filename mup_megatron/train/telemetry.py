@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mup_megatron.checkpoints.checkpoint import TELEMETRY
@@ -10,18 +11,16 @@ from mup_megatron.engines import Engine
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.table import Parametrization
-from mup_megatron.telemetry.reading import Readings
+from mup_megatron.telemetry.reading import Readings, usual_interval
 from mup_megatron.telemetry.series import SeriesFile
 from mup_megatron.train.hooks import Hook, Step
 from mup_megatron.train.metrics import Metrics
-
-_EVERY, _MOST = 100, 1000
 
 
 def interval_of(config: Config) -> int:
     """Steps between two readings; 0 where there are none."""
     asked = config.run.telemetry_interval
-    return max(_EVERY, config.training.train_steps // _MOST) if asked is None else asked
+    return usual_interval(config.training.train_steps) if asked is None else asked
 
 
 class Telemetry(Hook):
@@ -35,6 +34,7 @@ class Telemetry(Hook):
         done: updates, before this process's first one.
         rank: this process; the first one writes.
         metrics: of the run, which know TensorBoard and Weights & Biases.
+        say: takes a line for the screen.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Telemetry(Hook):
         done: int,
         rank: Rank,
         metrics: Metrics,
+        say: Callable[[str], None],
     ) -> None:
-        self._engine, self._metrics = engine, metrics
+        self._engine, self._metrics, self._say = engine, metrics, say
         self._interval, self._last = interval_of(config), config.training.train_steps
-        self._readings = Readings(engine, parametrization, layout, device_of(rank))
+        self._readings = Readings(engine.chunks, engine, parametrization, layout, device_of(rank))
         self._file = SeriesFile(Path(config.run.dir) / TELEMETRY, done) if rank.is_first else None
         self._read: int | None = None
 
@@ -81,6 +82,8 @@ class Telemetry(Hook):
             return
         number, self._read = self._read, None
         found = self._readings.result()
+        if problem := self._readings.problem():
+            self._say(f"warning: gradients and updates are not measured ({problem})")
         if self._file is not None and found is not None:
             self._file.write(number, found)
             self._metrics.readings(number, {f"{quantity}/{name}": value for (name, quantity), value in found.items()})

@@ -377,11 +377,11 @@ def parts_without_their_place() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def every_rank_counts() -> Iterator[None]:
     """The sum over ranks takes what several of them hold as often as it is held."""
-    from mup_megatron.engines import deepspeed_parts, megatron
+    from mup_megatron.engines import deepspeed_parts, optimizer_state
 
     with (
         replaced(deepspeed_parts, "holders", lambda spec, layout: 1),
-        replaced(megatron, "holders", lambda spec, layout: 1),
+        replaced(optimizer_state, "holders", lambda spec, layout: 1),
     ):
         yield
 

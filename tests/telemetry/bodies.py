@@ -23,7 +23,7 @@ def readings(rank: Rank, *, config: Config, steps: int, broken: str = "nothing")
     """What is found at each of some steps."""
     with bodies.break_(broken):
         engine, batches, schedule, table, layout = _begin(rank, config)
-        taken = Readings(engine, table, layout, torch.device("cpu"))
+        taken = Readings(engine.chunks, engine, table, layout, torch.device("cpu"))
         found = []
         for step in range(steps):
             taken.begin()

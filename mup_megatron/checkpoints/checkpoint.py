@@ -34,6 +34,9 @@ AUDIT = "audit.json"
 TELEMETRY = "telemetry.jsonl"
 """File, in a run's folder, of what its tensors and modules were like every so many steps."""
 
+ALARMS = "alarms.jsonl"
+"""File, in a run's folder, of what its readings were not as they should be."""
+
 
 def check_folder(config: Config, allowed: Iterable[str] = ()) -> bool:
     """Before a command writes anything: what a run's folder holds of its target is this config's, or stays as it is.

@@ -41,6 +41,7 @@ _FREE = (
     "proxy",
     "tuning",
     "slurm",
+    "watch",
     "data.dir",
     "data.cache_dir",
     "parallel",  # the state knows no layout

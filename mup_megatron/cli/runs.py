@@ -268,7 +268,8 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
     from mup_megatron.parallel import upstream
 
     upstream.prepare_process()  # before the next import, which brings megatron-core
-    from mup_megatron.train.loop import Diverged, Terminated
+    from mup_megatron.checkpoints.checkpoint import ALARMS
+    from mup_megatron.train.loop import Alarmed, Diverged, Terminated
     from mup_megatron.tuning import Stopped
     from mup_megatron.util.disk import full_disk
 
@@ -281,6 +282,10 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
         status = stopped(f"the trials at hand are saved in {directory / 'tuning'}")
     except Terminated as saved:
         status = stopped(str(saved))
+    except Alarmed as saved:
+        status = 4
+        if rank.is_first:
+            aside(f"mup-megatron: {saved}; {directory / ALARMS} says why; watch.action=warn goes on from there")
     except Diverged as message:
         status = 1
         if rank.is_first:

@@ -12,7 +12,7 @@ from pydantic import PrivateAttr
 
 from mup_megatron.config.model import FAMILIES, PRESETS, Base, Growth, Model
 from mup_megatron.config.section import Section
-from mup_megatron.config.study import Data, Range, Run, Slurm, Tokenizer, Tuning
+from mup_megatron.config.study import Data, Range, Run, Slurm, Tokenizer, Tuning, Watch
 from mup_megatron.config.training import Hparams, Optimizer, Parallel, ParametrizationSection, Training
 from mup_megatron.util.errors import ConfigError
 
@@ -34,6 +34,7 @@ __all__ = [
     "Tokenizer",
     "Training",
     "Tuning",
+    "Watch",
 ]
 
 
@@ -62,6 +63,8 @@ class Config(Section):
     """Text and tokenizer."""
     tuning: Tuning = Tuning()
     """The search for hyperparameters on the proxy."""
+    watch: Watch = Watch()
+    """What is done when a run does not look as its proxy did."""
     slurm: Slurm = Slurm()
     """What jobs ask SLURM for."""
     _source: str | None = PrivateAttr(default=None)
@@ -140,6 +143,11 @@ class Config(Section):
     def record_path(self) -> Path:
         """Where the transfer record lies: `tuning.record`, else transfer.json in the run's folder."""
         return Path(self.tuning.record or Path(self.run.dir) / "transfer.json")
+
+    @property
+    def band_path(self) -> Path:
+        """Where the band lies: `watch.band`, else beside the transfer record."""
+        return Path(self.watch.band) if self.watch.band else self.record_path.with_suffix(".band.json")
 
     @property
     def source(self) -> str | None:

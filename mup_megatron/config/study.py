@@ -33,6 +33,17 @@ class Run(Section):
     """Weights & Biases project that curves are also sent to; the key stays in WANDB_API_KEY. If unset: none."""
 
 
+class Watch(Section):
+    """What is done when a run's readings leave the band that the proxy's best runs had (docs/watching.md)."""
+
+    action: Literal["warn", "save", "stop", "off"] = "warn"
+    """What an alarm does: it is said (`warn`), said behind a checkpoint of the step (`save`), or the run is saved and
+    ends with exit status 4 (`stop`); or nobody looks (`off`). alarms.jsonl has every alarm."""
+    band: str | None = None
+    """File of the band that tuning wrote beside a transfer record. If unset: the one beside the run's own record, if
+    it is there; without one only what is wrong by itself is seen."""
+
+
 class Tokenizer(Section):
     """A tokenizer of any library that megatron-core knows; SentencePiece is trained when no path is given."""
 

@@ -264,7 +264,7 @@ def _digest(job: Job) -> str:
     data = job.config.model_dump()
     for section, keys in _PLACES.items():
         data[section] = {name: value for name, value in data[section].items() if name not in keys}
-    plain = {key: value for key, value in data.items() if key not in ("slurm", "tuning")}
+    plain = {key: value for key, value in data.items() if key not in ("slurm", "tuning", "watch")}
     over = said(job.config)  # of `tuning:` the rules over batch and tokens take the trials' own
     return digest(plain if over is None else {**plain, "horizon": over})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from mup_megatron.model.parts import Part, counts
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.hooks import attention_logits, measured_modules
+from mup_megatron.telemetry.series import SCHEDULE, series_name
 from mup_megatron.telemetry.sums import Exchange, Key, Sums, keys_of_all
 
 QUANTITIES = {
@@ -38,11 +39,11 @@ QUANTITIES = {
     "weight rms": "root of the mean square of a tensor, as its layer multiplies with it",
     "gradient rms": "root of the mean square of its gradient, before clipping",
     "update over weight": "root of the mean square of what the step added to it, over `weight rms` before",
-    "decay": "learning rate times weight decay: the share of a weight that decay takes at the step",
+    "schedule": "learning rate of the step over the one at the schedule's peak",
+    "rate": "learning rate of the optimizer's group of the tensor",
+    "decay": "that times the group's weight decay: the share of a weight that decay takes at the step",
 }
 """What a series is of, by the name that it bears in files."""
-
-_EXPERT = re.compile(r"(local_experts)\.\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
 def usual_interval(steps: int) -> int:
@@ -98,7 +99,8 @@ class Readings:
         self._sums = Sums()
         self._parts: list[tuple[Part, torch.Tensor]] = []
         self._exchange: Exchange | None = None
-        self._groups: dict[Key, Mapping[str, Any]] | None = None  # looked for once: an optimizer has many
+        self._groups: dict[str, Mapping[str, Any]] | None = None  # looked for once: an optimizer has many
+        self._peaks: list[tuple[Mapping[str, Any], float]] = []
         self._keys = keys_of_all(self._own_keys())
 
     @property
@@ -160,10 +162,18 @@ class Readings:
             self._sums.add_squares(key._replace(quantity="update"), change if theta == 1.0 else change * theta, weight)
         if self._groups is None:
             found = ((name, self._held.groups(parameter)) for name, parameter in self._held.named)
-            self._groups = {Key(_without_expert(name), "decay"): groups[0] for name, groups in found if groups}
-        for key, group in self._groups.items():
-            decay = float(group["lr"]) * float(group.get("weight_decay", 0.0))
-            self._sums.largest[key] = torch.tensor(decay, dtype=torch.float64)
+            held = {name: groups[0] for name, groups in found if groups}
+            self._groups = {series_name(name): group for name, group in held.items()}
+            rows = {name: self._table.tensors[name] for name in held}
+            self._peaks = [(held[name], row.lr) for name, row in rows.items() if row.lr and not row.group.decoupled]
+        for name, group in self._groups.items():
+            rate = float(group["lr"])
+            told = {"rate": rate, "decay": rate * float(group.get("weight_decay", 0.0))}
+            for quantity, value in told.items():
+                self._sums.largest[Key(name, quantity)] = torch.tensor(value, dtype=torch.float64)
+        if self._peaks:  # of the groups the middle one: another may have the rate of nobody knows what
+            rates = [float(group["lr"]) / peak for group, peak in self._peaks]
+            self._sums.largest[Key(*SCHEDULE)] = torch.tensor(statistics.median(rates), dtype=torch.float64)
 
     def result(self) -> dict[tuple[str, str], float] | None:
         """What the last reading found, by name and quantity (`QUANTITIES`); None where it was told before."""
@@ -188,16 +198,17 @@ class Readings:
                 yield Key(name, "tokens", config.num_moe_experts)
             else:
                 yield Key(name, "output")
+        yield Key(*SCHEDULE)
         for name in self._table.tensors:
-            for quantity in ("weight", "update", "gradient", "decay"):
-                yield Key(_without_expert(name), quantity)
+            for quantity in ("weight", "update", "gradient", "rate", "decay"):
+                yield Key(series_name(name), quantity)
 
     def _counted(self, parts: Sequence[Part], quantity: str) -> Iterator[tuple[Part, Key, float, float]]:
         """Parts that count in sums over ranks: with their key, what each element counts for, and θ."""
         for part in parts:
             row = self._table.tensors[part.name]
             if counts(part.name, row.shape.spec, self._layout, self._rank):
-                yield part, Key(_without_expert(part.name), quantity), 1.0 / part.holders, float(row.theta)
+                yield part, Key(series_name(part.name), quantity), 1.0 / part.holders, float(row.theta)
 
     def _on(self, register: Callable[..., Any], hook: Callable[..., None]) -> None:
         """One hook; what it does not understand is not measured, and the run goes on."""
@@ -230,11 +241,6 @@ class Readings:
         self._sums.add(Key(name, "entropy"), entropy.sum(dtype=torch.float64), entropy.numel())
         chosen = output[1].view(-1, experts)
         self._sums.add(Key(name, "tokens", experts), chosen.sum(dim=0), chosen.size(0))
-
-
-def _without_expert(name: str) -> str:
-    """All experts of a layer are one series."""
-    return _EXPERT.sub(lambda match: f"{match[1]}.*" if match[1] else "*", name)
 
 
 def _whole_sequence(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,7 +280,7 @@ def _told(
         elif quantity == "update":
             if weight := mean(name, "weight"):
                 yield (name, "update over weight"), math.sqrt(mean(name, quantity) / weight)
-        elif quantity == "decay":
+        elif quantity in ("rate", "decay", "schedule"):
             yield (name, quantity), most
         else:
             yield (name, f"{quantity} rms"), math.sqrt(mean(name, quantity))

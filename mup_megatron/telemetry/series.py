@@ -1,14 +1,15 @@
 """telemetry.jsonl, a run's file of readings: columns named once, then a line of numbers for each reading.
 
-Public names: `SeriesFile`, `Series`, `read_series`. A line `{"step": 1, "series": [[name, quantity], ...]}` names the
-columns of the lines behind it, until another one names others; `{"step": 100, "values": [...]}` is a reading. A value
-is null where it was not measured, and a string (nan, inf) where it is no finite number.
+Public names: `SeriesFile`, `Series`, `read_series`, `series_name`. A line `{"step": 1, "series": [[name, quantity],
+...]}` names the columns of the lines behind it, until another one names others; `{"step": 100, "values": [...]}` is a
+reading. A value is null where it was not measured, and a string (nan, inf) where it is no finite number.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,18 @@ from mup_megatron.util.files import cut_lines, json_lines
 _DIGITS = 6
 Name = tuple[str, str]
 """Of a series: the module or tensor, and the quantity."""
+
+
+_EXPERT = re.compile(r"(local_experts)\.\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+
+
+def series_name(tensor: str) -> str:
+    """The name that a tensor's series have: all experts of a layer are one."""
+    return _EXPERT.sub(lambda match: f"{match[1]}.*" if match[1] else "*", tensor)
+
+
+SCHEDULE: Name = ("run", "schedule")
+"""The series of the step's learning rate over the one at the schedule's peak."""
 
 
 class SeriesFile:

@@ -1,7 +1,8 @@
-"""What hangs on the training loop: `Hook`, and what the loop tells it, `Step` and `Evaluation`."""
+"""What hangs on the training loop: `Hook`, what the loop tells it (`Step`, `Evaluation`), and what it asks (`Ask`)."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -48,6 +49,17 @@ class Evaluation:
         return self.measures["eval_loss"]
 
 
+class Ask(enum.IntEnum):
+    """What a hook asks of the loop behind a step; the more comes later."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP = 2
+    """Behind a checkpoint."""
+    END = 3
+    """Behind a checkpoint, because of a signal."""
+
+
 class Hook:
     """One concern of a training run, called by the loop at the places that it overrides; a context while the loop runs.
 
@@ -69,6 +81,10 @@ class Hook:
 
     def after_step(self, step: Step) -> None:
         """After an optimizer step."""
+
+    def asks(self) -> Ask:
+        """What it asks behind a step; what any rank asks is done on all."""
+        return Ask.NOTHING
 
     def after_evaluation(self, evaluation: Evaluation) -> bool:
         """After an evaluation; whether to go on."""

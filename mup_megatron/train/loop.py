@@ -1,4 +1,7 @@
-"""The training loop, which run.py makes and hooks hang on. Public names: `Loop`, `Terminated`, `Diverged`."""
+"""The training loop, which run.py makes and hooks hang on.
+
+Public names: `Loop`, `Terminated`, `Alarmed`, `Diverged`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,16 @@ from mup_megatron.data.batches import Batches
 from mup_megatron.engines import Engine
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.parallel.ranks import stop_signal
-from mup_megatron.train.hooks import Evaluation, Hook, Step
+from mup_megatron.train.hooks import Ask, Evaluation, Hook, Step
 from mup_megatron.train.saver import Saver
 
 
 class Terminated(Exception):
     """SIGTERM or Ctrl-C was handled: the run is saved."""
+
+
+class Alarmed(Exception):
+    """The run does not look as it should, and `watch.action` is `stop`: the run is saved."""
 
 
 class Diverged(Exception):
@@ -61,7 +68,8 @@ class Loop:
 
         Raises:
             Terminated: SIGTERM or Ctrl-C came before the last step; a checkpoint was written.
-            Diverged: the loss became infinite or no number.
+            Alarmed: a hook asked to stop; a checkpoint was written.
+        Diverged: the loss became infinite or no number.
         """
         found = None
         with contextlib.ExitStack() as stack, stop_signal() as terminated:
@@ -83,13 +91,14 @@ class Loop:
                     go_on = [hook.after_evaluation(found) for hook in self._hooks]
                     if not all(go_on):
                         return found
-                stop = _any_rank(terminated())
-                if stop or self._is_due(done, self._training.checkpoint_interval):
+                asked = _most([Ask.END if terminated() else Ask.NOTHING, *(hook.asks() for hook in self._hooks)])
+                if asked or self._is_due(done, self._training.checkpoint_interval):
                     path = self._saver.save(done)
                     for hook in self._hooks:
                         hook.after_checkpoint(done, path)
-                    if stop and done < self._training.train_steps:
-                        raise Terminated(f"saved step {done} to {path}")
+                    if asked >= Ask.STOP and done < self._training.train_steps:
+                        kind = Terminated if asked is Ask.END else Alarmed
+                        raise kind(f"saved step {done} to {path}")
         return found
 
     def _step(self, done: int) -> Step:
@@ -116,9 +125,9 @@ class Loop:
         return sum(losses) / len(losses)
 
 
-def _any_rank(flag: bool) -> bool:
-    """Whether any rank says yes: all must leave the loop at the same step."""
+def _most(asked: Sequence[Ask]) -> Ask:
+    """The most that is asked on any rank: all must leave the loop at the same step. Collective."""
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    value = torch.tensor(int(flag), device=device)
+    value = torch.tensor(int(max(asked)), device=device)
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
-    return bool(value)
+    return Ask(int(value))

@@ -30,6 +30,7 @@ from mup_megatron.model.explain import explain
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.train.alarming import Alarming
 from mup_megatron.train.auditing import Auditing
 from mup_megatron.train.hooks import Hook
 from mup_megatron.train.loop import Loop
@@ -72,6 +73,7 @@ def train(
     Raises:
         UserError: bad input.
         Terminated: SIGTERM or Ctrl-C came; the run was saved.
+        Alarmed: it does not look as its proxy did, and `watch.action` is `stop`; the run was saved.
         Diverged: the loss became infinite or no number.
     """
     config, layout, directory = setup.config, setup.layout, Path(setup.config.run.dir)
@@ -246,11 +248,17 @@ class _Run:
             )
             hooks.append(auditing)
         if interval_of(config):
+            look = None
+            if config.watch.action != "off" and watcher is None:
+                alarming = Alarming(config, self.parametrization, done, self.rank, self.progress.say)
+                hooks.append(alarming)
+                look = alarming.look
             telemetry = Telemetry(
                 *(config, engine, self.parametrization, self.setup.layout, done),
                 rank=self.rank,
                 metrics=metrics,
                 say=self.progress.say,
+                look=look,
             )
             hooks.append(telemetry)
         if config.training.eval_translations and datasets[1]:

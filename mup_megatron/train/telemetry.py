@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mup_megatron.checkpoints.checkpoint import TELEMETRY
@@ -12,7 +12,7 @@ from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.reading import Readings, usual_interval
-from mup_megatron.telemetry.series import SeriesFile
+from mup_megatron.telemetry.series import Name, SeriesFile
 from mup_megatron.train.hooks import Hook, Step
 from mup_megatron.train.metrics import Metrics
 
@@ -35,6 +35,7 @@ class Telemetry(Hook):
         rank: this process; the first one writes.
         metrics: of the run, which know TensorBoard and Weights & Biases.
         say: takes a line for the screen.
+        look: takes each reading on the first rank, and its step; None where nobody looks.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Telemetry(Hook):
         rank: Rank,
         metrics: Metrics,
         say: Callable[[str], None],
+        look: Callable[[int, Mapping[Name, float]], None] | None = None,
     ) -> None:
-        self._engine, self._metrics, self._say = engine, metrics, say
+        self._engine, self._metrics, self._say, self._look = engine, metrics, say, look
         self._interval, self._last = interval_of(config), config.training.train_steps
         self._readings = Readings(engine.chunks, engine, parametrization, layout, device_of(rank))
         self._file = SeriesFile(Path(config.run.dir) / TELEMETRY, done) if rank.is_first else None
@@ -86,4 +88,6 @@ class Telemetry(Hook):
             self._say(f"warning: gradients and updates are not measured ({problem})")
         if self._file is not None and found is not None:
             self._file.write(number, found)
+            if self._look is not None:
+                self._look(number, found)
             self._metrics.readings(number, {f"{quantity}/{name}": value for (name, quantity), value in found.items()})

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mup_megatron.checkpoints.checkpoint import TELEMETRY
 from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
 from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import known_vocab_size
@@ -21,6 +22,8 @@ from mup_megatron.engines.setup import Setup, resolve
 from mup_megatron.parallel.layout import smallest_world
 from mup_megatron.parallel.ranks import Rank, stop_signal
 from mup_megatron.parallel.runtime import Meeting
+from mup_megatron.telemetry.band import make_band
+from mup_megatron.telemetry.series import read_series
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
 from mup_megatron.tuning.fitted import ladder_of
@@ -32,7 +35,7 @@ from mup_megatron.util.errors import UserError
 from mup_megatron.util.progress import Progress, time_left
 
 if TYPE_CHECKING:
-    from mup_megatron.tuning.outcome import Trial
+    from mup_megatron.tuning.outcome import Choice, Trial
     from mup_megatron.tuning.study import Study
 
 _BEAT_SECONDS = 10.0
@@ -328,6 +331,30 @@ def _write_record(setup: Setup, rank: Rank, study: Study, progress: Progress) ->
     for line in remarks(written.study, written.target.extrapolated):
         progress.say(line)
     progress.say(f"record: {config.record_path}")
+    _write_band(chosen, study, choice, vocab_size, progress)
+
+
+def _write_band(config: Config, study: Study, choice: Choice, vocab_size: int, progress: Progress) -> None:
+    """What the chosen trial and its repetitions were like while they trained, beside the record.
+
+    Args:
+        config: the target's run, with the chosen values.
+        study: whose trials they are.
+        choice: of the study.
+        vocab_size: padded.
+        progress: says where the band is.
+    """
+    from mup_megatron.model.build import parametrize
+
+    best = [trial for trial in choice.trials if trial.slot == choice.slot and trial.state == "complete"]
+    runs = {trial.name: read_series(study.directory / trial.name / TELEMETRY) for trial in best}
+    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=study.directory)
+    table = parametrize(derive(proxy, {"model.as_built": None}), vocab_size)
+    band = make_band({name: series for name, series in runs.items() if series.steps}, table)
+    path = config.record_path.with_suffix(".band.json")
+    if band is not None:
+        band.write(path)
+        progress.say(f"band: {path}, of {len(band.runs)} runs of the proxy")
 
 
 def spent(config: Config, trials: Sequence[Trial], plan: budget.Plan) -> dict[str, Any]:

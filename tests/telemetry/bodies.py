@@ -100,14 +100,12 @@ def by_hand(rank: Rank, *, config: Config, steps: int) -> list[Found]:
             told[name, "gradient rms"] = float(gradients[name].square().mean().sqrt())
             if weight:
                 told[name, "update over weight"] = float(change.square().mean().sqrt()) / weight
-            told[name, "decay"] = schedule(step) / config.hparams.lr * table.tensors[name].lr * _decay(table, name)
+            told[name, "rate"] = schedule(step) / config.hparams.lr * table.tensors[name].lr
+            told[name, "decay"] = told[name, "rate"] * table.tensors[name].weight_decay
+        told["run", "schedule"] = schedule(step) / config.hparams.lr
         found.append(told)
     engine.close()
     return found
-
-
-def _decay(table: Any, name: str) -> float:
-    return float(table.tensors[name].weight_decay)
 
 
 def _of_attention(logits: torch.Tensor) -> dict[str, float]:

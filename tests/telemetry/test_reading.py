@@ -11,7 +11,8 @@ import pytest
 
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.telemetry.reading import QUANTITIES, _without_expert
+from mup_megatron.telemetry.reading import QUANTITIES
+from mup_megatron.telemetry.series import series_name
 from tests.helpers.comparison import Difference
 from tests.helpers.distributed import Ranks
 from tests.helpers.layouts import Split
@@ -48,7 +49,7 @@ def test_by_hand(ranks: Ranks, model: str) -> None:
     known = [{key: value for key, value in step.items() if key in found[0]} for step in expected]
     compare(found, known, 1e-6)
     quantities = {"output rms", "largest output", "largest logit", "attention entropy", "weight rms", "gradient rms"}
-    assert {quantity for _, quantity in known[0]} == {*quantities, "update over weight", "decay"}
+    assert {quantity for _, quantity in known[0]} == {*quantities, "update over weight", "rate", "decay", "schedule"}
     assert found[0].keys() == known[0].keys()
 
 
@@ -91,13 +92,13 @@ def test_a_module_that_breaks_its_hook_ends_no_run(ranks: Ranks) -> None:
 
 
 def test_experts_of_a_layer_are_one_series() -> None:
-    assert _without_expert("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight") == (
+    assert series_name("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight") == (
         "decoder.layers.1.mlp.experts.local_experts.*.linear_fc1.weight"
     )
-    assert _without_expert("decoder.layers.1.mlp.experts.linear_fc2.weight12") == (
+    assert series_name("decoder.layers.1.mlp.experts.linear_fc2.weight12") == (
         "decoder.layers.1.mlp.experts.linear_fc2.weight*"
     )
-    assert _without_expert("decoder.layers.12.mlp.linear_fc2.weight") == "decoder.layers.12.mlp.linear_fc2.weight"
+    assert series_name("decoder.layers.12.mlp.linear_fc2.weight") == "decoder.layers.12.mlp.linear_fc2.weight"
 
 
 def test_the_page_has_every_quantity(repository: Path) -> None:

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mup_megatron.telemetry.series import Series, read_series
 from mup_megatron.train.telemetry import interval_of
-from tests.helpers.configs import MIXED, make
+from tests.helpers.configs import HEAD_SIZE, MIXED, make
 from tests.helpers.distributed import Ranks
 from tests.train.two_ranks import train, without_times
 
@@ -82,3 +82,20 @@ def test_the_interval() -> None:
     steps = {steps: interval_of(make(MIXED, training__train_steps=steps)) for steps in (10, 100_000, 500_000)}
     assert steps == {10: 100, 100_000: 100, 500_000: 500}
     assert interval_of(make(MIXED, run__telemetry_interval=0)) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"optimizer__name": "adam", "hparams__weight_decay": 0.0},
+        {"optimizer__name": "sgd", "growth": HEAD_SIZE},
+        {"parametrization__scaling": "unit", "parallel__engine": "megatron", "parametrization__weight_decay": "sqrt"},
+        {"parametrization__name": "standard"},
+    ],
+    ids=["adam", "sgd", "unit scale", "standard"],
+)
+def test_groups_that_are_right_raise_no_alarm(ranks: Ranks, tmp_path: Path, changed: dict[str, Any]) -> None:
+    """Rates and decay of every tensor's group are the table's, at every step of the schedule."""
+    run = train(ranks, tmp_path, run__telemetry_interval=1, **changed)
+    assert series_of(run).steps == [1, 2, 3, 4]
+    assert not (run / "alarms.jsonl").exists()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -70,10 +70,13 @@ class Workers:
             with log.with_suffix(".err").open("w") as errors:
                 self.running[subprocess.Popen(command, stderr=errors, env=environment())] = log
 
+    def ended(self) -> int:
+        """Trials that they have ended, by what they wrote; the study itself may be busy with them."""
+        return sum(line.startswith("ended") for log in list(self.logs) for line in words(log))
+
     def kill(self, draw: random.Random) -> None:
         """One of them, at once."""
-        process = draw.choice(list(self.running))
-        os.kill(process.pid, signal.SIGKILL)
+        draw.choice(list(self.running)).kill()
 
     def stop(self) -> None:
         """All, once they have seen that nothing is left."""
@@ -83,6 +86,23 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class Killer(threading.Thread):
+    """Kills workers, spread over the study, whatever it takes; its looks wait for no lock of the study's."""
+
+    def __init__(self, workers: Workers, trials: int, kills: int) -> None:
+        super().__init__(daemon=True)
+        self._workers, self._trials, self._kills = workers, trials, kills
+        self.killed, self.done = 0, threading.Event()
+
+    def run(self) -> None:
+        """Until all are killed, or nobody needs it any more."""
+        draw = random.Random(5)
+        while self.killed < self._kills and not self.done.wait(0.02):
+            if self._workers.running and self._workers.ended() >= self._trials * (self.killed + 1) / (self._kills + 1):
+                self._workers.kill(draw)
+                self.killed += 1
 
 
 def undisturbed(config: Config, points: list[dict[str, Any]]) -> list[tuple[int, str, Any]]:
@@ -135,8 +155,11 @@ def test_every_trial_ends_once(
         tuning__lease_timeout=LEASE,
     )
     leader = Study.create(config, Leases(tmp_path / "tuning", LEASE))
-    draw, workers = random.Random(5), Workers(config, tmp_path, count)
-    began, killed, taken_back = time.monotonic(), 0, 0
+    workers = Workers(config, tmp_path, count)
+    workers.fill()
+    killer = Killer(workers, trials, kills)
+    killer.start()
+    began, taken_back = time.monotonic(), 0
     try:
         while True:
             now = leader.trials()
@@ -149,16 +172,14 @@ def test_every_trial_ends_once(
             workers.fill()
             assert not workers.errors, workers.errors
             taken_back += len(leader.take_back())
-            # Spread over the study, whatever it takes.
-            if killed < kills and ended >= trials * (killed + 1) / (kills + 1):
-                workers.kill(draw)
-                killed += 1
             time.sleep(0.5)
     finally:
+        killer.done.set()
+        killer.join()
         workers.stop()
     record_property("seconds", round(time.monotonic() - began))
     found = leader.trials()
-    assert killed > kills / 2  # the last trials may end between two looks
+    assert killer.killed > kills / 2  # the last trials may end between two looks
     assert taken_back > 0
     assert [trial.slot for trial in found] == list(range(trials))
     assert [(trial.slot, trial.state, tuple(trial.reports.items())) for trial in found] == undisturbed(
@@ -167,7 +188,7 @@ def test_every_trial_ends_once(
     assert all(math.isfinite(trial.loss or math.nan) for trial in found)
     ends = Counter(line for log in workers.logs for line in words(log) if line.startswith("ended"))
     assert max(ends.values()) == 1
-    assert sum(ends.values()) >= trials - killed  # a worker may be killed between the two
+    assert sum(ends.values()) >= trials - killer.killed  # a worker may be killed between the two
     if not storage.startswith("journal"):
         leader._storage.backend.remove_session()
         leader._storage.backend.engine.dispose()

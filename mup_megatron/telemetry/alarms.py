@@ -1,0 +1,176 @@
+"""Alarms: series of a run that leave their band, and what is wrong by itself. Public names: `Alarm`, `Alarms`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mup_megatron.rules.table import Parametrization
+from mup_megatron.telemetry.band import UPDATE, BandOfTarget, Bounds, with_updates
+from mup_megatron.telemetry.series import Name, series_name
+
+_EXACT = 1e-3
+"""Relative, of what a group says."""
+READINGS = 3
+"""Readings in a row that a series must be outside of its band."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """One series that is not as it should be.
+
+    Args:
+        step: of the reading at which it is said.
+        since: of the first reading of those in a row.
+        name: of the module or tensor.
+        quantity: that is not as it should be.
+        value: at `step`.
+        low: the least that it should be.
+        high: the greatest.
+        cause: the likely one, in words.
+        decides: what to do to know.
+    """
+
+    step: int
+    since: int
+    name: str
+    quantity: str
+    value: float
+    low: float
+    high: float
+    cause: str
+    decides: str
+
+    @property
+    def line(self) -> str:
+        """For the screen."""
+        return (
+            f"{self.quantity} of {self.name} is {self.value:.3g}, {_beside(self.low, self.high)}, since step "
+            f"{self.since}: {self.cause}; {self.decides}"
+        )
+
+
+def _beside(low: float, high: float) -> str:
+    if not math.isfinite(high):
+        return f"less than {low:.3g}"
+    return f"not {low:.3g} to {high:.3g}" if low else f"more than {high:.3g}"
+
+
+class Alarms:
+    """Looks at one reading after the other, and says of each series once that it is not as it should be.
+
+    A series that was as it should be for `READINGS` readings in a row may be said again.
+
+    Args:
+        table: of the run.
+        band: of the run; None where there is none, and only what is wrong by itself is seen.
+    """
+
+    def __init__(self, table: Parametrization, band: BandOfTarget | None) -> None:
+        training = table.config.training
+        self._band, self._steps = band, training.train_steps
+        self._begins = training.lr_warmup_steps / training.train_steps
+        self._rates = {
+            (series_name(name), quantity): expected
+            for name, row in table.tensors.items()
+            for quantity, expected in (("rate", row.lr), ("decay", row.lr * row.weight_decay))
+            if expected and not row.group.decoupled
+        }
+        self._since: dict[Name, list[int]] = {}
+        self._well: dict[Name, int] = {}
+        self._said: set[Name] = set()
+
+    def see(self, step: int, found: Mapping[Name, float], schedule: float) -> list[Alarm]:
+        """What a reading newly says, the farthest from its bounds first.
+
+        Args:
+            step: of the reading.
+            found: by name and quantity.
+            schedule: learning rate of the step over the one at the schedule's peak.
+        """
+        found = with_updates(found)
+        alarms = []
+        for series, value in found.items():
+            bounds = self._of_group(series, schedule) or self._bounds(series, step, found)
+            if bounds is None:
+                continue
+            if bounds.low <= value <= bounds.high:
+                self._well[series] = self._well.get(series, 0) + 1
+                self._since.pop(series, None)
+                if self._well[series] >= READINGS:
+                    self._said.discard(series)
+                continue
+            self._well[series] = 0
+            since = self._since.setdefault(series, [])
+            since.append(step)
+            enough = 1 if series in self._rates or not math.isfinite(value) else READINGS
+            if series not in self._said and len(since) >= enough:
+                self._said.add(series)
+                cause, decides = _cause(series, value, bounds, found)
+                alarm = Alarm(
+                    step=step,
+                    since=since[0],
+                    name=series[0],
+                    quantity=series[1],
+                    value=value,
+                    low=bounds.low,
+                    high=bounds.high,
+                    cause=cause,
+                    decides=decides,
+                )
+                alarms.append(alarm)
+        return sorted(alarms, key=_distance, reverse=True)
+
+    def _of_group(self, series: Name, schedule: float) -> Bounds | None:
+        """What an optimizer's group must say: the table's number under the schedule."""
+        if series not in self._rates:
+            return None
+        expected = self._rates[series] * schedule
+        return Bounds(expected * (1 - _EXACT), expected * (1 + _EXACT), expected)
+
+    def _bounds(self, series: Name, step: int, found: Mapping[Name, float]) -> Bounds | None:
+        name, quantity = series
+        if quantity == "output rms" and not math.isfinite(found[series]):
+            return Bounds(0.0, math.inf, math.nan)
+        progress = step / self._steps
+        bounds = None if self._band is None or progress < self._begins else self._band(name, quantity, progress)
+        if bounds is None and quantity == UPDATE and found[series] == 0.0:
+            return Bounds(math.ulp(0.0), math.inf, math.nan)  # nothing moves although the rate is not 0
+        return bounds
+
+
+def _distance(alarm: Alarm) -> float:
+    """By how much a value is outside, as a logarithm; what is no number comes first, in the model's order."""
+    if not math.isfinite(alarm.value):
+        return math.inf
+    if alarm.value < alarm.low:
+        return math.log(alarm.low / alarm.value) if alarm.value > 0 else 1e3
+    return math.log(alarm.value / alarm.high) if alarm.high > 0 else 1e3
+
+
+_AUDIT = "a resume audits rates and groups again (audit.json)"
+
+
+def _cause(series: Name, value: float, bounds: Bounds, found: Mapping[Name, float]) -> tuple[str, str]:
+    """The likely cause of an alarm, and what decides it."""
+    name, quantity = series
+    if not math.isfinite(value):
+        return "the first module whose output is no number is named first", "go back to the last checkpoint"
+    if quantity == UPDATE and value == 0.0:
+        return "it does not move although its rate is not 0", f"see its gradient rms; {_AUDIT}"
+    if quantity == UPDATE:
+        times = value / bounds.expected
+        return f"its update is {times:.2g} times the proxy's: its gradients, epsilon, or the data", _AUDIT
+    if quantity in ("rate", "decay"):
+        return (
+            f"its optimizer group has {value / bounds.expected:.3g} times the table's, under the schedule",
+            _AUDIT,
+        )
+    if quantity in ("largest logit", "attention entropy"):
+        return "queries and keys grow, or the softmax scale is another", "see weight rms of its queries and keys"
+    if quantity in ("router entropy", "load entropy"):
+        return "the router sends tokens to few experts", "see its update rms, and the rate of its auxiliary loss"
+    moved = any(other == (name, UPDATE) for other in found)
+    what = "what it reads, its initial values or its multiplier" if not moved else "its weights"
+    return what, "see the first module in the model's order that is named"

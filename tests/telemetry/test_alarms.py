@@ -1,0 +1,192 @@
+"""A target watched by the band of its proxy: healthy runs raise no alarm, and planted faults are named by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron.data.prepare import prepare
+from mup_megatron.model.build import parametrize
+from mup_megatron.telemetry.alarms import READINGS, Alarms
+from mup_megatron.telemetry.band import JUDGED, UPDATE, Band
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import make
+from tests.helpers.distributed import RankError, Ranks
+from tests.telemetry import alarm_bodies
+from tests.telemetry.alarm_bodies import EMBEDDING, FC1, QKV
+
+# Four times as wide as the proxy, with heads of the same size.
+GROWN: dict[str, Any] = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
+        "kv_channels": 16,
+    },
+    "base": {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 2},
+}
+STEPS, EVERY, BEGINS = 60, 3, 20
+KEYS: dict[str, Any] = {
+    "training__train_steps": STEPS,
+    "training__lr_warmup_steps": 6,
+    "training__micro_batch_size": 8,
+    "run__telemetry_interval": EVERY,
+    "run__audit": "off",  # it would end what is wrong from the first step on
+    "parallel__zero_stage": 0,
+}
+ARCHITECTURES = ["gpt3", "llama"]
+
+
+def config_of(folder: Path, architecture: str, **changed: Any) -> Any:
+    config = make(GROWN, architecture, **{**KEYS, "run__dir": str(folder), **changed})
+    prepare(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def bands(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of two runs of the proxy, by architecture."""
+    made: dict[str, Path] = {}
+
+    def of(architecture: str) -> Path:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            ranks.run(1, alarm_bodies.band, config=config_of(folder, architecture), folder=folder, seeds=(11, 12))
+            made[architecture] = folder / "transfer.band.json"
+        return made[architecture]
+
+    return of
+
+
+def alarms_of(
+    ranks: Ranks, folder: Path, bands: Any, architecture: str, seed: int = 3, changed: Any = None, **planted: Any
+) -> list[dict[str, Any]]:
+    keys = {"run__seed": seed, "watch__band": str(bands(architecture)), **(changed or {})}
+    config = config_of(folder / "target", architecture, **keys)
+    return ranks.run(1, alarm_bodies.target, config=config, **planted)[0]
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 11))])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_healthy_run_raises_no_alarm(ranks: Ranks, tmp_path: Path, bands: Any, architecture: str, seed: int) -> None:
+    assert alarms_of(ranks, tmp_path, bands, architecture, seed) == []
+
+
+NAMED: dict[str, tuple[str, set[str]]] = {
+    "matrices at twice the rate": (FC1, {"rate", "decay"}),
+    "matrices at half the rate": (FC1, {"rate", "decay"}),
+    "the embedding at four times the rate": (EMBEDDING, {"rate", "decay"}),
+    "a frozen matrix": (FC1, {UPDATE}),
+    "queries and keys eight times as large": (
+        QKV.replace("linear_qkv.weight", "core_attention"),
+        {"largest logit", "attention entropy"},
+    ),
+    "a matrix of a tenth": (FC1.replace(".linear_fc1.weight", ""), {"output rms"}),
+}
+
+
+@pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_planted_fault_is_named(ranks: Ranks, tmp_path: Path, bands: Any, architecture: str, fault: str) -> None:
+    """The tensor, or the module behind it, with the right quantity, within 50 steps."""
+    name, quantities = NAMED[fault]
+    alarms = alarms_of(ranks, tmp_path, bands, architecture, fault=fault, begins=BEGINS)
+    of_it = [alarm for alarm in alarms if alarm["name"] == name]
+    assert {alarm["quantity"] for alarm in of_it} >= quantities
+    assert all(BEGINS < alarm["since"] <= alarm["step"] <= BEGINS + 50 for alarm in of_it)
+    if "rate" in fault:  # whatever has another rate than the table, and nothing else, is named at once
+        exact = [alarm for alarm in alarms if alarm["quantity"] == "rate"]
+        assert {alarm["step"] for alarm in exact} == {BEGINS + 1}
+        assert {alarm["name"] for alarm in exact} >= {name}
+
+
+@pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rule", "quantity"), [("hidden_rate", "rate"), ("embedding_rate", "rate"), ("decay", "decay")]
+)
+def test_a_rule_that_the_optimizer_lacks_is_named(
+    ranks: Ranks, tmp_path: Path, bands: Any, architecture: str, rule: str, quantity: str
+) -> None:
+    """At the first reading whose rate is not 0."""
+    alarms = alarms_of(ranks, tmp_path, bands, architecture, broken=rule)
+    assert {alarm["step"] for alarm in alarms if alarm["quantity"] == quantity} == {EVERY}
+
+
+def test_it_stops_behind_a_checkpoint(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+    """`watch.action: stop`; with `warn` the same run goes on to its end."""
+    fault: dict[str, Any] = {"fault": "matrices at twice the rate", "begins": BEGINS}
+    with pytest.raises(RankError, match="Alarmed: saved step 22"):  # the reading of 21 is told behind the next step
+        alarms_of(ranks, tmp_path, bands, "gpt3", changed={"watch__action": "stop"}, **fault)
+    assert (tmp_path / "target" / "checkpoints" / "step_00000022" / "mup.json").exists()
+    went_on = alarms_of(ranks, tmp_path, bands, "gpt3", changed={"watch__action": "warn"})
+    assert [alarm["step"] for alarm in went_on] == [21] * len(went_on)  # those before it stopped are kept
+    assert went_on
+
+
+def test_a_band_that_is_none(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+    path = tmp_path / "other.json"
+    for text, said in (("{}", "format: None, expected 1"), (json.dumps({"format": 1}), "is no band")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=said):
+            Band.read(path)
+    with pytest.raises(RankError, match=r"other\.json: is no band"):
+        alarms_of(ranks, tmp_path, bands, "gpt3", changed={"watch__band": str(path)})
+
+
+def test_a_series_is_said_once_and_again_when_it_was_well(bands: Any) -> None:
+    config = config_of(Path("unused"), "gpt3")
+    table = parametrize(config, prepare(config).vocab_size)
+    band = Band.read(bands("gpt3")).on(table)
+    alarms, module = Alarms(table, band), "decoder.layers.0.mlp"
+    bounds = band(module, "output rms", 0.5)
+    assert bounds is not None
+
+    def said(*values: float) -> list[int]:
+        return [len(alarms.see(STEPS // 2, {(module, "output rms"): value}, 0.5)) for value in values]
+
+    wrong = bounds.high * 1.01
+    assert said(*[wrong] * (READINGS + 2)) == [0] * (READINGS - 1) + [1, 0, 0]
+    assert said(*[bounds.expected] * READINGS, *[wrong] * READINGS) == [0] * (2 * READINGS - 1) + [1]
+    assert said(math.nan) == [0]  # it has been said
+
+
+def test_layers_at_the_same_share_of_the_depth(bands: Any) -> None:
+    """Of three layers the middle one is the proxy's first of two, as the share is rounded to an even number."""
+    deep = make({**GROWN, "model": {**GROWN["model"], "num_layers": 3}}, "gpt3", **KEYS)
+    band = Band.read(bands("gpt3"))
+    on = band.on(parametrize(deep, prepare(deep).vocab_size))
+    series = {each.name: each for each in band.series if each.quantity == "output rms"}
+    for layer, of_proxy in ((0, 0), (1, 0), (2, 1)):
+        bounds = on(f"decoder.layers.{layer}.mlp", "output rms", 1.0)
+        assert bounds is not None
+        assert bounds.high == pytest.approx(5 * series[f"decoder.layers.{of_proxy}.mlp"].high[-1])
+
+
+def test_an_update_goes_as_the_rate(bands: Any) -> None:
+    """A matrix that is four times as wide has a quarter of the rate; the embedding the same."""
+    config = config_of(Path("unused"), "gpt3")
+    band = Band.read(bands("gpt3"))
+    on = band.on(parametrize(config, prepare(config).vocab_size))
+    series = {each.name: each for each in band.series if each.quantity == UPDATE}
+    for name, ratio in ((FC1, 1 / 4), (EMBEDDING, 1.0)):
+        bounds = on(name, UPDATE, 1.0)
+        assert bounds is not None
+        assert bounds.high == pytest.approx(5 * ratio * series[name].high[-1])
+
+
+def test_the_page_has_the_bounds(repository: Path) -> None:
+    """docs/watching.md, each as the code has it."""
+    rows = re.findall(r"^\| `([a-z ]+)` \|(.*)\|(.*)\|$", (repository / "docs/watching.md").read_text(), re.M)
+
+    def factor(cell: str) -> float:
+        return float(re.sub(r"^1/", "", cell.split()[0])) if cell.strip() else math.inf
+
+    bounds = {name: (factor(low), factor(high)) for name, low, high in rows if "proxy" in low + high}
+    assert bounds == JUDGED

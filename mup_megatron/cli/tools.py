@@ -1,4 +1,4 @@
-"""Commands about what is there: report, generate, evaluate, export, rebase, import, run, patch, slurm, doctor."""
+"""Commands about what is there: report, watch, generate, evaluate, export and import, run, patch, slurm, doctor."""
 
 from __future__ import annotations
 
@@ -31,6 +31,43 @@ def report(
 
     for run in runs:
         print(write_page(Path(run)))
+
+
+@app.command(epilog="Example: mup-megatron watch runs/demo")
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run (run.dir, or --save of a Megatron run).")],
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page instead, which loads itself again.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks at the run's files.")] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and leave.")] = False,
+) -> None:
+    """Follow a run: loss, the series nearest to the bounds of their band, alarms, speed, time left. Ctrl-C leaves."""
+    import shutil
+    import sys
+    import time
+
+    from mup_megatron.parallel import upstream
+
+    upstream.prepare_process()  # before megatron-core is imported, which warns of what it lacks
+    from mup_megatron.report.live import Watched, lines_of, page_of
+    from mup_megatron.util.files import write_whole
+
+    watched = Watched(Path(run))
+    follows = not once and (html is not None or sys.stdout.isatty())
+    while True:
+        live = watched.now()
+        if html is not None:
+            write_whole(Path(html), page_of(live, every))
+        else:
+            text = "\n".join(lines_of(live, shutil.get_terminal_size().columns))
+            print(f"\x1b[H\x1b[2J{text}" if follows else text, flush=True)
+        if not follows:
+            return
+        try:
+            time.sleep(every)
+        except KeyboardInterrupt:
+            return
 
 
 Checkpoint = Annotated[

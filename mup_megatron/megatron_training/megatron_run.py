@@ -42,6 +42,8 @@ from mup_megatron.model.transformer_config import core_config
 from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.parallel.runtime import point_to_point
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
+from mup_megatron.telemetry.alarms import Alarms
+from mup_megatron.telemetry.band import band_of
 from mup_megatron.telemetry.reading import usual_interval
 from mup_megatron.tuning.record import write_record
 from mup_megatron.util.errors import UserError
@@ -321,7 +323,11 @@ class MegatronRun:
             where = save if asked is None else asked.path
             parts = chunks_of(model_chunks), optimizer, self.parametrization, self.layout
             folder = None if where is None else Path(where)
-            readings.begin(*parts, interval=interval, folder=folder, write=self.write_scalars)
+            record = self._settings.record
+            band = None if record is None else band_of(self.parametrization, record.with_suffix(".band.json"))
+            same_decay = getattr(self._args, "weight_decay_incr_style", "constant") == "constant"
+            alarms = Alarms(self.parametrization, band, decays=same_decay)
+            readings.begin(*parts, interval=interval, folder=folder, write=self.write_scalars, alarms=alarms)
 
     def write_scalars(self, step: int, found: Mapping[str, float]) -> None:
         """Hands numbers of a step to upstream's own writers."""

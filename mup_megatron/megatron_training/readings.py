@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 
-from mup_megatron.checkpoints.checkpoint import TELEMETRY
+from mup_megatron.checkpoints.checkpoint import ALARMS, TELEMETRY
 from mup_megatron.engines.optimizer_state import OptimizerState, updates_done
 from mup_megatron.model.global_names import named_parameters
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.telemetry.alarms import Alarms
 from mup_megatron.telemetry.reading import Readings
-from mup_megatron.telemetry.series import SeriesFile
+from mup_megatron.telemetry.series import SCHEDULE, SeriesFile
 
 
 def begin(
@@ -28,6 +30,7 @@ def begin(
     interval: int,
     folder: Path | None,
     write: Callable[[int, Mapping[str, float]], None],
+    alarms: Alarms,
 ) -> None:
     """Reads the first step of this process, and every so many of the run. Collective.
 
@@ -39,6 +42,7 @@ def begin(
         interval: updates between two readings.
         folder: for telemetry.jsonl; None where the run saves nothing.
         write: takes the number of updates and what was found, on every rank.
+        alarms: look at what was found, on the first rank.
     """
     named = list(named_parameters(chunks))
     held = OptimizerState(optimizer, named, parametrization, layout)
@@ -66,10 +70,11 @@ def begin(
                 found = readings.result() or {}
                 if file is not None:
                     file.write(done, found)
+                if first and (wrong := alarms.see(done, found, found.get(SCHEDULE, 0.0))):
+                    alarms.write(folder / ALARMS if folder else Path(os.devnull), wrong, _say)
                 write(done, {f"{quantity}/{name}": value for (name, quantity), value in found.items()})
                 if problem := readings.problem():
-                    said = f"mup-megatron: warning: gradients and updates are not measured here ({problem})"
-                    print(said, file=sys.stderr, flush=True)
+                    _say(f"warning: gradients and updates are not measured here ({problem})")
             if (done + 1) % interval == 0:
                 readings.begin()
             return result
@@ -78,3 +83,7 @@ def begin(
 
     readings.begin()
     optimizer.step = around(optimizer.step)
+
+
+def _say(line: str) -> None:
+    print(f"mup-megatron: {line}", file=sys.stderr, flush=True)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.band import UPDATE, BandOfTarget, Bounds, with_updates
 from mup_megatron.telemetry.series import Name, series_name
+from mup_megatron.util.disk import full_disk
+from mup_megatron.util.files import as_json
 
+_SAID = 3
+"""Alarms of one reading that the screen has; the file has all."""
 _EXACT = 1e-3
 """Relative, of what a group says."""
 READINGS = 3
@@ -65,17 +71,18 @@ class Alarms:
     Args:
         table: of the run.
         band: of the run; None where there is none, and only what is wrong by itself is seen.
+        decays: whether weight decay is the same at every step, so that it is held against the table's.
     """
 
-    def __init__(self, table: Parametrization, band: BandOfTarget | None) -> None:
+    def __init__(self, table: Parametrization, band: BandOfTarget | None, *, decays: bool = True) -> None:
         training = table.config.training
         self._band, self._steps = band, training.train_steps
         self._begins = training.lr_warmup_steps / training.train_steps
         self._rates = {
             (series_name(name), quantity): expected
             for name, row in table.tensors.items()
-            for quantity, expected in (("rate", row.lr), ("decay", row.lr * row.weight_decay))
-            if expected and not row.group.decoupled
+            for quantity, expected in (("rate", row.lr), ("decay", row.weight_decay))
+            if not row.group.decoupled and (decays if quantity == "decay" else expected)
         }
         self._since: dict[Name, list[int]] = {}
         self._well: dict[Name, int] = {}
@@ -92,7 +99,7 @@ class Alarms:
         found = with_updates(found)
         alarms = []
         for series, value in found.items():
-            bounds = self._of_group(series, schedule) or self._bounds(series, step, found)
+            bounds = self._of_group(series, found, schedule) or self._bounds(series, step, found)
             if bounds is None:
                 continue
             if bounds.low <= value <= bounds.high:
@@ -122,11 +129,30 @@ class Alarms:
                 alarms.append(alarm)
         return sorted(alarms, key=_distance, reverse=True)
 
-    def _of_group(self, series: Name, schedule: float) -> Bounds | None:
-        """What an optimizer's group must say: the table's number under the schedule."""
+    def write(self, path: Path, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
+        """Adds alarms to a file of JSON lines, and says the first of them.
+
+        Args:
+            path: of the file.
+            alarms: of one reading.
+            say: takes a line for the screen.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        with full_disk(path, "the run's alarms"), path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(as_json(asdict(alarm))) + "\n" for alarm in alarms))
+        for alarm in alarms[:_SAID]:
+            say(f"alarm: {alarm.line}")
+        if len(alarms) > _SAID:
+            say(f"alarm: and {len(alarms) - _SAID} more series, in {path}")
+
+    def _of_group(self, series: Name, found: Mapping[Name, float], schedule: float) -> Bounds | None:
+        """What an optimizer's group must say: the table's rate under the schedule, and its decay at that rate."""
         if series not in self._rates:
             return None
-        expected = self._rates[series] * schedule
+        name, quantity = series
+        expected = self._rates[series] * (schedule if quantity == "rate" else found.get((name, "rate"), math.nan))
         return Bounds(expected * (1 - _EXACT), expected * (1 + _EXACT), expected)
 
     def _bounds(self, series: Name, step: int, found: Mapping[Name, float]) -> Bounds | None:
@@ -157,6 +183,8 @@ def _cause(series: Name, value: float, bounds: Bounds, found: Mapping[Name, floa
     name, quantity = series
     if not math.isfinite(value):
         return "the first module whose output is no number is named first", "go back to the last checkpoint"
+    if quantity == UPDATE and found.get((name, "gradient rms")) == 0.0:
+        return "no gradient comes to it", "see what lies behind it in the model, and requires_grad"
     if quantity == UPDATE and value == 0.0:
         return "it does not move although its rate is not 0", f"see its gradient rms; {_AUDIT}"
     if quantity == UPDATE:

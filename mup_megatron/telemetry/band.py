@@ -1,8 +1,8 @@
 """The band: what the proxy's best runs were like, as the target should look by the parametrization.
 
-Public names: `Band`, `make_band`, `Bounds`, `JUDGED`. Under µP sizes of coordinates do not depend on width (Tensor
-Programs V, arXiv 2203.03466, appendix J), so outputs and attention are the proxy's. Elements of a weight are not: what
-Adam and Lion add to one in a step goes as its learning rate. Time is the share of the schedule.
+Public names: `Band`, `make_band`, `band_of`, `Bounds`, `JUDGED`. Under µP sizes of coordinates do not depend on width
+(Tensor Programs V, arXiv 2203.03466, appendix J), so outputs and attention are the proxy's. Elements of a weight are
+not: what Adam and Lion add to one in a step goes as its learning rate. Time is the share of the schedule.
 """
 
 from __future__ import annotations
@@ -194,6 +194,22 @@ def make_band(runs: Mapping[str, Series], table: Parametrization) -> Band | None
         tensors=_tensors(table),
         series=found,
     )
+
+
+def band_of(table: Parametrization, path: Path, *, given: bool = False) -> BandOfTarget | None:
+    """The band of a file in the numbers of a run; None for a run that is not in µP, and where there is no file.
+
+    Args:
+        table: of the run.
+        path: of the file.
+        given: whether somebody names the file, which then must be there.
+
+    Raises:
+        UserError: the file is no band, or `given` and not there.
+    """
+    if table.config.parametrization.name != "mup" or not (given or path.exists()):
+        return None
+    return Band.read(path).on(table)
 
 
 def with_updates(found: Mapping[Name, float]) -> dict[Name, float]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from mup_megatron.checkpoints.checkpoint import ALARMS
@@ -13,14 +11,10 @@ from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.alarms import Alarms
-from mup_megatron.telemetry.band import Band, BandOfTarget
+from mup_megatron.telemetry.band import band_of
 from mup_megatron.telemetry.series import Name
 from mup_megatron.train.hooks import Ask, Hook
-from mup_megatron.util.disk import full_disk
-from mup_megatron.util.files import as_json, cut_lines
-
-_SAID = 3
-"""Alarms of one reading that the screen has; alarms.jsonl has all."""
+from mup_megatron.util.files import cut_lines
 
 
 class Alarming(Hook):
@@ -41,7 +35,9 @@ class Alarming(Hook):
         self, config: Config, parametrization: Parametrization, done: int, rank: Rank, say: Callable[[str], None]
     ) -> None:
         # On every rank, for all end together where it is none.
-        self._alarms = Alarms(parametrization, _band_of(config, parametrization))
+        self._alarms = Alarms(
+            parametrization, band_of(parametrization, config.band_path, given=config.watch.band is not None)
+        )
         self._path, self._is_first, self._say = Path(config.run.dir) / ALARMS, rank.is_first, say
         self._when = {"save": Ask.SAVE, "stop": Ask.STOP}.get(config.watch.action, Ask.NOTHING)
         self._asked, self._peak = Ask.NOTHING, config.hparams.lr
@@ -59,23 +55,10 @@ class Alarming(Hook):
         alarms = self._alarms.see(step, found, self._schedule(step - 1) / self._peak) if self._is_first else []
         if not alarms:
             return
-        with full_disk(self._path, "the run's alarms"), self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(as_json(asdict(alarm))) + "\n" for alarm in alarms))
-        for alarm in alarms[:_SAID]:
-            self._say(f"alarm: {alarm.line}")
-        if len(alarms) > _SAID:
-            self._say(f"alarm: and {len(alarms) - _SAID} more series, in {self._path}")
+        self._alarms.write(self._path, alarms, self._say)
         self._asked = self._when
 
     def asks(self) -> Ask:
         """A checkpoint, or an end behind one, where an alarm was raised and `watch.action` says so."""
         asked, self._asked = self._asked, Ask.NOTHING
         return asked
-
-
-def _band_of(config: Config, parametrization: Parametrization) -> BandOfTarget | None:
-    """The band in the target's numbers; None where there is none, and for a run that is not in µP."""
-    path = config.band_path
-    if config.parametrization.name != "mup" or not (config.watch.band or path.exists()):
-        return None
-    return Band.read(path).on(parametrization)

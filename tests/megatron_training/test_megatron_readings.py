@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mup_megatron.telemetry.series import Series, read_series
-from tests.helpers import megatron_runs
+from tests.helpers import megatron_faults, megatron_runs
 from tests.helpers.distributed import Ranks
 
 pytest.importorskip("megatron.training", reason="megatron.training ships with megatron-core 0.19 and later")
@@ -30,6 +31,7 @@ def run(ranks: Ranks, folder: Path, interval: int, *words: str, **changed: Any) 
     results = ranks.run(2, megatron_runs.train, words=megatron_runs.words(folder, *more, **keys, **ADAM, **changed))
     assert all(result["status"] == 0 for result in results), results[0]["said"]
     assert "not measured" not in results[0]["said"]
+    assert not (folder / "saved" / "alarms.jsonl").exists()
     return results[-1]
 
 
@@ -65,3 +67,15 @@ def test_a_resumed_run_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     run(ranks, tmp_path, 4, *TENSOR, exit_interval=2)
     run(ranks, tmp_path, 4, *TENSOR, "--load", str(tmp_path / "saved"))
     assert series_of(tmp_path).steps == [1, 3, 4]
+
+
+def test_rates_that_somebody_resets_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    """From the first step of the scheduler on; the run goes on."""
+    more = [*TENSOR, "--mup-telemetry-interval", "1", "--mup-audit", "off", "--save", str(tmp_path / "saved")]
+    words = megatron_runs.words(tmp_path, *more, train_iters=3, save_interval=3)
+    results = ranks.run(2, megatron_faults.audited, words=words, faults=(megatron_faults.ONE_RATE,))
+    assert results[0]["status"] == 0
+    alarms = [json.loads(line) for line in (tmp_path / "saved" / "alarms.jsonl").read_text().splitlines()]
+    assert {alarm["step"] for alarm in alarms} == {2}
+    assert {alarm["quantity"] for alarm in alarms} == {"rate"}
+    assert "mup-megatron: alarm: rate of " in results[0]["said"]

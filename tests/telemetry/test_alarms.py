@@ -80,9 +80,9 @@ def test_a_healthy_run_raises_no_alarm(ranks: Ranks, tmp_path: Path, bands: Any,
 
 
 NAMED: dict[str, tuple[str, set[str]]] = {
-    "matrices at twice the rate": (FC1, {"rate", "decay"}),
-    "matrices at half the rate": (FC1, {"rate", "decay"}),
-    "the embedding at four times the rate": (EMBEDDING, {"rate", "decay"}),
+    "matrices at twice the rate": (FC1, {"rate"}),
+    "matrices at half the rate": (FC1, {"rate"}),
+    "the embedding at four times the rate": (EMBEDDING, {"rate"}),
     "a frozen matrix": (FC1, {UPDATE}),
     "queries and keys eight times as large": (
         QKV.replace("linear_qkv.weight", "core_attention"),

@@ -1,0 +1,78 @@
+"""`mup-megatron watch`: a run's files, while they are written, for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron.report.live import Watched, bars, lines_of, page_of
+from mup_megatron.util.errors import UserError
+from tests.helpers.commands import mup
+from tests.helpers.distributed import Ranks
+from tests.telemetry.test_alarms import STEPS, alarms_of, bands
+
+__all__ = ["bands"]
+
+
+def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+    """Step, loss, the tensor that does not move among the series nearest to their bounds, and the alarm."""
+    alarms_of(ranks, tmp_path, bands, "gpt3", fault="a frozen matrix", begins=20)
+    run = tmp_path / "target"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "loss": 1.')  # being written
+    live = Watched(run).now()
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
+    assert (live.step, live.steps, live.read, live.loss) == (STEPS, STEPS, STEPS, last["loss"])
+    assert [step for step, _ in live.curve] == list(range(1, STEPS + 1))
+    assert live.rows[0].quantity == "update rms"
+    assert live.rows[0].name == "decoder.layers.1.mlp.linear_fc1.weight"
+    assert live.rows[0].room < 1  # weight decay alone moves it
+    assert all(row.room >= 1 for row in live.rows[1:])
+    (alarm,) = live.alarms
+    assert alarm["name"] == live.rows[0].name
+    said = "\n".join(lines_of(live))
+    assert alarm["cause"] == "no gradient comes to it"
+    assert re.search(r"^! \d.* update rms of decoder\.layers\.1\.mlp\.linear_fc1\.weight$", said, re.M)
+    page = page_of(live, 5.0)
+    assert '<meta http-equiv="refresh" content="5">' in page
+    assert '<tr class="out"><td>update rms</td><td>decoder.layers.1.mlp.linear_fc1.weight</td>' in page
+    assert "<polyline" in page
+    result = mup("watch", run)
+    assert result.returncode == 0, result.stderr
+    assert f"step {STEPS}/{STEPS}" in result.stdout
+    assert "alarm at step" in result.stdout
+    assert mup("watch", run, "--once", "--html", tmp_path / "live.html").returncode == 0
+    assert (tmp_path / "live.html").read_text() == page
+
+
+def test_a_long_run_is_read_at_places(tmp_path: Path) -> None:
+    """A million steps take no longer than a thousand; a Megatron run without metrics.jsonl of ours shows its series."""
+    line = '{{"step": {0}, "loss": {1}, "seconds": 0.5, "tokens_per_second": 100.0}}\n'
+    text = "".join(line.format(step, 3 + 1 / step) for step in range(1, 200_001))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    live = Watched(tmp_path).now()
+    assert live.step == 200_000
+    assert 150 <= len(live.curve) <= 200
+    assert live.curve[0] == (1, 4.0)
+    assert all(loss == 3 + 1 / step for step, loss in live.curve)
+    assert "no band" in "\n".join(lines_of(live)) or "no reading yet" in "\n".join(lines_of(live))
+
+
+def test_bars() -> None:
+    assert bars([(1, 4.0), (2, 3.0), (3, 2.0)], 10) == "█▅▁"
+    assert bars([(1, 4.0), (2, math.nan), (3, 2.0)], 10) == "█x▁"
+    assert bars([], 10) == ""
+    assert len(bars([(step, float(step)) for step in range(1000)], 10)) == 10
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected the folder of a run"):
+        Watched(tmp_path)
+    result = mup("watch", tmp_path)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""Commands about what is there: report, watch, generate, evaluate, export and import, run, patch, slurm, doctor."""
+"""Commands about what is there: report, watch, diagnose, generate, evaluate, export, import, run, patch, doctor."""
 
 from __future__ import annotations
 
@@ -68,6 +68,22 @@ def watch(
             time.sleep(every)
         except KeyboardInterrupt:
             return
+
+
+@app.command(epilog="Example: mup-megatron diagnose runs/demo")
+def diagnose(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run (run.dir).")],
+    proxy: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Folder of the proxy's run; the chosen trial unless given."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a transfer may have failed, by the run's files: the strongest suspect first, and what would decide it."""
+    from mup_megatron.report.diagnosis import lines_of, suspects
+
+    found = suspects(Path(run), None if proxy is None else Path(proxy))
+    show([asdict(suspect) for suspect in found], as_json, lines_of(found))
 
 
 Checkpoint = Annotated[

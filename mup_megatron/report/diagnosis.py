@@ -1,0 +1,271 @@
+"""Why a run's transfer may have failed: what its files say against it, the strongest first.
+
+Public names: `Suspect`, `suspects`. Each suspect has its numbers, and the run that would decide it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mup_megatron.checkpoints.checkpoint import ALARMS, AUDIT, METRICS, TELEMETRY
+from mup_megatron.report.parts import read_lines, read_text
+from mup_megatron.report.run_data import Run, read_run
+from mup_megatron.telemetry.series import read_series
+from mup_megatron.tuning.outcome import open_sides
+from mup_megatron.util.files import json_lines
+
+_NARROW, _FEW_HEADS, _SHORT = 128, 4, 1 / 20
+_FAR = 4.0
+_CLIPPED = 0.5
+_NEAR_EPS = 10.0
+_GAP = 0.3
+"""Nats per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """One cause that the files speak for.
+
+    Args:
+        weight: how strongly, from 0 to 1; what must be wrong has 1.
+        cause: in words.
+        evidence: the numbers.
+        decides: the run or command that would tell, and what it costs.
+    """
+
+    weight: float
+    cause: str
+    evidence: str
+    decides: str
+
+
+def suspects(directory: Path, proxy: Path | None = None) -> list[Suspect]:
+    """What speaks against a run, the strongest first; nothing where nothing does.
+
+    Args:
+        directory: of the run.
+        proxy: of the proxy's run, where the study does not have it.
+
+    Raises:
+        UserError: it is no run's folder, or a file in it is damaged.
+    """
+    run = read_run(directory)
+    trial = proxy if proxy is not None else _chosen_trial(directory, run)
+    found = [
+        *_of_parametrization(run),
+        *_of_audit(directory),
+        *_of_alarms(directory),
+        *_of_values(run),
+        *_of_search(run),
+        *_of_size(run),
+        *_of_clipping(run, trial),
+        *_of_epsilon(directory, run),
+        *_of_memory(trial),
+    ]
+    return sorted(found, key=lambda suspect: -suspect.weight)
+
+
+def _chosen_trial(directory: Path, run: Run) -> Path | None:
+    """The folder of the trial whose values the record has, where the study is this run's."""
+    if run.record is None:
+        return None
+    slot = run.record.study.candidates[0].slot
+    path = directory / "tuning" / f"trial-{slot:03d}"
+    return path if path.exists() else None
+
+
+def _of_parametrization(run: Run) -> Iterator[Suspect]:
+    name = (run.config.get("parametrization") or {}).get("name", "mup")
+    if name != "mup":
+        yield Suspect(
+            weight=1.0,
+            cause="the run is not in µP",
+            evidence=f"parametrization.name: {name}",
+            decides="train with parametrization.name=mup; the cost of the target",
+        )
+
+
+def _of_audit(directory: Path) -> Iterator[Suspect]:
+    text = read_text(directory / AUDIT)
+    if text is None:
+        return
+    wrong = [finding for finding in json.loads(text)["findings"] if not finding["right"]]
+    if wrong:
+        first = wrong[0]
+        yield Suspect(
+            weight=1.0,
+            cause="the first step was not the table's",
+            evidence=f"{len(wrong)} wrong of {directory / AUDIT}: {first['quantity']} of {first['tensor']} "
+            f"{first['found']}, expected {first['expected']}",
+            decides="mend what the audit names, and start again; one step",
+        )
+
+
+def _of_alarms(directory: Path) -> Iterator[Suspect]:
+    alarms = list(json_lines(directory / ALARMS))
+    exact = [alarm for alarm in alarms if alarm["quantity"] in ("rate", "decay")]
+    for weight, cause, said in (
+        (0.95, "an optimizer group has not had the table's rate or decay", exact),
+        (0.6, "the target did not look as its proxy did", [alarm for alarm in alarms if alarm not in exact]),
+    ):
+        if said:
+            yield Suspect(
+                weight=weight,
+                cause=cause,
+                evidence=f"{len(said)} in {directory / ALARMS}, first {said[0]['quantity']} of {said[0]['name']} "
+                f"since step {said[0]['since']}: {said[0]['cause']}",
+                decides=f"resume from before step {said[0]['since']}; what is left of the target",
+            )
+
+
+def _of_values(run: Run) -> Iterator[Suspect]:
+    """Values that the target did not take from its record, or that changed on the way."""
+    if run.record is not None and run.others:
+        told = ", ".join(f"{name} {value}, tuned {run.record.values[name]}" for name, value in run.others.items())
+        yield Suspect(
+            weight=0.9,
+            cause="the target has not trained with the tuned values",
+            evidence=told,
+            decides="train without these keys; the cost of the target",
+        )
+    if run.target is not None and run.target.changes:
+        change = run.target.changes[-1]
+        yield Suspect(
+            weight=0.7,
+            cause="settings changed while the target trained",
+            evidence=f"{len(run.target.changes)} changes, the last at step {change['step']}: {change['key']} "
+            f"{change['before']} to {change['now']}",
+            decides=f"go on from step {change['step']} without it; what is left of the target",
+        )
+
+
+def _of_search(run: Run) -> Iterator[Suspect]:
+    """Values at an end of what was tried, and values that width does not keep."""
+    if run.record is None:
+        return
+    study = run.record.study
+    for name in study.interior:
+        value, *tried = [
+            float(each[name]) for each in (study.values, *(t.values for t in study.trials)) if name in each
+        ]
+        for side in open_sides(value, tried, study.ranges[name]):
+            yield Suspect(
+                weight=0.8 if name == "lr" else 0.65,
+                cause=f"the best {name} may lie beyond what was tried",
+                evidence=f"{value:.3g} chosen, {side.reach:.3g} the {'largest' if side.above else 'smallest'} tried, "
+                f"the range ends at {side.end:.3g}",
+                decides=f"tune with a range of {name} that goes on; a study",
+            )
+            break
+    for said in run.record.target.not_transferred:
+        yield Suspect(
+            weight=0.35,
+            cause="a value was tuned that µP does not move",
+            evidence=said,
+            decides="ladder --over weight_decay; some proxies",
+        )
+
+
+def _of_size(run: Run) -> Iterator[Suspect]:
+    """Proxies that are small, and targets that are long."""
+    if run.record is None:
+        return
+    sizes, trained = run.record.proxy.sizes, run.record.proxy.trained
+    hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
+    if (hidden and hidden < _NARROW) or (heads and heads < _FEW_HEADS):
+        yield Suspect(
+            weight=0.45,
+            cause="the proxy is narrow",
+            evidence=f"hidden size {hidden}, {heads} heads; 128 and 4 or more are usual",
+            decides="stability --across width, at the proxy's width and twice that; two searches",
+        )
+    rules = run.config.get("parametrization") or {}
+    training = run.config.get("training") or {}
+    for name, rule in (("global_batch_size", "batch"), ("train_steps", "tokens"), ("seq_length", None)):
+        small, large = trained.get(name), training.get(name)
+        if not small or not large or small == large:
+            continue
+        ruled = rule is not None and rules.get(rule) not in (None, "none")
+        times = max(small, large) / min(small, large)
+        if times >= _FAR and not ruled:
+            yield Suspect(
+                weight=min(0.75, 0.4 + 0.08 * math.log2(times)),
+                cause=f"{name} differs from what was tuned at, without a rule",
+                evidence=f"{small:,} tuned, {large:,} in the target ({times:.3g} times)",
+                decides=f"ladder, which measures how the best rate moves with {name}; some proxies"
+                if rule
+                else f"tune with tuning.seq_length {large}; a study",
+            )
+
+
+def _share_clipped(path: Path, limit: float) -> float | None:
+    lines = read_lines(path)
+    norms = [line["grad_norm"] for line in lines[0]] if lines else []
+    return sum(norm > limit for norm in norms) / len(norms) if norms and limit else None
+
+
+def _of_clipping(run: Run, trial: Path | None) -> Iterator[Suspect]:
+    limit = float((run.config.get("training") or {}).get("clip_grad") or 0.0)
+    share = _share_clipped(run.directory / METRICS, limit)
+    if share is None or share < _CLIPPED:
+        return
+    of_proxy = None if trial is None else _share_clipped(trial / METRICS, limit)
+    apart = of_proxy is not None and share - of_proxy > _CLIPPED / 2
+    yield Suspect(
+        weight=0.7 if apart else 0.5,
+        cause="clipping sets the size of updates",
+        evidence=f"{share:.0%} of the target's steps are clipped at {limit:g}"
+        + ("" if of_proxy is None else f", {of_proxy:.0%} of the proxy's"),
+        decides="train with training.clip_norm=invariant; some hundred steps of the target",
+    )
+
+
+def _of_epsilon(directory: Path, run: Run) -> Iterator[Suspect]:
+    """Gradients that Adam's epsilon is not far below, by the last reading."""
+    series = read_series(directory / TELEMETRY)
+    rows = {row["name"]: row["eps"] for row in (run.explanation or {}).get("parameters", []) if row.get("eps")}
+    near, seen = [], 0
+    for (name, quantity), values in series.values.items():
+        if quantity == "gradient rms" and name in rows and values and values[-1] > 0:
+            seen += 1
+            if values[-1] < _NEAR_EPS * rows[name]:
+                near.append((values[-1] / rows[name], name))
+    if near:
+        times, name = min(near)
+        yield Suspect(
+            weight=0.4 + 0.35 * len(near) / seen,
+            cause="Adam's epsilon is not small beside gradients",
+            evidence=f"{len(near)} of {seen} tensors; {name}: gradients {times:.2g} times epsilon",
+            decides="train with a smaller optimizer.eps, proxy and target; a study",
+        )
+
+
+def _of_memory(trial: Path | None) -> Iterator[Suspect]:
+    """A proxy that knows its text by heart is tuned for that."""
+    lines = None if trial is None else read_lines(trial / METRICS)
+    if not lines or not lines[0] or not lines[1]:
+        return
+    last = lines[0][-20:]
+    loss, evaluated = sum(line["loss"] for line in last) / len(last), lines[1][-1]["eval_loss"]
+    if evaluated - loss > _GAP:
+        yield Suspect(
+            weight=0.6,
+            cause="the proxy memorises its text",
+            evidence=f"training loss {loss:.3f}, evaluation {evaluated:.3f}",
+            decides="tune on more text; a study",
+        )
+
+
+def lines_of(found: list[Suspect]) -> list[str]:
+    """For a terminal."""
+    if not found:
+        return ["nothing in the run's files speaks against its transfer"]
+    said: list[Any] = []
+    for number, suspect in enumerate(found, start=1):
+        said += [f"{number}. {suspect.cause}", f"   {suspect.evidence}", f"   decides: {suspect.decides}"]
+    return said

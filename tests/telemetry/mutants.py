@@ -31,4 +31,28 @@ MUTANTS = (
         "(self._clip(), self.before_update())",
         "telemetry/test_reading.py::test_a_gradient_is_measured_before_it_is_clipped",
     ),
+    mutant(
+        "alarms: a group's rate is not compared",
+        "a group whose rate was reset is seen by nobody",
+        "telemetry.alarms.Alarms._of_group",
+        "series not in self._rates",
+        "True",
+        "telemetry/test_alarms.py::test_a_planted_fault_is_named[matrices at twice the rate-gpt3]",
+    ),
+    mutant(
+        "band: updates of the proxy's size",
+        "a wide target's updates are held against those of a narrow proxy",
+        "telemetry.band.BandOfTarget._factor",
+        "ours.rate / theirs.rate",
+        "1.0",
+        "telemetry/test_alarms.py::test_an_update_goes_as_the_rate",
+    ),
+    mutant(
+        "alarms: a run that is to stop goes on",
+        "a run that does not look as it should trains to its end",
+        "train.loop.Loop.run",
+        "asked >= Ask.STOP",
+        "asked > Ask.STOP",
+        "telemetry/test_alarms.py::test_it_stops_behind_a_checkpoint",
+    ),
 )

@@ -18,7 +18,8 @@ from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.alarms import Alarms
 from mup_megatron.telemetry.reading import Readings
-from mup_megatron.telemetry.series import SCHEDULE, SeriesFile
+from mup_megatron.telemetry.series import SCHEDULE, Name, SeriesFile
+from mup_megatron.util.errors import UserError
 
 
 def begin(
@@ -51,6 +52,16 @@ def begin(
     file: SeriesFile | None = None
     done: int | None = None  # a checkpoint may be loaded until the first step
 
+    def tell(file: SeriesFile | None, done: int, found: Mapping[Name, float]) -> None:
+        """On the first rank. A disk that is full ends no run of somebody else's loop."""
+        try:
+            if file is not None:
+                file.write(done, found)
+            if wrong := alarms.see(done, found, found.get(SCHEDULE, 0.0)):
+                alarms.write(folder / ALARMS if folder else Path(os.devnull), wrong, _say)
+        except UserError as error:
+            _say(f"warning: {error}")
+
     def around(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,13 +79,11 @@ def begin(
             if reads:
                 readings.after_update()
                 found = readings.result() or {}
-                if file is not None:
-                    file.write(done, found)
-                if first and (wrong := alarms.see(done, found, found.get(SCHEDULE, 0.0))):
-                    alarms.write(folder / ALARMS if folder else Path(os.devnull), wrong, _say)
                 write(done, {f"{quantity}/{name}": value for (name, quantity), value in found.items()})
                 if problem := readings.problem():
                     _say(f"warning: gradients and updates are not measured here ({problem})")
+                if first:
+                    tell(file, done, found)
             if (done + 1) % interval == 0:
                 readings.begin()
             return result

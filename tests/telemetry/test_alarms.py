@@ -41,7 +41,6 @@ KEYS: dict[str, Any] = {
     "run__audit": "off",  # it would end what is wrong from the first step on
     "parallel__zero_stage": 0,
 }
-ARCHITECTURES = ["gpt3", "llama"]
 
 
 def config_of(folder: Path, architecture: str, **changed: Any) -> Any:
@@ -74,7 +73,7 @@ def alarms_of(
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 11))])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_healthy_run_raises_no_alarm(ranks: Ranks, tmp_path: Path, bands: Any, architecture: str, seed: int) -> None:
     assert alarms_of(ranks, tmp_path, bands, architecture, seed) == []
 
@@ -90,10 +89,13 @@ NAMED: dict[str, tuple[str, set[str]]] = {
     ),
     "a matrix of a tenth": (FC1.replace(".linear_fc1.weight", ""), {"output rms"}),
 }
+QUICK_FAULTS = ["matrices at twice the rate", "a frozen matrix", "queries and keys eight times as large"]
 
 
 @pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fault", NAMED)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_FAULTS)) for name in NAMED]
+)
 def test_a_planted_fault_is_named(ranks: Ranks, tmp_path: Path, bands: Any, architecture: str, fault: str) -> None:
     """The tensor, or the module behind it, with the right quantity, within 50 steps."""
     name, quantities = NAMED[fault]
@@ -109,7 +111,8 @@ def test_a_planted_fault_is_named(ranks: Ranks, tmp_path: Path, bands: Any, arch
 
 @pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("rule", "quantity"), [("hidden_rate", "rate"), ("embedding_rate", "rate"), ("decay", "decay")]
+    ("rule", "quantity"),
+    [pytest.param("hidden_rate", "rate", marks=pytest.mark.slow), ("embedding_rate", "rate"), ("decay", "decay")],
 )
 def test_a_rule_that_the_optimizer_lacks_is_named(
     ranks: Ranks, tmp_path: Path, bands: Any, architecture: str, rule: str, quantity: str

@@ -87,10 +87,10 @@ def test_the_interval() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"optimizer__name": "adam", "hparams__weight_decay": 0.0},
-        {"optimizer__name": "sgd", "growth": HEAD_SIZE},
+        pytest.param({"optimizer__name": "adam", "hparams__weight_decay": 0.0}, marks=pytest.mark.slow),
+        pytest.param({"optimizer__name": "sgd", "growth": HEAD_SIZE}, marks=pytest.mark.slow),
         {"parametrization__scaling": "unit", "parallel__engine": "megatron", "parametrization__weight_decay": "sqrt"},
-        {"parametrization__name": "standard"},
+        pytest.param({"parametrization__name": "standard"}, marks=pytest.mark.slow),
     ],
     ids=["adam", "sgd", "unit scale", "standard"],
 )

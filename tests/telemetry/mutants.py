@@ -13,7 +13,7 @@ MUTANTS = (
         "telemetry.sums.Exchange.__init__",
         "torch.distributed.all_reduce(self._sums, async_op=True)",
         "torch.distributed.all_reduce(self._sums.clone(), async_op=True)",
-        f"{_CELL}[gpt3-DP 2, Megatron, fsdp2 optimizer]",
+        f"{_CELL}[gpt3, mixed-DP 2, ZeRO 3]",
     ),
     mutant(
         "telemetry: part of a sequence",

@@ -75,10 +75,11 @@ class Bench:
         }
 
 
-def start(vocabulary: int, engine: str = "deepspeed", tiny: bool = False) -> Bench:
-    """Starts the process groups of one rank. `tiny` is for tests."""
+def start(vocabulary: int, engine: str = "deepspeed", tiny: bool = False, longer: int = 1) -> Bench:
+    """Starts the process groups of one rank. `tiny` is for tests; sequences are so many times as long."""
     upstream.prepare_process()
     layers, hidden, heads, sequence, batch = _TINY if tiny else _SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+    sequence *= longer
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     config = resolve_auto(
         parse_config(

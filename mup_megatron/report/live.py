@@ -18,7 +18,7 @@ from mup_megatron.config import Config, load_config
 from mup_megatron.telemetry.band import BandOfTarget, band_of, with_updates
 from mup_megatron.telemetry.series import read_series
 from mup_megatron.util.errors import UserError
-from mup_megatron.util.files import json_lines
+from mup_megatron.util.files import json_lines, open_regular
 from mup_megatron.util.progress import time_left
 
 _PLACES = 200
@@ -157,7 +157,7 @@ def _tail(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The last lines of steps, and of evaluations."""
     if not path.exists():
         return [], []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         lines = [_object(line) for line in file.read().split(b"\n")]
     found = [line for line in lines if line is not None]
@@ -170,7 +170,7 @@ def _curve(path: Path) -> list[tuple[int, float]]:
         return []
     found: dict[int, float] = {}
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for place in range(_PLACES):
             file.seek(size * place // _PLACES)
             if place:

@@ -27,7 +27,8 @@ from mup_megatron.slurm.submit import STAGE, call, container, logs_directory, pr
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_text, write_whole
 
-_BAD_INPUT = 2
+_FINAL = (2, 4)
+"""Exit statuses behind which a job does not go on by itself: bad input, and an alarm that stops the run."""
 _POLL_SECONDS = 0.2
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 120.0
@@ -69,7 +70,7 @@ def run_job(stage: str, config: Config, arguments: list[str]) -> int:
     status = _failure(logs).get("status", status)
     if stage == "tune":
         _show_errors(logs)
-    if status == _BAD_INPUT or failures > config.slurm.retries:
+    if status in _FINAL or failures > config.slurm.retries:
         print(f"{name}: exit status {status}; not requeued", flush=True)
         return status
     pause = _PAUSE_SECONDS * (failures - 1)

@@ -16,8 +16,9 @@ from tests.helpers import megatron_faults, megatron_runs
 from tests.helpers.audit_bodies import FAULTS
 from tests.helpers.audit_faults import GROUPS, INITIAL, MULTIPLIERS, STEPS, WHOLE_GROUPS, apart
 from tests.helpers.distributed import RankError, Ranks
+from tests.megatron_training.test_megatron_options import needs_training
 
-pytest.importorskip("megatron.training", reason="megatron.training ships with megatron-core 0.19 and later")
+pytestmark = needs_training
 
 BASE = "hidden_size: 32\nffn_hidden_size: 64\nnum_attention_heads: 2\n"
 CONFIG = "hparams:\n  embedding_multiplier: 2.0\n  residual_multiplier: 0.5\n"

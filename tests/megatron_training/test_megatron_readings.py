@@ -11,8 +11,9 @@ import pytest
 from mup_megatron.telemetry.series import Series, read_series
 from tests.helpers import megatron_faults, megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.megatron_training.test_megatron_options import needs_training
 
-pytest.importorskip("megatron.training", reason="megatron.training ships with megatron-core 0.19 and later")
+pytestmark = needs_training
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 

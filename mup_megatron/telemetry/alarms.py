@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,9 +52,10 @@ class Alarm:
     @property
     def line(self) -> str:
         """For the screen."""
+        beside = f", {_beside(self.low, self.high)}" if math.isfinite(self.value) else ""
         return (
-            f"{self.quantity} of {self.name} is {self.value:.3g}, {_beside(self.low, self.high)}, since step "
-            f"{self.since}: {self.cause}; {self.decides}"
+            f"{self.quantity} of {self.name} is {self.value:.3g}{beside}, since step {self.since}: {self.cause}; "
+            f"{self.decides}"
         )
 
 
@@ -127,6 +129,10 @@ class Alarms:
                     decides=decides,
                 )
                 alarms.append(alarm)
+        broken = [alarm for alarm in alarms if alarm.quantity == "output rms" and not math.isfinite(alarm.value)]
+        if broken:  # all else follows; a module comes behind what is inside of it, which ran before
+            names = [alarm.name for alarm in broken]
+            return sorted(broken, key=lambda alarm: any(name.startswith(f"{alarm.name}.") for name in names))
         return sorted(alarms, key=_distance, reverse=True)
 
     def write(self, path: Path, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
@@ -158,7 +164,7 @@ class Alarms:
     def _bounds(self, series: Name, step: int, found: Mapping[Name, float]) -> Bounds | None:
         name, quantity = series
         if quantity == "output rms" and not math.isfinite(found[series]):
-            return Bounds(0.0, math.inf, math.nan)
+            return Bounds(0.0, sys.float_info.max, math.nan)
         progress = step / self._steps
         bounds = None if self._band is None or progress < self._begins else self._band(name, quantity, progress)
         if bounds is None and quantity == UPDATE and found[series] == 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -69,6 +70,8 @@ class Telemetry(Hook):
             self._engine.before_update = None
             self._readings.after_update()
             self._read = step.number
+            if not math.isfinite(step.loss):  # there is no next step, and every rank has the same loss
+                self._write()
 
     def after_checkpoint(self, step: int, path: Path) -> None:
         """Writes what a checkpoint's run has been found to be."""

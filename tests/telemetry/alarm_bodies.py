@@ -170,4 +170,5 @@ FAULTS: dict[str, Fault] = {
     "queries and keys eight times as large": _scaled(QKV, 8.0),
     "one token": _data,
     "a matrix of a tenth": _scaled(FC1, 0.1),
+    "a matrix without bounds": _scaled(FC1, float("inf")),
 }

@@ -193,3 +193,12 @@ def test_the_page_has_the_bounds(repository: Path) -> None:
 
     bounds = {name: (factor(low), factor(high)) for name, low, high in rows if "proxy" in low + high}
     assert bounds == JUDGED
+
+
+def test_the_first_module_that_is_no_number_is_named(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+    """Of a run that ends with it: somebody wrote infinity into a matrix before step 21, which is read."""
+    with pytest.raises(RankError, match=r"Diverged: loss is nan at step 21"):
+        alarms_of(ranks, tmp_path, bands, "gpt3", fault="a matrix without bounds", begins=BEGINS)
+    lines = (tmp_path / "target" / "alarms.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["name"] == "decoder.layers.1.mlp.linear_fc1"
+    assert json.loads(lines[0])["cause"] == "the first module whose output is no number is named first"

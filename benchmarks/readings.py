@@ -1,6 +1,6 @@
 """What a reading (docs/watching.md) adds to a step, at two sizes: `python -m benchmarks.readings`.
 
-Steps with and without one in turn, in one process; a ratio is taken pair by pair. Writes results/readings-3.12.json.
+Steps with and without one in turn, in one process; a ratio is taken pair by pair. Writes results/readings/3.12.json.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
         "every": usual_interval(_LONG),
         "sizes": [measure(each, runs) for each in _LONGER],
     }
-    path = RESULTS / f"readings-{'.'.join(result['machine']['python'].split('.')[:2])}.json"
+    path = RESULTS / "readings" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(path)
 

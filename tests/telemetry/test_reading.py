@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from mup_megatron.config import Config
 from mup_megatron.data.prepare import prepare
-from mup_megatron.telemetry.reading import QUANTITIES
+from mup_megatron.telemetry.reading import QUANTITIES, usual_interval
 from mup_megatron.telemetry.series import series_name
 from tests.helpers.comparison import Difference
 from tests.helpers.distributed import Ranks
@@ -112,3 +113,17 @@ def test_the_page_has_every_quantity(repository: Path) -> None:
     """docs/watching.md, each as the code describes it."""
     rows = re.findall(r"^\| `([a-z ]+)` \| [a-z]+ \| (.*) \|$", (repository / "docs/watching.md").read_text(), re.M)
     assert dict(rows) == QUANTITIES
+
+
+def test_the_page_tells_what_a_reading_costs(repository: Path) -> None:
+    """docs/watching.md, from the benchmark's results; at the usual interval less than half a percent of a run."""
+    page = (repository / "docs/watching.md").read_text()
+    for python in ("3.11", "3.12"):
+        result = json.loads((repository / f"benchmarks/results/readings/{python}.json").read_text())
+        assert result["every"] == usual_interval(10_000) == 100
+        for size in result["sizes"]:
+            ratio, share = size["read_over_plain"], size["share_of_a_run"]
+            told = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | {share:.2%}"
+            assert f"| {python} | {size['seq_length']} | {told} |" in page
+            assert share == pytest.approx((ratio["median"] - 1) / 100)
+            assert share < 0.005

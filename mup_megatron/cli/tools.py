@@ -1,4 +1,7 @@
-"""Commands about what is there: report, watch, diagnose, generate, evaluate, export, import, run, patch, doctor."""
+"""Commands about what is there.
+
+They are report, watch, diagnose, generate, evaluate, export, rebase, import, run, patch, slurm and doctor.
+"""
 
 from __future__ import annotations
 

@@ -83,11 +83,7 @@ class Engine(Protocol):
         ...
 
     def weight_parts(self) -> list[Part]:
-        """What this rank's optimizer steps of the weights: views of the master copies. Not collective.
-
-        Raises:
-            UserError: as `gradient_parts`.
-        """
+        """What this rank's optimizer steps of the weights: views of the master copies. Not collective."""
         ...
 
     def groups(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]] | None:

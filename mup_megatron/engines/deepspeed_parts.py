@@ -35,7 +35,7 @@ def gradient_parts(optimizer: Any, named: Named, parametrization: Parametrizatio
     if layout.zero_stage == 0:
         whole = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
         return [Part(name, grad, holders=_holders(name, parametrization, layout)) for name, grad in whole]
-    if not knows(optimizer, layout):
+    if not _knows(optimizer, layout):
         raise UserError(
             f"{parametrization.config.weighing_key} with DeepSpeed's "
             f"{type(optimizer).__name__} is not known here; expected no data_types in the DeepSpeed JSON"
@@ -46,7 +46,7 @@ def gradient_parts(optimizer: Any, named: Named, parametrization: Parametrizatio
 
 
 def weight_parts(optimizer: Any, named: Named, parametrization: Parametrization, layout: Layout) -> list[Part]:
-    """This rank's master weights, where it has their gradients: the arguments of `gradient_parts`, and its error."""
+    """This rank's master weights, where it has their gradients; of what `gradient_parts` does not refuse."""
     if layout.zero_stage == 0:
         whole = [(name, parameter.detach()) for name, parameter in named if parameter.requires_grad]
         return [Part(name, weight, holders=_holders(name, parametrization, layout)) for name, weight in whole]
@@ -55,7 +55,7 @@ def weight_parts(optimizer: Any, named: Named, parametrization: Parametrization,
     return [Part(names[id(parameter)], weight, start) for parameter, weight, start in held]
 
 
-def knows(optimizer: Any, layout: Layout) -> bool:
+def _knows(optimizer: Any, layout: Layout) -> bool:
     """Whether what an optimizer of DeepSpeed's holds is found here; its BF16_Optimizer has a structure of its own."""
     wanted = "fp32_partitioned_groups_flat" if layout.zero_stage == 3 else "params_in_partition"
     return layout.zero_stage == 0 or hasattr(optimizer, wanted)

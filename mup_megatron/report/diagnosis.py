@@ -5,7 +5,6 @@ Public names: `Suspect`, `suspects`. Each suspect has its numbers, and the run t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import ALARMS, AUDIT, METRICS, TELEMETRY
-from mup_megatron.report.parts import read_lines, read_text
+from mup_megatron.report.parts import read_json, read_lines
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.telemetry.series import read_series
 from mup_megatron.tuning.outcome import open_sides
@@ -91,10 +90,10 @@ def _of_parametrization(run: Run) -> Iterator[Suspect]:
 
 
 def _of_audit(directory: Path) -> Iterator[Suspect]:
-    text = read_text(directory / AUDIT)
-    if text is None:
+    audit = read_json(directory / AUDIT)
+    if audit is None:
         return
-    wrong = [finding for finding in json.loads(text)["findings"] if not finding["right"]]
+    wrong = [finding for finding in audit["findings"] if not finding["right"]]
     if wrong:
         first = wrong[0]
         yield Suspect(

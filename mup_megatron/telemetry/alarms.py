@@ -193,6 +193,8 @@ def _cause(series: Name, value: float, bounds: Bounds, found: Mapping[Name, floa
         return "no gradient comes to it", "see what lies behind it in the model, and requires_grad"
     if quantity == UPDATE and value == 0.0:
         return "it does not move although its rate is not 0", f"see its gradient rms; {_AUDIT}"
+    if not bounds.expected:  # a tensor that the table does not decay, or that did not move in the proxy
+        return "it should be 0", _AUDIT
     if quantity == UPDATE:
         times = value / bounds.expected
         return f"its update is {times:.2g} times the proxy's: its gradients, epsilon, or the data", _AUDIT

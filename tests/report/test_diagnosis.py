@@ -184,3 +184,7 @@ def test_the_command(tmp_path: Path) -> None:
     (found,) = json.loads(mup("diagnose", run, "--json").stdout)
     assert found["weight"] == 0.7
     assert mup("diagnose", tmp_path).returncode == 2
+    (run / "audit.json").write_text('{"right": fal')
+    damaged = mup("diagnose", run)
+    assert damaged.returncode == 2
+    assert "audit.json: damaged" in damaged.stderr

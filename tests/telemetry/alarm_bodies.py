@@ -138,18 +138,6 @@ def _frozen(tensor: str) -> Fault:
     return fault
 
 
-def _data(engine: Any, _done: int) -> None:
-    """One token again and again."""
-    step = engine.step
-
-    def stepped(batches: Any, lr: float) -> Any:
-        for batch in batches:
-            batch.tokens.fill_(7)
-        return step(batches, lr)
-
-    engine.step = stepped
-
-
 def _scaled(tensor: str, times: float) -> Fault:
     """Somebody wrote other values into a tensor."""
 
@@ -168,7 +156,6 @@ FAULTS: dict[str, Fault] = {
     "the embedding at four times the rate": _rate_of(EMBEDDING, 4.0),
     "a frozen matrix": _frozen(FC1),
     "queries and keys eight times as large": _scaled(QKV, 8.0),
-    "one token": _data,
     "a matrix of a tenth": _scaled(FC1, 0.1),
     "a matrix without bounds": _scaled(FC1, float("inf")),
 }

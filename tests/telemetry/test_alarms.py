@@ -106,7 +106,10 @@ def test_a_planted_fault_is_named(ranks: Ranks, tmp_path: Path, bands: Any, arch
     if "rate" in fault:  # whatever has another rate than the table, and nothing else, is named at once
         exact = [alarm for alarm in alarms if alarm["quantity"] == "rate"]
         assert {alarm["step"] for alarm in exact} == {BEGINS + 1}
-        assert {alarm["name"] for alarm in exact} >= {name}
+        config = config_of(tmp_path, architecture)
+        tensors = parametrize(config, prepare(config).vocab_size).tensors
+        same = {each for each, row in tensors.items() if row.group == tensors[name].group}
+        assert {alarm["name"] for alarm in exact} == same
 
 
 @pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
@@ -202,3 +205,13 @@ def test_the_first_module_that_is_no_number_is_named(ranks: Ranks, tmp_path: Pat
     lines = (tmp_path / "target" / "alarms.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["name"] == "decoder.layers.1.mlp.linear_fc1"
     assert json.loads(lines[0])["cause"] == "the first module whose output is no number is named first"
+
+
+def test_decay_of_a_tensor_that_the_table_does_not_decay() -> None:
+    """A norm's gain, whose group decays it: said at once, and of nothing else."""
+    config = config_of(Path("unused"), "gpt3")
+    table, gain = parametrize(config, prepare(config).vocab_size), "decoder.final_layernorm.weight"
+    found = {(gain, "rate"): 0.5 * table.tensors[gain].lr, (gain, "decay"): 1e-4}
+    (alarm,) = Alarms(table, None).see(10, found, 0.5)
+    assert (alarm.name, alarm.quantity, alarm.high, alarm.cause) == (gain, "decay", 0.0, "it should be 0")
+    assert "more than 0" in alarm.line

@@ -215,21 +215,16 @@ class Auditor:
                 self.audit.unseen.append(f"update of {name}")
                 continue
             self.audit.add([_judged_update(name, means)])
-            if not (reached or self._may_stand(self._table.tensors[name])):
+            if not (reached or self._may_stand(name)):
                 self.audit.add([_still(name)])
         # The optimizer's own weights: what the forward pass takes may be gathered when it begins.
         self.audit.add(copies(self._door.named, self._master, self._table, self._layout, self._device))
 
-    def _may_stand(self, row: TensorHyperparameters) -> bool:
-        """Whether no gradient need have come to a tensor in one step.
-
-        A router of one expert gives it the probability 1, whatever its logits are.
-        """
-        spec, config, name = row.shape.spec, self._table.config, row.shape.name
-        constant = ".router." in name and config.model.moe_router_topk == 1
-        weightless = name.startswith("mtp.") and config.model.mtp_loss_scaling_factor == 0
-        zero = config.parametrization.zero_init_readout or config.parametrization.zero_init_query
-        return spec.frozen or spec.expert or constant or weightless or zero
+    def _may_stand(self, name: str) -> bool:
+        """Whether no gradient need have come to a tensor in the first step."""
+        config = self._table.config.parametrization
+        zero = config.zero_init_readout or config.zero_init_query
+        return zero or self._table.tensors[name].shape.spec.expert or self._table.may_stand(name)
 
 
 def _still(name: str) -> Finding:

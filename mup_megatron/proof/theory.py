@@ -179,14 +179,7 @@ class Theory:
         """
         if quantity == "update" and name.endswith(roles.KEY_BIAS):
             return True
-        config, model = self._config.parametrization, self._config.model
-        constant = model.moe_router_topk == 1 and model.moe_router_score_function == "softmax"
-        if constant and not model.moe_router_pre_softmax:
-            # The one expert's probability is 1 whatever the logits are; only a balancing loss moves them.
-            if name.endswith(roles.ROUTER) and quantity in ("change", "gradient"):
-                return True
-            if quantity == "update" and f"{roles.ROUTER}." in name and not model.moe_aux_loss_coeff:
-                return True
+        config = self._config.parametrization
         if config.zero_init_readout:
             logits = name.startswith(self._roles.logits[0])
             if quantity in ("initial", "output") and step == 0 and logits:

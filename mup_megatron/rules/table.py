@@ -269,6 +269,11 @@ class Parametrization:
             result.setdefault(tensor.group, []).append(tensor)
         return result
 
+    def may_stand(self, name: str) -> bool:
+        """Whether a tensor need not get a gradient at any step: frozen, or of predictions that the loss leaves out."""
+        unheard = name.startswith("mtp.") and not self.config.model.mtp_loss_scaling_factor
+        return self.tensors[name].shape.spec.frozen or unheard
+
     def replaced(
         self, change: Callable[[TensorHyperparameters], TensorHyperparameters] | None = None, **forward: float
     ) -> Parametrization:

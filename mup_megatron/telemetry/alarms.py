@@ -15,12 +15,17 @@ from mup_megatron.telemetry.series import Name, series_name
 from mup_megatron.util.disk import full_disk
 from mup_megatron.util.files import as_json
 
+_AUDIT = "a resume audits rates and groups again (audit.json)"
 _SAID = 3
 """Alarms of one reading that the screen has; the file has all."""
 _EXACT = 1e-3
 """Relative, of what a group says."""
 READINGS = 3
 """Readings in a row that a series must be outside of its band."""
+_NUMBERS = ("output rms", "weight rms", "gradient rms")
+"""Quantities that must be finite; where one is not, those after it follow."""
+_NEAR_EPSILON = 10.0
+"""Gradients of so many times epsilon and less are slowed down by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +91,13 @@ class Alarms:
             for quantity, expected in (("rate", row.lr), ("decay", row.weight_decay))
             if not row.group.decoupled and (decays if quantity == "decay" else expected)
         }
+        self._standing = {series_name(name) for name in table.tensors if table.may_stand(name)}
+        # Gradients are told of a tensor as its layer multiplies with it.
+        self._epsilons = {
+            series_name(name): row.eps / float(row.theta) for name, row in table.tensors.items() if row.eps
+        }
+        scaled = table.config.training.precision == "fp16"  # its gradients overflow now and then, and are left out
+        self._numbers = _NUMBERS[:-1] if scaled else _NUMBERS
         self._since: dict[Name, list[int]] = {}
         self._well: dict[Name, int] = {}
         self._said: set[Name] = set()
@@ -116,7 +128,7 @@ class Alarms:
             enough = 1 if series in self._rates or not math.isfinite(value) else READINGS
             if series not in self._said and len(since) >= enough:
                 self._said.add(series)
-                cause, decides = _cause(series, value, bounds, found)
+                cause, decides = self._cause(series, value, bounds, found)
                 alarm = Alarm(
                     step=step,
                     since=since[0],
@@ -129,10 +141,11 @@ class Alarms:
                     decides=decides,
                 )
                 alarms.append(alarm)
-        broken = [alarm for alarm in alarms if alarm.quantity == "output rms" and not math.isfinite(alarm.value)]
-        if broken:  # all else follows; a module comes behind what is inside of it, which ran before
-            names = [alarm.name for alarm in broken]
-            return sorted(broken, key=lambda alarm: any(name.startswith(f"{alarm.name}.") for name in names))
+        for quantity in _NUMBERS:  # all else follows; a module comes behind what is inside of it, which ran before
+            broken = [alarm for alarm in alarms if alarm.quantity == quantity and not math.isfinite(alarm.value)]
+            if broken:
+                names = [alarm.name for alarm in broken]
+                return sorted(broken, key=lambda alarm: any(name.startswith(f"{alarm.name}.") for name in names))
         return sorted(alarms, key=_distance, reverse=True)
 
     def write(self, path: Path, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
@@ -163,13 +176,50 @@ class Alarms:
 
     def _bounds(self, series: Name, step: int, found: Mapping[Name, float]) -> Bounds | None:
         name, quantity = series
-        if quantity == "output rms" and not math.isfinite(found[series]):
-            return Bounds(0.0, sys.float_info.max, math.nan)
+        if not math.isfinite(found[series]):
+            return Bounds(0.0, sys.float_info.max, math.nan) if quantity in self._numbers else None
         progress = step / self._steps
         bounds = None if self._band is None or progress < self._begins else self._band(name, quantity, progress)
-        if bounds is None and quantity == UPDATE and found[series] == 0.0:
+        if bounds is None and quantity == UPDATE and found[series] == 0.0 and name not in self._standing:
             return Bounds(math.ulp(0.0), math.inf, math.nan)  # nothing moves although the rate is not 0
         return bounds
+
+    def _cause(self, series: Name, value: float, bounds: Bounds, found: Mapping[Name, float]) -> tuple[str, str]:
+        """The likely cause of an alarm, and what decides it."""
+        name, quantity = series
+        if not math.isfinite(value):
+            first = {
+                "output rms": "the first module whose output is no number is named first",
+                "weight rms": "a weight is no number, although outputs were",
+                "gradient rms": "a gradient is no number, although outputs are; it comes from modules behind it",
+            }
+            return first[quantity], "go back to the last checkpoint"
+        gradient, epsilon = found.get((name, "gradient rms")), self._epsilons.get(name, 0.0)
+        if quantity == UPDATE and gradient == 0.0:
+            return "no gradient comes to it", "see what lies behind it in the model, and requires_grad"
+        if quantity == UPDATE and value == 0.0:
+            return "it does not move although its rate is not 0", f"see its gradient rms; {_AUDIT}"
+        if not bounds.expected:  # a tensor that the table does not decay, or that did not move in the proxy
+            return "it should be 0", _AUDIT
+        if quantity == UPDATE:
+            times = f"its update is {value / bounds.expected:.2g} times the proxy's"
+            if value < bounds.low and gradient is not None and gradient < _NEAR_EPSILON * epsilon:
+                return (
+                    f"{times}, and its gradients ({gradient:.2g}) are near epsilon ({epsilon:.2g})",
+                    "train with a smaller optimizer.eps",
+                )
+            return f"{times}: its gradients, epsilon, or the data", _AUDIT
+        if quantity in ("rate", "decay"):
+            return (
+                f"its optimizer group has {value / bounds.expected:.3g} times the table's, under the schedule",
+                _AUDIT,
+            )
+        if quantity in ("largest logit", "attention entropy"):
+            return "queries and keys grow, or the softmax scale is another", "see weight rms of its queries and keys"
+        if quantity in ("router entropy", "load entropy"):
+            return "the router sends tokens to few experts", "see its update rms, and the rate of its auxiliary loss"
+        cause = "what it reads, its weights or its multiplier"
+        return cause, "see the first module in the model's order that is named"
 
 
 def _distance(alarm: Alarm) -> float:
@@ -179,34 +229,3 @@ def _distance(alarm: Alarm) -> float:
     if alarm.value < alarm.low:
         return math.log(alarm.low / alarm.value) if alarm.value > 0 else 1e3
     return math.log(alarm.value / alarm.high) if alarm.high > 0 else 1e3
-
-
-_AUDIT = "a resume audits rates and groups again (audit.json)"
-
-
-def _cause(series: Name, value: float, bounds: Bounds, found: Mapping[Name, float]) -> tuple[str, str]:
-    """The likely cause of an alarm, and what decides it."""
-    name, quantity = series
-    if not math.isfinite(value):
-        return "the first module whose output is no number is named first", "go back to the last checkpoint"
-    if quantity == UPDATE and found.get((name, "gradient rms")) == 0.0:
-        return "no gradient comes to it", "see what lies behind it in the model, and requires_grad"
-    if quantity == UPDATE and value == 0.0:
-        return "it does not move although its rate is not 0", f"see its gradient rms; {_AUDIT}"
-    if not bounds.expected:  # a tensor that the table does not decay, or that did not move in the proxy
-        return "it should be 0", _AUDIT
-    if quantity == UPDATE:
-        times = value / bounds.expected
-        return f"its update is {times:.2g} times the proxy's: its gradients, epsilon, or the data", _AUDIT
-    if quantity in ("rate", "decay"):
-        return (
-            f"its optimizer group has {value / bounds.expected:.3g} times the table's, under the schedule",
-            _AUDIT,
-        )
-    if quantity in ("largest logit", "attention entropy"):
-        return "queries and keys grow, or the softmax scale is another", "see weight rms of its queries and keys"
-    if quantity in ("router entropy", "load entropy"):
-        return "the router sends tokens to few experts", "see its update rms, and the rate of its auxiliary loss"
-    moved = any(other == (name, UPDATE) for other in found)
-    what = "what it reads, its initial values or its multiplier" if not moved else "its weights"
-    return what, "see the first module in the model's order that is named"

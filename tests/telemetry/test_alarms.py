@@ -215,3 +215,55 @@ def test_decay_of_a_tensor_that_the_table_does_not_decay() -> None:
     (alarm,) = Alarms(table, None).see(10, found, 0.5)
     assert (alarm.name, alarm.quantity, alarm.high, alarm.cause) == (gain, "decay", 0.0, "it should be 0")
     assert "more than 0" in alarm.line
+
+
+def said(changed: dict[str, Any], found: dict[tuple[str, str], float], readings: int = READINGS) -> list[Any]:
+    """What some equal readings say without a band."""
+    config = config_of(Path("unused"), "gpt3", **changed)
+    alarms = Alarms(parametrize(config, prepare(config).vocab_size), None)
+    return [alarm for step in range(readings) for alarm in alarms.see(STEPS // 2 + step, found, 0.5)]
+
+
+def test_predictions_that_the_loss_leaves_out_may_stand() -> None:
+    """A layer of multi-token prediction whose loss counts for nothing; where it counts, it must move."""
+    name = "mtp.layers.0.eh_proj.weight"
+    still = {(name, "update over weight"): 0.0, (name, "weight rms"): 1.0, ("run", "schedule"): 0.5}
+    mtp = {"model__mtp_num_layers": 1}
+    assert said({**mtp, "model__mtp_loss_scaling_factor": 0.0}, still) == []
+    (alarm,) = said({**mtp, "model__mtp_loss_scaling_factor": 0.1}, still)
+    assert (alarm.name, alarm.quantity, alarm.value) == (name, UPDATE, 0.0)
+
+
+def test_a_gradient_that_is_no_number_is_told_as_that() -> None:
+    """At once, and before what it made of weights; beside an output, the output is told."""
+    gradient, weight = (FC1, "gradient rms"), (EMBEDDING, "weight rms")
+    (alarm,) = said({}, {gradient: math.nan}, 1)
+    assert (alarm.name, alarm.quantity) == gradient
+    assert alarm.cause == "a gradient is no number, although outputs are; it comes from modules behind it"
+    (alarm,) = said({}, {gradient: math.inf, weight: math.nan}, 1)
+    assert (alarm.name, alarm.quantity) == weight
+    assert alarm.cause == "a weight is no number, although outputs were"
+    output = ("decoder.layers.0.mlp", "output rms")
+    (alarm,) = said({}, {gradient: math.inf, output: math.nan}, 1)
+    assert (alarm.name, alarm.quantity) == output
+
+
+def test_gradients_near_epsilon_are_the_cause(bands: Any) -> None:
+    """Updates a tenth of the proxy's: epsilon is the cause where gradients are within ten times of it."""
+    config = config_of(Path("unused"), "gpt3")
+    table = parametrize(config, prepare(config).vocab_size)
+    band = Band.read(bands("gpt3")).on(table)
+    bounds, eps = band(FC1, UPDATE, 0.5), table.tensors[FC1].eps
+    assert bounds is not None
+    assert eps is not None
+    for gradient, cause in ((5 * eps, f"near epsilon ({eps:.2g})"), (20 * eps, "its gradients, epsilon, or the data")):
+        found = {
+            (FC1, "update over weight"): 0.05 * bounds.expected,
+            (FC1, "weight rms"): 1.0,
+            (FC1, "gradient rms"): gradient,
+            ("run", "schedule"): 0.5,
+        }
+        alarms = Alarms(table, band)
+        (alarm,) = [alarm for step in range(READINGS) for alarm in alarms.see(STEPS // 2 + step, found, 0.5)]
+        assert alarm.quantity == UPDATE
+        assert cause in alarm.cause

@@ -19,14 +19,10 @@ from mup_megatron.audit.at_work import AtWork
 from mup_megatron.audit.findings import Audit, Finding
 from mup_megatron.audit.initial import NOT_THE_SEEDS, copies, initial_values
 from mup_megatron.audit.sums import over_ranks, share_of
-from mup_megatron.audit.update import WEIGHT, Rates, Sample, expected_update
+from mup_megatron.audit.update import WEIGHT, Rates, Sample, expected_update, judged_update, share_of_update
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 
-_ERROR = 1e-3
-"""Share of an update by which it may be off (root of the sum of squares over the elements looked at)."""
-_ROUNDING = 2.0**-23
-"""Of a weight in float32, from which an update is subtracted."""
 _RATE = 1e-6
 """Relative, of what a group says: some optimizers keep it in float32."""
 
@@ -192,29 +188,27 @@ class Auditor:
                 expected: torch.Tensor | None = torch.zeros_like(after[WEIGHT])
             else:
                 expected = expected_update(
-                    row,
+                    row.group.update_rule,
                     sample.values,
                     after,
-                    rates=rates,
+                    lr=rates.rate(row),
+                    eps=row.eps or 0.0,
+                    decay=row.weight_decay * rates.weight_decay * self._decoupled,
                     betas=self._betas,
-                    decoupled=self._decoupled,
                     updates=done - self._fresh,
                 )
             if expected is None:
                 continue
-            told = ~expected.isnan()
-            expected, moved = expected[told], (after[WEIGHT] - sample.values[WEIGHT])[told]
-            allowed = (_ERROR * expected).square() + (_ROUNDING * after[WEIGHT][told]).square()
             reached = sum(float(value.count_nonzero()) for kind, value in whole.items() if kind != WEIGHT)
-            numbers = ((moved - expected).square(), allowed, moved * expected, expected.square())
+            numbers = share_of_update(expected, sample.values[WEIGHT], after[WEIGHT])
             share = share_of(name, row.shape.spec, self._layout, rank)
-            sums[name] = [share, share * reached, *(share * float(number.sum()) for number in numbers)]
+            sums[name] = [share, *(share * number for number in (reached, *numbers))]
         self._samples = []
         for name, (known, reached, *means) in over_ranks(sums, list(self._table.tensors), 6, self._device).items():
             if not known:
                 self.audit.unseen.append(f"update of {name}")
                 continue
-            self.audit.add([_judged_update(name, means)])
+            self.audit.add([judged_update(name, means)])
             if not (reached or self._may_stand(name)):
                 self.audit.add([_still(name)])
         # The optimizer's own weights: what the forward pass takes may be gathered when it begins.
@@ -229,18 +223,6 @@ class Auditor:
 
 def _still(name: str) -> Finding:
     return Finding(tensor=name, quantity="gradient", expected=None, found=0.0, within="any but 0", right=False)
-
-
-def _judged_update(name: str, sums: Sequence[float]) -> Finding:
-    off, allowed, along, size = sums
-    return Finding(
-        tensor=name,
-        quantity="update over the table's",
-        expected=1.0,
-        found=along / size if size else 1.0 if off <= allowed else math.inf,
-        within=f"{_ERROR:g} of it, and the rounding of weights",
-        right=off <= allowed,
-    )
 
 
 _SAID = ("lr", "eps", "weight_decay", "first beta", "second beta")

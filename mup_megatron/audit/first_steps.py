@@ -1,21 +1,46 @@
-"""The audit of a run whose loop is somebody else's, from around its optimizer's step. Public name: `FirstSteps`."""
+"""The audit of a run whose loop is somebody else's, from around its optimizer's step.
+
+Public names: `FirstSteps`, `Questions`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from mup_megatron.audit.auditor import Auditor
 from mup_megatron.audit.findings import Audit
+from mup_megatron.audit.update import Rates
 from mup_megatron.util.errors import UserError
+
+
+class Questions(Protocol):
+    """What is asked of a run: `Auditor` knows the whole model's table, `ModelAudit` a plain torch model."""
+
+    audit: Audit
+
+    def ask_multipliers(self) -> None:
+        """After forward passes that were looked at: what they multiply with."""
+        ...
+
+    def begin_step(self, done: int) -> None:
+        """Before a step, behind so many updates."""
+        ...
+
+    def ask_groups(self) -> Rates:
+        """What the optimizer's groups say; returns the rates of the step."""
+        ...
+
+    def end_step(self, rates: Rates, done: int) -> None:
+        """Behind a step of these rates, which makes so many updates."""
+        ...
 
 
 class FirstSteps:
     """Asks at the first step that moves anything, and of the groups once more when the scheduler has gone on.
 
     Args:
-        auditor: whose forward passes are looked at already.
+        questions: whose forward passes are looked at already.
         updates: how many updates the optimizer counts.
         took: whether a step, by what it returned, changed the weights.
         tell: takes what was found: after the first step, and before the second one where something else is wrong then.
@@ -25,14 +50,14 @@ class FirstSteps:
 
     def __init__(
         self,
-        auditor: Auditor,
+        questions: Questions,
         *,
         updates: Callable[[], int],
         took: Callable[[Any], bool],
         tell: Callable[[Audit], None],
         give_up: Callable[[Exception], None],
     ) -> None:
-        self._auditor: Auditor | None = auditor
+        self._questions: Questions | None = questions
         self._updates, self._took, self._tell, self._give_up = updates, took, tell, give_up
         self._moved = False
 
@@ -41,40 +66,52 @@ class FirstSteps:
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._ask(self._before)
+            self.before()
             result = step(*args, **kwargs)
-            if self._auditor is not None and self._took(result):
-                self._ask(self._behind)
+            self.behind(result)
             return result
 
         return call
 
-    def _ask(self, question: Callable[[Auditor], None]) -> None:
+    def before(self) -> None:
+        """Before a step: what it starts from; before the second one, the groups, which a scheduler has changed."""
+        self._ask(self._before)
+
+    def behind(self, result: Any = None) -> None:
+        """Behind a step: how the groups and the tensors are.
+
+        Args:
+            result: what the step returned.
+        """
+        if self._questions is not None and self._took(result):
+            self._ask(self._behind)
+
+    def _ask(self, question: Callable[[Questions], None]) -> None:
         """One question; the run does not end with an error of the audit's own."""
-        if self._auditor is None:
+        if self._questions is None:
             return
         try:
-            question(self._auditor)
+            question(self._questions)
         except UserError:
             raise
         except Exception as error:
-            self._auditor = None
+            self._questions = None
             self._give_up(error)
 
-    def _before(self, auditor: Auditor) -> None:
-        auditor.ask_multipliers()
+    def _before(self, questions: Questions) -> None:
+        questions.ask_multipliers()
         if not self._moved:
-            auditor.begin_step(self._updates())
+            questions.begin_step(self._updates())
             return
-        self._auditor, wrong = None, len(auditor.audit.wrong)
-        auditor.ask_groups()
-        if len(auditor.audit.wrong) > wrong:
-            self._tell(auditor.audit)
+        self._questions, wrong = None, len(questions.audit.wrong)
+        questions.ask_groups()
+        if len(questions.audit.wrong) > wrong:
+            self._tell(questions.audit)
 
-    def _behind(self, auditor: Auditor) -> None:
-        rates = auditor.ask_groups()
+    def _behind(self, questions: Questions) -> None:
+        rates = questions.ask_groups()
         if not rates.lr:  # of a warm-up: nothing has moved
             return
-        auditor.end_step(rates, self._updates())
+        questions.end_step(rates, self._updates())
         self._moved = True
-        self._tell(auditor.audit)
+        self._tell(questions.audit)

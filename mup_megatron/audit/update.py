@@ -1,22 +1,30 @@
 """One optimizer step, recomputed in float64 from what the optimizer keeps.
 
-Public names: `Rates`, `Sample`, `expected_update`.
+Public names: `Rates`, `Sample`, `expected_update`, `share_of_update`, `judged_update`,
+`ERROR`.
 Adam and Lion keep enough of a gradient for that after their step, whatever happened to the gradient on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from mup_megatron.audit.findings import Finding
+from mup_megatron.rules.formulas import UpdateRule
 from mup_megatron.rules.table import TensorHyperparameters
 
 WEIGHT = "weight"
 _MOST = 4096
 """Elements of each slice that are looked at."""
+ERROR = 1e-3
+"""Share of an update by which it may be off (root of the sum of squares over the elements looked at)."""
+_ROUNDING = 2.0**-23
+"""Of a weight in float32, from which an update is subtracted."""
 _FLOAT32 = 2.0**-22
 """Of the larger terms of a difference in float32: four of its roundings."""
 
@@ -70,43 +78,79 @@ class Sample:
         }
 
 
+def share_of_update(
+    expected: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    *,
+    error: float = ERROR,
+    rounding: float = _ROUNDING,
+) -> list[float]:
+    """Sums over elements: how far off a step is, squared; how far it may be; and what it is along the expected one.
+
+    Args:
+        expected: what the elements should have moved, float64; NaN where it is not told.
+        before: the weights' elements, float64.
+        after: the same behind the step.
+        error: share of the update by which it may be off.
+        rounding: of the weights, relative.
+    """
+    told = ~expected.isnan()
+    expected, moved = expected[told], (after - before)[told]
+    allowed = (error * expected).square() + (rounding * after[told]).square()
+    numbers = ((moved - expected).square(), allowed, moved * expected, expected.square())
+    return [float(number.sum()) for number in numbers]
+
+
+def judged_update(name: str, sums: Sequence[float]) -> Finding:
+    """What is found of a step, from `share_of_update`."""
+    off, allowed, along, size = sums
+    return Finding(
+        tensor=name,
+        quantity="update over the table's",
+        expected=1.0,
+        found=along / size if size else 1.0 if off <= allowed else math.inf,
+        within=f"{ERROR:g} of it, and the rounding of weights",
+        right=off <= allowed,
+    )
+
+
 def expected_update(
-    row: TensorHyperparameters,
+    rule: UpdateRule,
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
     *,
-    rates: Rates,
+    lr: float,
+    eps: float,
+    decay: float,
     betas: tuple[float, float],
-    decoupled: bool,
     updates: int,
 ) -> torch.Tensor | None:
-    """How far the table has the elements move in one step; None where what the optimizer keeps does not tell.
+    """How far the elements move in one step; None where what the optimizer keeps does not tell.
 
     NaN stands for single elements of which it does not tell: Lion's signs of what is 0 within rounding.
 
     Args:
-        row: of the tensor.
+        rule: how the optimizer's update scales.
         before: elements of the weight and of the moments before the step, float64.
         after: the same after it.
-        rates: of the step.
+        lr: learning rate of the step.
+        eps: Adam's epsilon.
+        decay: decoupled; 0 where it is part of the gradient.
         betas: of the optimizer.
-        decoupled: whether Adam's decay is not part of the gradient.
         updates: in the optimizer's averages, this one among them.
     """
-    rule, weight = row.group.update_rule, before[WEIGHT]
-    lr = rates.rate(row)
-    decay = lr * row.weight_decay * rates.weight_decay * weight if decoupled else torch.zeros_like(weight)
-    first, second = betas
+    shrunk, (first, second) = lr * decay * before[WEIGHT], betas
     if rule == "adam" and "exp_avg_sq" in after:
         mean = after["exp_avg"] / (1 - first**updates)
-        size = (after["exp_avg_sq"] / (1 - second**updates)).sqrt() + (row.eps or 0.0)
-        return -lr * mean / size - decay
+        size = (after["exp_avg_sq"] / (1 - second**updates)).sqrt() + eps
+        return -lr * mean / size - shrunk
     if rule == "lion" and "exp_avg" in after:
-        held = before.get("exp_avg", torch.zeros_like(weight))
+        held = before.get("exp_avg", torch.zeros_like(shrunk))
         gradient = (after["exp_avg"] - second * held) / (1 - second)
         step = first * held + (1 - first) * gradient
         rounding = _FLOAT32 * (after["exp_avg"].abs() + held.abs()) * (1 - first) / (1 - second)
-        return -lr * step.sign().masked_fill(step.abs() < rounding, torch.nan) - decay
+        return -lr * step.sign().masked_fill(step.abs() < rounding, torch.nan) - shrunk
     if rule == "sgd" and "momentum_buffer" in after:
         return -lr * after["momentum_buffer"]  # of torch, which adds the decay to the gradient
     return None

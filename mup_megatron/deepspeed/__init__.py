@@ -22,6 +22,8 @@ from mup_megatron.deepspeed.optimizer import groups_of_config, trained
 from mup_megatron.deepspeed.refused import Replaced, refuse
 from mup_megatron.deepspeed.schedule import guard, per_group
 from mup_megatron.engines.deepspeed_mpu import adapted, sum_sequence_parallel_gradients
+from mup_megatron.engines.deepspeed_whole import groups_of, inner, whole
+from mup_megatron.mup.auditing import MOMENTS, Action, ModelAudit, first_steps
 from mup_megatron.mup.in_place import is_parametrized, split_in_place
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_text
@@ -41,6 +43,8 @@ def initialize(
     config: str | Path | dict[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
+    *,
+    audit: Action = "stop",
 ) -> tuple[Any, Any, Any, Any]:
     """What deepspeed.initialize does, in µP. Rates, epsilon and decay that are given are the base's.
 
@@ -61,13 +65,15 @@ def initialize(
             not changed.
         mesh_param: as of deepspeed.initialize.
         config_params: as `config`.
+        audit: what becomes of something wrong at the first step (`mup_megatron.mup.audit`).
 
     Returns:
         engine, optimizer, data loader, scheduler.
 
     Raises:
         UserError: a parameter has no infinite shape (named), an optimizer has no rule, or DeepSpeed would train
-            something else than was asked for. Later, from the engine: rates that are no longer µP's.
+            something else than was asked for. Later, from the engine: rates that are no longer µP's, and what the
+            audit of the first step finds.
     """
     if model is None:
         raise UserError("model: missing; expected a torch.nn.Module")
@@ -103,7 +109,32 @@ def initialize(
     replaced.check(engine.module)
     if groups:
         guard(engine)
+        if audit != "off":
+            _audit(engine, audit)
     return engine, *rest
+
+
+def _audit(engine: Any, action: Action) -> None:
+    """Has the engine's first step looked at."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    questions = ModelAudit(
+        engine.module,
+        inner(optimizer, stage),
+        lambda parameter: whole(optimizer, parameter, stage, MOMENTS),
+        lambda parameter: groups_of(optimizer, parameter, stage),
+    )
+    steps = first_steps(
+        questions,
+        inner(optimizer, stage),
+        action=action,
+        say=print,
+        took=lambda: not getattr(optimizer, "overflow", False),
+    )
+    if stage == 0:  # schedules of torch's want an optimizer's own step
+        optimizer.register_step_pre_hook(lambda *_: steps.before())
+        optimizer.register_step_post_hook(lambda *_: steps.behind())
+    else:
+        optimizer.step = steps.around(optimizer.step)
 
 
 def _client(model: torch.nn.Module, optimizer: Any, parameters: Any, lr_scheduler: Any) -> torch.optim.Optimizer:

@@ -14,12 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -28,6 +23,7 @@ from mup_megatron.engines import WEIGHT, StepResult
 from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
 from mup_megatron.engines.deepspeed_mpu import Mpu, sum_sequence_parallel_gradients
 from mup_megatron.engines.deepspeed_parts import gradient_parts, weight_parts
+from mup_megatron.engines.deepspeed_whole import groups_of, inner, link_moments, whole
 from mup_megatron.engines.experts import forget_logged_losses, scale_hidden_losses, update_expert_bias
 from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.engines.optim import MOMENTS, allocate, build_optimizer, parameter_groups, set_learning_rates
@@ -125,32 +121,11 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """DeepSpeed's partitions of a parameter are put together; see engines.Engine."""
-        if self._layout.zero_stage == 0:
-            return {WEIGHT: parameter, **self._moments(self.optimizer.state[parameter])}
-        if not parameter.requires_grad:  # no optimizer has it
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self._layout.zero_stage == 3):
-                return {WEIGHT: parameter.detach().float().clone()}
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None and not mapping.optim_fragment:
-            self._link_moments()
-        whole = {WEIGHT: safe_get_full_fp32_param(parameter)}
-        states = self._inner.state.values()
-        kinds = self._moments(next(iter(states))) if states else {}
-        for kind in kinds:
-            whole[kind] = safe_get_full_optimizer_state(parameter, kind)
-        return whole
+        return whole(self.optimizer, parameter, self._layout.zero_stage, MOMENTS[self._parametrization.update_rule])
 
     def groups(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]] | None:
         """By the lists that DeepSpeed's partitions are made of; see engines.Engine."""
-        found, optimizer = self._inner.param_groups, self.optimizer
-        if self._layout.zero_stage == 0:
-            lists = [group["params"] for group in found]
-        elif self._layout.zero_stage == 3:
-            found = [found[optimizer.sub_group_to_group_id[number]] for number in range(len(optimizer.fp16_groups))]
-            lists = optimizer.fp16_groups
-        else:  # BF16_Optimizer, where the JSON has gradients accumulated in float32, has a name of its own
-            lists = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
-        return [group for group, held in zip(found, lists, strict=True) if any(each is parameter for each in held)]
+        return groups_of(self.optimizer, parameter, self._layout.zero_stage)
 
     @torch.no_grad()
     def prepare_state(self, kinds: Sequence[str], step: int) -> None:
@@ -160,7 +135,7 @@ class DeepSpeedEngine:
         else:
             flats = [parameter for group in self._inner.param_groups for parameter in group["params"]]
         allocate(self._inner, flats, kinds, step)
-        self._link_moments()
+        link_moments(self.optimizer)
 
     @torch.no_grad()
     def scatter(self, parameter: torch.nn.Parameter, values: dict[str, torch.Tensor]) -> None:
@@ -181,25 +156,10 @@ class DeepSpeedEngine:
         for kind, value in values.items():
             safe_set_full_optimizer_state(parameter, value, kind)
 
-    def _link_moments(self) -> None:
-        """Lets DeepSpeed's stages 1 and 2 find the moments of every group.
-
-        DeepSpeed 0.19 links them once, when the first group has stepped and the others have no moments yet
-        (stage_1_and_2.py, _optimizer_step), so that with several groups its own accessors find none of theirs.
-        """
-        if hasattr(self.optimizer, "_hp_optimizer_states_linked"):
-            self.optimizer._hp_optimizer_states_linked = False
-            self.optimizer._lazy_init_hp_params_optimizer_state()
-
     @property
     def _inner(self) -> torch.optim.Optimizer:
         """The optimizer that DeepSpeed has wrapped."""
-        return self.optimizer if self._layout.zero_stage == 0 else self.optimizer.optimizer
-
-    def _moments(self, state: Any) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps of a parameter. DeepSpeed's Lion for CPUs also allocates a moment it never uses."""
-        own = MOMENTS[self._parametrization.update_rule]
-        return {kind: value for kind, value in state.items() if torch.is_tensor(value) and kind in own}
+        return inner(self.optimizer, self._layout.zero_stage)
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks; see engines.Engine."""

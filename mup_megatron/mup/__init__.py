@@ -5,6 +5,7 @@ modules become `mup_megatron.mup.init` and so on. docs/torch.md says what differ
 parameters under DistributedDataParallel, fully_shard, tensor parallelism, DeepSpeed's ZeRO and torch.compile.
 """
 
+from mup_megatron.mup.auditing import audit
 from mup_megatron.mup.clip import clip_grad_norm_
 from mup_megatron.mup.hugging_face import prepare_hf
 from mup_megatron.mup.in_place import split_in_place
@@ -46,6 +47,7 @@ __all__ = [
     "MuSharedReadout",
     "apply_infshapes",
     "assert_hidden_size_inf",
+    "audit",
     "clear_dims",
     "clip_grad_norm_",
     "eye_",

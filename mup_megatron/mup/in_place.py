@@ -1,11 +1,13 @@
 """Optimizer groups in µP for an optimizer that somebody else built: torch's, Apex's, DeepSpeed's.
 
-Public names: `split_in_place`, `is_parametrized`, `check_infshapes`. Hugging Face's Trainer and DeepSpeed build
-optimizers from settings of their own; the groups are split afterwards, and the optimizer stays the same object.
+Public names: `split_in_place`, `is_parametrized`, `check_infshapes`, `rule_of`, `adds_l2`. Hugging Face's Trainer and
+DeepSpeed build optimizers from settings of their own; the groups are split afterwards, and the optimizer stays the same
+object.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +32,11 @@ def is_parametrized(optimizer: torch.optim.Optimizer) -> bool:
     return all(MULTIPLIER in group for group in optimizer.param_groups)
 
 
+def rule_of(optimizer: torch.optim.Optimizer) -> formulas.UpdateRule | None:
+    """How an optimizer's rate scales, by the name of its class; None where that is not known."""
+    return next((_RULES[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _RULES), None)
+
+
 def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Splits an optimizer's groups by the rules, whose values are taken as the base's. The optimizer stays the same.
 
@@ -41,14 +48,13 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         UserError: it has no rule, has stepped, adds L2 to the gradient under Adam, or a parameter has no infinite
             shape. Nothing has been changed then.
     """
-    name = type(optimizer).__name__
-    rule = next((_RULES[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _RULES), None)
+    name, rule = type(optimizer).__name__, rule_of(optimizer)
     if rule is None:
         raise UserError(f"optimizer: there is no rule for {name}; expected one of {', '.join(sorted(_RULES))}")
     if optimizer.state:
         raise UserError(f"optimizer: {name} has state already; expected one that has not stepped yet")
     for group in optimizer.param_groups:
-        if group.get("weight_decay") and _adds_l2(optimizer, group):
+        if group.get("weight_decay") and adds_l2(optimizer, group):
             raise UserError(
                 f"optimizer: {name} adds its weight decay of {group['weight_decay']} to the gradient, whose scale then "
                 "decides what is left of it; expected AdamW, or weight_decay=0"
@@ -62,7 +68,8 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
             optimizer.add_param_group(group)
 
 
-def _adds_l2(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def adds_l2(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of Adam's kind takes a group's weight decay as a part of the gradient."""
     if hasattr(optimizer, "adam_w_mode"):  # Apex's and DeepSpeed's
         return not optimizer.adam_w_mode
     coupled = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)

@@ -8,7 +8,7 @@ MUTANTS = (
     decorated(
         "audit: updates are not compared",
         "any update is right",
-        "audit.auditor._judged_update",
+        "audit.update.judged_update",
         "lambda f: lambda *a: __import__('dataclasses').replace(f(*a), right=True)",
         "train/test_auditing.py::test_a_wrong_rate_stops_the_run",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mup_megatron.audit.findings import Audit
-from mup_megatron.audit.update import WEIGHT, Rates, expected_update
+from mup_megatron.audit.update import WEIGHT, expected_update
 from mup_megatron.engines.setup import resolve
 from mup_megatron.rules.table import TensorHyperparameters
 from tests.helpers.configs import MIXED, make
@@ -24,7 +24,9 @@ def moved(row: TensorHyperparameters, gradient: torch.Tensor, average: torch.Ten
     update = -row.lr * (FIRST * average + (1 - FIRST) * gradient).sign()
     after = {WEIGHT: update.double(), "exp_avg": (SECOND * average + (1 - SECOND) * gradient).double()}
     before = {WEIGHT: torch.zeros_like(gradient).double(), "exp_avg": average.double()}
-    again = expected_update(row, before, after, rates=Rates(1.0), betas=(FIRST, SECOND), decoupled=True, updates=9)
+    again = expected_update(
+        "lion", before, after, lr=row.lr, eps=0.0, decay=row.weight_decay, betas=(FIRST, SECOND), updates=9
+    )
     assert again is not None
     return after[WEIGHT], again
 

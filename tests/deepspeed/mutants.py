@@ -15,6 +15,14 @@ MUTANTS = (
         "1.0",
         f"{_TESTS}::test_schedules_keep_the_ratios[WarmupDecayLR]",
     ),
+    mutant(
+        "audit: DeepSpeed's partitions",
+        "the step of ZeRO's optimizer is not looked at",
+        "deepspeed._audit",
+        "optimizer.step = steps.around(optimizer.step)",
+        "pass",
+        "deepspeed/test_deepspeed_audit.py::test_a_planted_fault_is_named",
+    ),
     decorated(
         "deepspeed: a user's schedule with one rate",
         "a scheduler that has moved groups apart is not noticed",

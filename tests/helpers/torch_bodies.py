@@ -90,7 +90,7 @@ def group_of(optimizer: Any, named: dict[str, Any]) -> dict[str, tuple[float, fl
     return {name: (groups[id(p)]["lr"], groups[id(p)]["weight_decay"]) for name, p in named.items()}
 
 
-def split(rank: Rank, *, how: str, steps: int = 6, mu: str = "ours") -> dict[str, Any]:
+def split(rank: Rank, *, how: str, steps: int = 6, mu: str = "ours", audits: bool = False) -> dict[str, Any]:
     """Trains the model split over the ranks; returns losses, the rates of each parameter and its infinite shape."""
     import deepspeed.comm
     import mup as microsofts
@@ -127,11 +127,14 @@ def split(rank: Rank, *, how: str, steps: int = 6, mu: str = "ours") -> dict[str
     named = {name.removeprefix("module."): parameter for name, parameter in net.named_parameters()}
     optimizer = source.MuAdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
     groups = group_of(optimizer, named)
+    said: list[str] = []
+    if audits:
+        mup.audit(forward, optimizer, say=said.append)
     losses = train(forward, optimizer, steps, *part)
     named = {name.removeprefix("module."): parameter for name, parameter in net.named_parameters()}
     local = {name: tuple(getattr(p, "to_local", lambda p=p: p)().shape) for name, p in named.items()}
     shapes = {name: [tuple(dim) for dim in parameter.infshape] for name, parameter in named.items()}
-    return {"losses": losses, "groups": groups, "infshapes": shapes, "local": local}
+    return {"losses": losses, "groups": groups, "infshapes": shapes, "local": local, "said": said}
 
 
 def _fully_shard(net: Any) -> None:

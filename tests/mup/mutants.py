@@ -40,6 +40,22 @@ MUTANTS = (
         _LOSSES,
     ),
     mutant(
+        "audit: a plain model's update is not compared",
+        "a step that has a rate of its own passes",
+        "mup.auditing.ModelAudit.end_step",
+        "judged_update(name, sums)",
+        "judged_update(name, [0.0, 1.0, 1.0, 1.0])",
+        "mup/test_auditing.py::test_a_planted_fault_is_named",
+    ),
+    mutant(
+        "audit: groups behind the first step",
+        "a scheduler that sets one rate behind the first step passes",
+        "audit.first_steps.FirstSteps._before",
+        "questions.ask_groups()",
+        "None",
+        "mup/test_auditing.py::test_a_planted_fault_is_named",
+    ),
+    mutant(
         "torch: a gate that is a MuReadout",
         "its multiplier is lost in silence",
         "mup.foreign.check_gates",

@@ -1,0 +1,356 @@
+"""The audit of a plain torch model's first step: healthy runs are right, and every planted fault is named by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mup_megatron import mup
+from mup_megatron.audit.findings import Audit
+from mup_megatron.mup.in_place import split_in_place
+from mup_megatron.util.errors import UserError
+from tests.helpers import torch_bodies as bodies
+from tests.helpers.distributed import Ranks
+from tests.helpers.torch_bodies import DECAY, EPS, LR
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "eps": EPS}
+TENSORS = 9  # of bodies.Model: embedding, two weights and biases, gain and bias of the norm, readout's two
+
+
+def split(kind: Any, **keys: Any) -> Callable[[Any], Any]:
+    """An optimizer of torch's, split in place."""
+
+    def make(net: Any) -> Any:
+        optimizer = kind(net.parameters(), **keys)
+        split_in_place(net, optimizer)
+        return optimizer
+
+    return make
+
+
+def mu(kind: Any, **keys: Any) -> Callable[[Any], Any]:
+    return lambda net: kind(net.parameters(), **keys)
+
+
+def two_groups(net: Any) -> Any:
+    """Another rate for matrices, and no decay of vectors, as users write it."""
+    matrices = [p for p in net.parameters() if p.dim() > 1]
+    vectors = [p for p in net.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "lr": 2 * LR}, {"params": vectors, "weight_decay": 0.0}]
+    return mup.MuAdamW(groups, lr=LR, weight_decay=DECAY)
+
+
+HEALTHY: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "AdamW": (split(torch.optim.AdamW, **ADAMW), 0),
+    "MuAdamW": (mu(mup.MuAdamW, **ADAMW), 0),
+    "MuAdam with L2": (mu(mup.MuAdam, **ADAMW), 0),
+    "Adam": (split(torch.optim.Adam, lr=LR, eps=EPS), 0),
+    "AdamW, maximizing": (split(torch.optim.AdamW, maximize=True, **ADAMW), 0),
+    "AdamW, one tensor after the other": (split(torch.optim.AdamW, foreach=False, **ADAMW), 0),
+    "AdamW, fused": (split(torch.optim.AdamW, fused=True, **ADAMW), 0),
+    "AdamW, betas": (split(torch.optim.AdamW, betas=(0.8, 0.7), **ADAMW), 0),
+    "AMSGrad": (split(torch.optim.AdamW, amsgrad=True, **ADAMW), TENSORS),
+    "RMSprop": (split(torch.optim.RMSprop, lr=LR), TENSORS),
+    "SGD": (mu(mup.MuSGD, lr=LR), 0),
+    "SGD with decay": (mu(mup.MuSGD, lr=LR, weight_decay=DECAY), 0),
+    "SGD with momentum": (mu(mup.MuSGD, lr=LR, momentum=0.9, weight_decay=DECAY), 0),
+    "SGD with Nesterov's": (mu(mup.MuSGD, lr=LR, momentum=0.9, nesterov=True), TENSORS),
+    "two groups": (two_groups, 0),
+    "per tensor": (
+        lambda net: (
+            mup.set_per_tensor(net, {"embedding": {"lr": 4.0}, "hidden": {"weight_decay": 0.0}})
+            and mup.MuAdamW(net.parameters(), **ADAMW)
+        ),
+        0,
+    ),
+}
+
+
+def audited(net: Any, optimizer: Any, steps: int = 3, **keys: Any) -> tuple[Audit, list[str]]:
+    said: list[str] = []
+    found = mup.audit(net, optimizer, say=said.append, **keys)
+    bodies.train(net, optimizer, steps)
+    return found, said
+
+
+@pytest.mark.parametrize("how", HEALTHY)
+def test_a_healthy_run_is_right(how: str) -> None:
+    make, unseen = HEALTHY[how]
+    net = bodies.model()
+    found, said = audited(net, make(net))
+    not_seen = f" ({unseen} not seen)" if unseen else ""
+    assert said == [f"audit: {TENSORS} tensors, {TENSORS} right; 1 multipliers, 1 right{not_seen}"]
+    assert len({finding.tensor for finding in found.findings if finding.quantity == "update over the table's"}) == (
+        TENSORS - unseen
+    )
+    (readout,) = [finding for finding in found.findings if finding.of == "module"]
+    assert (readout.tensor, readout.expected) == ("readout", pytest.approx(2.0 / 4))  # output_mult over 32/8
+    assert readout.found == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_warm_up_from_nothing_and_a_scheduler() -> None:
+    """Steps at a rate of 0 are not judged; rates that a schedule scales together are right."""
+    net = bodies.model()
+    optimizer = mup.MuAdamW(net.parameters(), **ADAMW)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [0.0, 0.0, 0.5, 1.0][min(step, 3)])
+    said: list[str] = []
+    mup.audit(net, optimizer, say=said.append)
+    lines = []
+    for batch in bodies.batches(4):
+        optimizer.zero_grad()
+        bodies.loss_of(net, batch).backward()
+        optimizer.step()
+        schedule.step()
+        lines.append(len(said))
+    assert lines == [0, 0, 1, 1]
+    assert f"{TENSORS} right" in said[0]
+
+
+def test_a_run_that_goes_on() -> None:
+    """An optimizer whose averages are of earlier steps."""
+    net = bodies.model()
+    optimizer = mup.MuAdamW(net.parameters(), **ADAMW)
+    bodies.train(net, optimizer, 3)
+    _, said = audited(net, optimizer)
+    assert f"{TENSORS} right" in said[0]
+
+
+def test_half_precision() -> None:
+    """Weights and averages in bfloat16 round each step."""
+    net = bodies.model().bfloat16()
+    found, said = audited(net, mup.MuAdamW(net.parameters(), **ADAMW))
+    assert f"{TENSORS} right" in said[0]
+    assert not found.unseen
+
+
+def test_off_does_nothing() -> None:
+    net = bodies.model()
+    optimizer = mup.MuAdamW(net.parameters(), **ADAMW)
+    found, said = audited(net, optimizer, action="off")
+    assert said == []
+    assert not found.findings
+
+
+@pytest.mark.parametrize("how", ["ddp", "fully_shard", "tensor", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_a_model_that_ranks_share(ranks: Ranks, how: str) -> None:
+    """Each rank looks at its part; hooks would compile a compiled model once more, so its readout is not seen."""
+    first, second = ranks.run(2, bodies.split, how=how, steps=2, audits=True)
+    readout = " (1 not seen)" if how == "compiled" else "; 1 multipliers, 1 right"
+    assert first["said"] == [f"audit: {TENSORS} tensors, {TENSORS} right{readout}"]
+    assert second["said"] == []
+
+
+@pytest.mark.parametrize("kind", [mup.MuAdamW, mup.MuSGD])
+def test_losses_are_the_same_to_the_bit(kind: Any) -> None:
+    losses = []
+    for action in ("off", "stop"):
+        net = bodies.model()
+        optimizer = kind(net.parameters(), lr=LR)
+        mup.audit(net, optimizer, action=action, say=lambda line: None)
+        losses.append(bodies.train(net, optimizer, 4))
+    assert losses[0] == losses[1]
+
+
+# --- planted ---
+
+
+def group_with(optimizer: Any, net: Any, name: str) -> Any:
+    parameter = dict(net.named_parameters())[name]
+    (group,) = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
+    return group
+
+
+def taken(optimizer: Any, net: Any, name: str) -> Any:
+    """A parameter, out of the group that it was in."""
+    parameter = dict(net.named_parameters())[name]
+    group = group_with(optimizer, net, name)
+    group["params"] = [each for each in group["params"] if each is not parameter]
+    return parameter
+
+
+class Unknown(torch.optim.Optimizer):
+    """A class that nobody here knows: it subtracts the gradient's sign."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad.sign()
+
+
+@pytest.mark.parametrize("kind", [mup.MuAdam, mup.MuSGD])
+def test_groups_of_an_optimizer_that_nobody_knows(kind: Any) -> None:
+    """`impl=`: rates are held against the rule that fits, updates are not seen; a rate that is lost is named."""
+    for factor in (1.0, 2.0):
+        net = bodies.model()
+        optimizer = kind(net.parameters(), impl=Unknown, lr=LR / 10)
+        group_with(optimizer, net, "fc1.weight")["lr"] *= factor
+        found, said = audited(net, optimizer, action="warn")
+        assert len(found.unseen) == TENSORS
+        assert {finding.tensor for finding in found.wrong} == ({"fc1.weight"} if factor == 2 else set())
+    assert "fc1.weight: learning rate" in said[0]
+
+
+def lost(net: Any, optimizer: Any) -> None:
+    taken(optimizer, net, "norm.weight")
+
+
+def twice(net: Any, optimizer: Any) -> None:
+    group_with(optimizer, net, "fc1.weight")["params"].append(net.norm.weight)
+
+
+def swapped(net: Any, optimizer: Any) -> None:
+    groups = [group_with(optimizer, net, name) for name in ("embedding.weight", "fc1.weight")]
+    parameters = [taken(optimizer, net, name) for name in ("embedding.weight", "fc1.weight")]
+    groups[0]["params"].append(parameters[1])
+    groups[1]["params"].append(parameters[0])
+
+
+def rate(net: Any, optimizer: Any) -> None:
+    group_with(optimizer, net, "fc1.weight")["lr"] *= 2
+
+
+def stopped(net: Any, optimizer: Any) -> None:
+    group_with(optimizer, net, "fc2.weight")["lr"] = 0.0
+
+
+def epsilon(net: Any, optimizer: Any) -> None:
+    group_with(optimizer, net, "embedding.weight")["eps"] = EPS
+
+
+def decay(net: Any, optimizer: Any) -> None:
+    group_with(optimizer, net, "fc1.weight")["weight_decay"] = DECAY
+
+
+def coupled(net: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["decoupled_weight_decay"] = False
+
+
+def behind(change: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Something that happens within the optimizer's step."""
+
+    def plant(net: Any, optimizer: Any) -> None:
+        def hook(*_: Any) -> None:
+            with torch.no_grad():
+                change(net)
+
+        optimizer.register_step_post_hook(hook)
+
+    return plant
+
+
+def one_rate(net: Any, optimizer: Any) -> None:
+    """A schedule that sets the base's rate on every group, behind the first step."""
+
+    def hook(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = LR
+
+    calls: list[int] = []
+
+    def before(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            hook()
+
+    optimizer.register_step_pre_hook(before)
+
+
+def defaults(net: Any, optimizer: Any) -> None:
+    """A step that takes the base's rate, whatever its groups say."""
+    step = type(optimizer).step
+
+    class AdamW(type(optimizer)):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            rates = [group["lr"] for group in self.param_groups]
+            for group in self.param_groups:
+                group["lr"] = LR
+            step.__wrapped__(self)
+            for group, own in zip(self.param_groups, rates, strict=True):
+                group["lr"] = own
+
+    optimizer.__class__ = AdamW
+    optimizer._patch_step_function()
+
+
+def without_multiplier(net: Any, optimizer: Any) -> None:
+    readout = net.readout
+    readout.forward = lambda x: nn.functional.linear(x, readout.weight, readout.bias)
+
+
+def squared(net: Any, optimizer: Any) -> None:
+    readout = net.readout
+    forward = readout.forward
+    readout.forward = lambda x: forward(x / readout.width_mult())
+
+
+PLANTED: dict[str, tuple[Callable[[Any, Any], None], dict[str, str]]] = {
+    "a tensor in no group": (lost, {"norm.weight": "optimizer groups that hold it"}),
+    "a tensor in two groups": (twice, {"norm.weight": "optimizer groups that hold it"}),
+    "two tensors in each other's groups": (
+        swapped,
+        {"embedding.weight": "learning rate", "fc1.weight": "learning rate"},
+    ),
+    "twice the rate": (rate, {"fc1.weight": "learning rate"}),
+    "no rate": (stopped, {"fc2.weight": "learning rate"}),
+    "the base's epsilon": (
+        epsilon,  # of the group of all that have 4 times the outputs and the base's rate
+        dict.fromkeys(["embedding.weight", "fc2.bias", "norm.weight", "norm.bias", "readout.weight"], "epsilon"),
+    ),
+    "the base's decay": (decay, {"fc1.weight": "weight decay"}),
+    "decay in the gradient": (coupled, {"fc1.weight": "update over the table's"}),
+    "a tensor that is stepped twice as far": (
+        behind(lambda net: net.fc2.weight.mul_(1.01)),
+        {"fc2.weight": "update over the table's"},
+    ),
+    "a tensor that is put back": (
+        behind(lambda net: net.embedding.weight.copy_(bodies.model().embedding.weight)),
+        {"embedding.weight": "update over the table's"},
+    ),
+    "a schedule with one rate": (one_rate, {"fc1.weight": "learning rate", "fc2.weight": "learning rate"}),
+    "a step that has a rate of its own": (
+        defaults,
+        {"fc1.weight": "update over the table's", "fc2.weight": "update over the table's"},
+    ),
+    "a readout without a multiplier": (without_multiplier, {"readout": "readout multiplier"}),
+    "a readout that divides twice": (squared, {"readout": "readout multiplier"}),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_named(fault: str) -> None:
+    """By tensor and quantity, before a second step."""
+    plant, named = PLANTED[fault]
+    net = bodies.model()
+    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
+    split_in_place(net, optimizer)
+    plant(net, optimizer)
+    with pytest.raises(UserError, match="audit: 9 tensors") as caught:
+        audited(net, optimizer, steps=2)
+    found, _ = audited_and_warned(plant)
+    wrong = {(finding.tensor, finding.quantity) for finding in found.wrong}
+    assert set(named.items()) <= wrong, wrong
+    assert any(f"{tensor}: {quantity}" in str(caught.value) for tensor, quantity in named.items())
+    blamed = {tensor for tensor, _ in wrong}
+    if "rate of its own" not in fault and "gradient" not in fault:
+        assert blamed == set(named)
+
+
+def audited_and_warned(plant: Callable[[Any, Any], None]) -> tuple[Audit, list[str]]:
+    net = bodies.model()
+    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
+    split_in_place(net, optimizer)
+    plant(net, optimizer)
+    found, said = audited(net, optimizer, steps=2, action="warn")
+    assert said[-1].startswith("warning: audit: ")
+    return found, said

@@ -16,7 +16,7 @@ from mup_megatron.engines.optimizer_state import OptimizerState, updates_done
 from mup_megatron.model.global_names import named_parameters
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
-from mup_megatron.telemetry.alarms import Alarms
+from mup_megatron.telemetry.alarms import Alarms, write_alarms
 from mup_megatron.telemetry.reading import Readings
 from mup_megatron.telemetry.series import SCHEDULE, Name, SeriesFile
 from mup_megatron.util.errors import UserError
@@ -58,7 +58,7 @@ def begin(
             if file is not None:
                 file.write(done, found)
             if wrong := alarms.see(done, found, found.get(SCHEDULE, 0.0)):
-                alarms.write(folder / ALARMS if folder else Path(os.devnull), wrong, _say)
+                write_alarms(folder / ALARMS if folder else Path(os.devnull), wrong, _say)
         except UserError as error:
             _say(f"warning: {error}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import ALARMS, METRICS, TELEMETRY
 from mup_megatron.config import Config, load_config
+from mup_megatron.report.parts import read_json
 from mup_megatron.telemetry.band import BandOfTarget, band_of, with_updates
+from mup_megatron.telemetry.forecast import LossBins
 from mup_megatron.telemetry.series import read_series
+from mup_megatron.tuning.predicted import in_words
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import json_lines, open_regular
 from mup_megatron.util.progress import time_left
@@ -67,6 +71,7 @@ class Live:
         tokens_per_second: of the last steps.
         left: `, about 3 min left`, or nothing.
         curve: (step, loss) at evenly spaced places of the file.
+        forecast: of the loss at the end, in words; empty where there is none.
         read: step of the last reading; None before the first.
         rows: the series that are nearest to the bounds of their band, or outside.
         has_band: whether there is one.
@@ -81,6 +86,7 @@ class Live:
     tokens_per_second: float = 0.0
     left: str = ""
     curve: list[tuple[int, float]] = field(default_factory=list)
+    forecast: str = ""
     read: int | None = None
     rows: list[Row] = field(default_factory=list)
     has_band: bool = False
@@ -104,6 +110,8 @@ class Watched:
         path = directory / "config.yaml"
         self._config: Config | None = load_config(str(path)) if path.exists() else None
         self._band = None if self._config is None else _band_of(self._config)
+        self._losses: _Losses | None = None
+        self._predicted = _predicted(directory / "explain.json")
 
     def now(self) -> Live:
         """What the files say now; lines that are being written are left out."""
@@ -123,11 +131,35 @@ class Watched:
             tokens_per_second=sum(line["tokens_per_second"] for line in recent) / max(1, len(recent)),
             left=time_left(len(recent), seconds, (total or done) - done),
             curve=_curve(self._directory / METRICS),
+            forecast=self._forecast(total),
             read=read,
             rows=rows,
             has_band=self._band is not None,
             alarms=alarms[::-1][:_WORST],
         )
+
+    def _forecast(self, steps: int | None) -> str:
+        """By the proxy's curves, and by a ladder's law where there was one."""
+        said = []
+        if steps is not None and self._band is not None:
+            if self._losses is None:
+                self._losses = _Losses(self._directory / METRICS, steps)
+            bins = self._losses.bins()
+            full = bins.full()
+            told = self._band.forecast.at_end(full)
+            if told is not None and bins.last < steps:
+                said.append(
+                    f"the loss will end at {told.loss:.3f} ± {told.half:.3f} (90 %, by {self._band.forecast.runs} runs "
+                    "of the proxy)"
+                )
+            if above := self._band.forecast.above(full):
+                place, told = above[0][0], above[-1][1]
+                said.append(
+                    f"since step {bins.first_step(place):,} it is above its forecast, now by {full[-1] - told.loss:.3f}"
+                )
+        if self._predicted is not None:
+            said.append(f"the ladder's law has {self._predicted}")
+        return "; ".join(said)
 
     def _rows(self, steps: int | None) -> tuple[int | None, list[Row]]:
         series = read_series(self._directory / TELEMETRY)
@@ -141,6 +173,43 @@ class Watched:
             if bounds is not None and math.isfinite(value):
                 rows.append(Row(name=name, quantity=quantity, value=value, low=bounds.low, high=bounds.high))
         return step, sorted(rows, key=lambda row: row.room)[:_WORST]
+
+
+class _Losses:
+    """The bins of a metrics.jsonl that grows; what was read is not read again.
+
+    Args:
+        path: of the file.
+        steps: of the whole run.
+    """
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self._path, self._steps = path, steps
+        self._file, self._at, self._bins = 0, 0, LossBins(steps)
+
+    def bins(self) -> LossBins:
+        """Of the lines that are whole."""
+        if not self._path.exists():
+            return self._bins
+        with open_regular(self._path) as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._file or found.st_size < self._at:  # `cut_lines` has put another in its place
+                self._file, self._at, self._bins = found.st_ino, 0, LossBins(self._steps)
+            file.seek(self._at)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break
+                self._at += len(text)
+                line = _object(text) or {}
+                if math.isfinite(line.get("loss") or math.nan):
+                    self._bins.add(line["step"], line["loss"])
+        return self._bins
+
+
+def _predicted(path: Path) -> str | None:
+    """What a ladder's law has of the loss, as the run wrote it when it began."""
+    found = (read_json(path) or {}).get("predicted")
+    return None if found is None else in_words(found)
 
 
 def _band_of(config: Config) -> BandOfTarget | None:
@@ -217,7 +286,7 @@ def _head(live: Live) -> list[str]:
         said.append(f"read at step {live.read:,}; no band of a proxy, so only alarms are shown")
     else:
         said.append(f"read at step {live.read:,}; the {len(live.rows)} series that are nearest to their bounds:")
-    return said
+    return [*said, live.forecast]
 
 
 def lines_of(live: Live, width: int = 100) -> list[str]:
@@ -227,8 +296,8 @@ def lines_of(live: Live, width: int = 100) -> list[str]:
         live: what the files say.
         width: columns.
     """
-    first, second = _head(live)
-    said = [first, bars(live.curve, min(width, 80)), second]
+    first, second, forecast = _head(live)
+    said = [first, bars(live.curve, min(width, 80)), *([forecast] if forecast else []), second]
     for row in live.rows:
         mark = "!" if row.room < 1 else " "
         bounds = f"{row.low:.3g} to {row.high:.3g}"
@@ -249,7 +318,7 @@ def page_of(live: Live, seconds: float) -> str:
         live: what the files say.
         seconds: until it does.
     """
-    first, second = (html.escape(line) for line in _head(live))
+    first, second, forecast = (html.escape(line) for line in _head(live))
     rows = "".join(
         f'<tr class="{"out" if row.room < 1 else "in"}"><td>{html.escape(row.quantity)}</td>'
         f"<td>{html.escape(row.name)}</td><td>{row.value:.4g}</td><td>{row.low:.3g}</td><td>{row.high:.3g}</td></tr>"
@@ -260,7 +329,7 @@ def page_of(live: Live, seconds: float) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="{seconds:g}">'
         f"<title>{html.escape(live.name)}</title><style>body{{font:15px sans-serif;margin:2em;max-width:70em}}"
         "td,th{padding:.2em .8em;text-align:left}.out{background:#fdd}svg{width:100%;height:16em;background:#f7f7f7}"
-        f"</style></head><body><h1>{first}</h1>{_drawn(live.curve)}<p>{second}</p>"
+        f"</style></head><body><h1>{first}</h1>{_drawn(live.curve)}<p>{forecast}</p><p>{second}</p>"
         "<table><tr><th>quantity</th><th>of</th><th>value</th><th>least</th><th>greatest</th></tr>"
         f"{rows}</table><h2>Alarms</h2><ul>{alarms or '<li>none</li>'}</ul></body></html>"
     )

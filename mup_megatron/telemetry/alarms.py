@@ -1,4 +1,7 @@
-"""Alarms: series of a run that leave their band, and what is wrong by itself. Public names: `Alarm`, `Alarms`."""
+"""Alarms: series of a run that leave their band, and what is wrong by itself.
+
+Public names: `Alarm`, `Alarms`, `write_alarms`.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ READINGS = 3
 """Readings in a row that a series must be outside of its band."""
 _NUMBERS = ("output rms", "weight rms", "gradient rms")
 """Quantities that must be finite; where one is not, those after it follow."""
+_COPIES = "copies apart"
 _NEAR_EPSILON = 10.0
 """Gradients of so many times epsilon and less are slowed down by it."""
 
@@ -125,7 +129,8 @@ class Alarms:
             self._well[series] = 0
             since = self._since.setdefault(series, [])
             since.append(step)
-            enough = 1 if series in self._rates or not math.isfinite(value) else READINGS
+            at_once = series in self._rates or series[1] == _COPIES or not math.isfinite(value)
+            enough = 1 if at_once else READINGS
             if series not in self._said and len(since) >= enough:
                 self._said.add(series)
                 cause, decides = self._cause(series, value, bounds, found)
@@ -148,24 +153,6 @@ class Alarms:
                 return sorted(broken, key=lambda alarm: any(name.startswith(f"{alarm.name}.") for name in names))
         return sorted(alarms, key=_distance, reverse=True)
 
-    def write(self, path: Path, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
-        """Adds alarms to a file of JSON lines, and says the first of them.
-
-        Args:
-            path: of the file.
-            alarms: of one reading.
-            say: takes a line for the screen.
-
-        Raises:
-            UserError: the disk is full.
-        """
-        with full_disk(path, "the run's alarms"), path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(as_json(asdict(alarm))) + "\n" for alarm in alarms))
-        for alarm in alarms[:_SAID]:
-            say(f"alarm: {alarm.line}")
-        if len(alarms) > _SAID:
-            say(f"alarm: and {len(alarms) - _SAID} more series, in {path}")
-
     def _of_group(self, series: Name, found: Mapping[Name, float], schedule: float) -> Bounds | None:
         """What an optimizer's group must say: the table's rate under the schedule, and its decay at that rate."""
         if series not in self._rates:
@@ -178,6 +165,8 @@ class Alarms:
         name, quantity = series
         if not math.isfinite(found[series]):
             return Bounds(0.0, sys.float_info.max, math.nan) if quantity in self._numbers else None
+        if quantity == _COPIES:
+            return Bounds(0.0, 0.0, math.nan)
         progress = step / self._steps
         bounds = None if self._band is None or progress < self._begins else self._band(name, quantity, progress)
         if bounds is None and quantity == UPDATE and found[series] == 0.0 and name not in self._standing:
@@ -194,6 +183,9 @@ class Alarms:
                 "gradient rms": "a gradient is no number, although outputs are; it comes from modules behind it",
             }
             return first[quantity], "go back to the last checkpoint"
+        if quantity == _COPIES:
+            cause = "ranks that should hold the same weights do not"
+            return cause, "go back to the last checkpoint; a machine may be at fault"
         gradient, epsilon = found.get((name, "gradient rms")), self._epsilons.get(name, 0.0)
         if quantity == UPDATE and gradient == 0.0:
             return "no gradient comes to it", "see what lies behind it in the model, and requires_grad"
@@ -220,6 +212,25 @@ class Alarms:
             return "the router sends tokens to few experts", "see its update rms, and the rate of its auxiliary loss"
         cause = "what it reads, its weights or its multiplier"
         return cause, "see the first module in the model's order that is named"
+
+
+def write_alarms(path: Path, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
+    """Adds alarms to a file of JSON lines, and says the first of them.
+
+    Args:
+        path: of the file.
+        alarms: of one reading.
+        say: takes a line for the screen.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    with full_disk(path, "the run's alarms"), path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(as_json(asdict(alarm))) + "\n" for alarm in alarms))
+    for alarm in alarms[:_SAID]:
+        say(f"alarm: {alarm.line}")
+    if len(alarms) > _SAID:
+        say(f"alarm: and {len(alarms) - _SAID} more series, in {path}")
 
 
 def _distance(alarm: Alarm) -> float:

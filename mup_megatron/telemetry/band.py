@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mup_megatron.rules.shapes import stack_of
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.telemetry.forecast import Forecast, LossOfProxy
 from mup_megatron.telemetry.series import SCHEDULE, Name, Series, series_name
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json, read_object, write_whole
@@ -90,6 +91,7 @@ class Band(_Strict):
         layers: of the proxy, by stack.
         tensors: of the proxy, by name.
         series: of all runs.
+        losses: of the study's complete runs.
     """
 
     format: int
@@ -97,6 +99,7 @@ class Band(_Strict):
     layers: dict[str, int]
     tensors: dict[str, TensorOfProxy]
     series: list[SeriesOfProxy]
+    losses: list[LossOfProxy]
 
     @classmethod
     def read(cls, path: Path) -> Band:
@@ -126,12 +129,16 @@ class BandOfTarget:
     Args:
         band: of the proxy.
         target: the table of the target's run.
+
+    Attributes:
+        forecast: of the target's loss.
     """
 
     def __init__(self, band: Band, target: Parametrization) -> None:
         self._band, self._layers = band, _layers(target)
         self._series = {(each.name, each.quantity): each for each in band.series}
         self._tensors = _tensors(target)
+        self.forecast = Forecast(band.losses)
 
     def __call__(self, name: str, quantity: str, progress: float) -> Bounds | None:
         """What a value may be at a share of the schedule; None where the band says nothing of it."""
@@ -170,12 +177,15 @@ class BandOfTarget:
 _TIMES = np.linspace(0.0, 1.0, POINTS)
 
 
-def make_band(runs: Mapping[str, Series], table: Parametrization) -> Band | None:
+def make_band(
+    runs: Mapping[str, Series], table: Parametrization, losses: Mapping[str, Sequence[float]] | None = None
+) -> Band | None:
     """The band of a proxy's runs; None where none of them was read.
 
     Args:
-        runs: readings by the run's name.
+        runs: readings of the best ones by the run's name.
         table: of the proxy, with the chosen values.
+        losses: of all that are complete, by name: their bins (`LossBins`).
     """
     steps = table.config.training.train_steps
     at = [dict(_on_points(series, steps)) for series in runs.values() if series.steps]
@@ -193,6 +203,7 @@ def make_band(runs: Mapping[str, Series], table: Parametrization) -> Band | None
         layers=_layers(table),
         tensors=_tensors(table),
         series=found,
+        losses=[LossOfProxy(run=name, chosen=name in runs, losses=list(bins)) for name, bins in (losses or {}).items()],
     )
 
 

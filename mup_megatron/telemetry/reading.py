@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from torch.distributed.tensor import DTensor
 
 from mup_megatron.model.global_names import Named, named_modules
 from mup_megatron.model.parts import Part, counts
@@ -25,8 +26,9 @@ from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.hooks import attention_logits, measured_modules
 from mup_megatron.telemetry.series import SCHEDULE, series_name
-from mup_megatron.telemetry.sums import Exchange, Key, Sums, keys_of_all
+from mup_megatron.telemetry.sums import SIGNS, Exchange, Key, Sums, keys_of_all
 
+_SLICE = "slice "
 QUANTITIES = {
     "output rms": "root of the mean square of a module's output",
     "largest output": "largest absolute value of a module's output",
@@ -39,6 +41,7 @@ QUANTITIES = {
     "weight rms": "root of the mean square of a tensor, as its layer multiplies with it",
     "gradient rms": "root of the mean square of its gradient, before clipping",
     "update over weight": "root of the mean square of what the step added to it, over `weight rms` before",
+    "copies apart": "of what several ranks hold: how far apart the sums of it are; told where they are",
     "schedule": "learning rate of the step over the one at the schedule's peak",
     "rate": "learning rate of the optimizer's group of the tensor",
     "decay": "that times the group's weight decay: the share of a weight that decay takes at the step",
@@ -134,6 +137,8 @@ class Readings:
             for part, key, weight, theta in self._counted(self._held.gradient_parts(), "gradient"):
                 self._sums.add_squares(key, part.values / theta if theta != 1.0 else part.values, weight)
             self._parts = [(part, part.values.clone()) for part in self._held.weight_parts()]
+        for key, parameter in self._copied():
+            self._sums.keep_sum(key, parameter)
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -199,9 +204,19 @@ class Readings:
             else:
                 yield Key(name, "output")
         yield Key(*SCHEDULE)
+        for key, _ in self._copied():
+            yield from (key._replace(quantity=sign + key.quantity) for sign in SIGNS)
         for name in self._table.tensors:
             for quantity in ("weight", "update", "gradient", "rate", "decay"):
                 yield Key(series_name(name), quantity)
+
+    def _copied(self) -> Iterator[tuple[Key, torch.nn.Parameter]]:
+        """Slices of tensors that forward passes take whole on this rank, and perhaps on others."""
+        for name, parameter in self._held.named:
+            spec = self._table.tensors[name].shape.spec
+            at = self._layout.slice_of(spec, self._rank)[0] if spec.partition_dim is not None else 0
+            if parameter.numel() and not isinstance(parameter, DTensor):
+                yield Key(name, f"{_SLICE}{at}"), parameter
 
     def _counted(self, parts: Sequence[Part], quantity: str) -> Iterator[tuple[Part, Key, float, float]]:
         """Parts that count in sums over ranks: with their key, what each element counts for, and θ."""
@@ -267,7 +282,12 @@ def _told(
         return total / count
 
     for (name, quantity), (numbers, count, most) in found.items():
-        if quantity == "output":
+        if quantity.startswith(_SLICE):
+            if apart := most + found[name, f"-{quantity}"][2]:
+                yield (name, "copies apart"), apart
+        elif quantity.startswith("-"):
+            continue
+        elif quantity == "output":
             yield (name, "output rms"), math.sqrt(mean(name, quantity))
             yield (name, "largest output"), most
         elif quantity == "logits":

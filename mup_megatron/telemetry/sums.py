@@ -1,11 +1,12 @@
 """Numbers of one reading, added up on each rank and put together over all of them in one exchange in the background.
 
-Public names: `Key`, `Sums`, `Exchange`, `keys_of_all`. Ranks may hold parts of a tensor or copies of it: every element
-has the same number of copies, so that sums and counts grow alike.
+Public names: `Key`, `Sums`, `SIGNS`, `Exchange`, `keys_of_all`. Ranks may hold parts of a tensor or copies of it: every
+element has the same number of copies, so that sums and counts grow alike.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -54,6 +55,16 @@ class Sums:
             found = torch.linalg.vector_norm(values.detach(), ord=torch.inf, dtype=torch.float32).double()
             self.largest[key] = torch.maximum(self.largest[key], found) if key in self.largest else found
 
+    def keep_sum(self, key: Key, values: torch.Tensor) -> None:
+        """Keeps the sum of what ranks may hold copies of, with both signs: the largest ones tell whether all agree."""
+        found = values.detach().sum(dtype=torch.float64)
+        for sign in SIGNS:
+            self.largest[key._replace(quantity=sign + key.quantity)] = -found if sign else found
+
+
+SIGNS = ("", "-")
+"""Before the quantity of a sum that is kept."""
+
 
 class Exchange:
     """The sums of all ranks, on their way.
@@ -70,7 +81,7 @@ class Exchange:
         totals = [sums.sums[key].to(device).view(-1) if key in sums.sums else zeros[key.numbers] for key in keys]
         counts = torch.tensor([sums.counts.get(key, 0.0) for key in keys], dtype=torch.float64)
         self._sums = torch.cat([*totals, counts.to(device, non_blocking=True)])
-        none = torch.full((), -1.0, dtype=torch.float64, device=device)
+        none = torch.full((), -math.inf, dtype=torch.float64, device=device)
         self._largest = torch.stack([sums.largest[key].to(device) if key in sums.largest else none for key in keys])
         self._works = [
             torch.distributed.all_reduce(self._sums, async_op=True),
@@ -78,13 +89,13 @@ class Exchange:
         ]
 
     def found(self) -> Iterable[tuple[Key, list[float], float, float]]:
-        """Of each key that any rank had: its sums, its count and its largest value (-1 where there is none)."""
+        """Of each key that any rank had: its sums, its count and its largest value (-inf where there is none)."""
         for work in self._works:
             work.wait()
         sums, largest = self._sums.tolist(), self._largest.tolist()
         at, counts = 0, sums[len(sums) - len(self._keys) :]
         for key, count, most in zip(self._keys, counts, largest, strict=True):
-            if count or most >= 0:
+            if count or most != -math.inf:
                 yield key, sums[at : at + key.numbers], count, most
             at += key.numbers
 

@@ -247,12 +247,12 @@ class _Run:
                 say=self.progress.say,
             )
             hooks.append(auditing)
+        look = None
+        if config.watch.action != "off" and watcher is None:
+            alarming = Alarming(config, self.parametrization, done, self.rank, self.progress.say)
+            hooks.append(alarming)
+            look = alarming.look
         if interval_of(config):
-            look = None
-            if config.watch.action != "off" and watcher is None:
-                alarming = Alarming(config, self.parametrization, done, self.rank, self.progress.say)
-                hooks.append(alarming)
-                look = alarming.look
             telemetry = Telemetry(
                 *(config, engine, self.parametrization, self.setup.layout, done),
                 rank=self.rank,

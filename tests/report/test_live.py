@@ -12,6 +12,7 @@ import pytest
 
 from mup_megatron.report.live import Watched, bars, lines_of, page_of
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import cut_lines
 from tests.helpers.commands import mup
 from tests.helpers.distributed import Ranks
 from tests.telemetry.test_alarms import STEPS, alarms_of, bands
@@ -38,13 +39,21 @@ def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
     said = "\n".join(lines_of(live))
     assert alarm["cause"] == "no gradient comes to it"
     assert re.search(r"^! \d.* update rms of decoder\.layers\.1\.mlp\.linear_fc1\.weight$", said, re.M)
+    assert "the loss will end" not in said
+    cut_lines(run / "metrics.jsonl", 45)
+    told = Watched(run).now().forecast
+    assert re.fullmatch(r"the loss will end at \d\.\d{3} ± \d\.\d{3} \(90 %, by 3 runs of the proxy\)", told)
+    assert abs(float(told.split()[5]) - last["loss"]) < 0.5
+    assert told in "\n".join(lines_of(Watched(run).now()))
+    live = Watched(run).now()
     page = page_of(live, 5.0)
+    assert f"<p>{told}</p>" in page
     assert '<meta http-equiv="refresh" content="5">' in page
     assert '<tr class="out"><td>update rms</td><td>decoder.layers.1.mlp.linear_fc1.weight</td>' in page
     assert "<polyline" in page
     result = mup("watch", run)
     assert result.returncode == 0, result.stderr
-    assert f"step {STEPS}/{STEPS}" in result.stdout
+    assert f"step {STEPS}/{STEPS}" in result.stdout  # the last reading's
     assert "alarm at step" in result.stdout
     assert mup("watch", run, "--once", "--html", tmp_path / "live.html").returncode == 0
     assert (tmp_path / "live.html").read_text() == page

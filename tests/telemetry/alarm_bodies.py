@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from mup_megatron.parallel import runtime
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof.controls import control
 from mup_megatron.telemetry.band import make_band
+from mup_megatron.telemetry.forecast import bins_of
 from mup_megatron.telemetry.series import read_series
 from mup_megatron.train import run as train_module
 from tests.helpers.breakages import replaced
@@ -33,14 +35,15 @@ def proxy_of(config: Config, seed: int, folder: Path) -> Config:
 
 def band(rank: Rank, *, config: Config, folder: Path, seeds: tuple[int, ...]) -> None:
     """Trains proxies, and writes their band as tuning does (tuning/lead.py)."""
-    runs = {}
+    runs, losses = {}, {}
     for seed in seeds:
         own = proxy_of(config, seed, folder / f"proxy-{seed}")
         train_module.train(resolve(own, 1), rank)
         _again(rank)
         runs[str(seed)] = read_series(folder / f"proxy-{seed}" / "telemetry.jsonl")
+        losses[str(seed)] = bins_of(folder / f"proxy-{seed}" / "metrics.jsonl", own.training.train_steps).full()
     proxy = proxy_of(config, seeds[0], folder)
-    found = make_band(runs, parametrize(proxy, prepare(proxy).vocab_size))
+    found = make_band(runs, parametrize(proxy, prepare(proxy).vocab_size), losses)
     assert found is not None
     found.write(folder / "transfer.band.json")
 
@@ -68,7 +71,7 @@ def target(
             stack.enter_context(_without_rule(broken))
         if fault is not None:
             stack.enter_context(_with_fault(FAULTS[fault], begins))
-        train_module.train(resolve(config, 1), rank)
+        train_module.train(resolve(config, rank.world_size), rank)
     path = Path(config.run.dir) / "alarms.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -148,6 +151,29 @@ def _scaled(tensor: str, times: float) -> Fault:
     return fault
 
 
+def _on_one_rank(tensor: str) -> Fault:
+    """A machine changes a weight."""
+
+    def fault(engine: Any, done: int) -> None:
+        if torch.distributed.get_rank() == 1:
+            _scaled(tensor, 1.001)(engine, done)
+
+    return fault
+
+
+def _of_noise(engine: Any, _done: int) -> None:
+    """From now on the data are tokens in no order, as of a shard that is damaged."""
+    loss = engine._loss
+
+    def of(batch: Any) -> Any:
+        generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
+        size = int(batch.tokens.max()) + 1
+        noise = torch.randint(size, batch.tokens.shape, generator=generator)
+        return loss(dataclasses.replace(batch, tokens=noise, labels=noise.roll(-1, dims=1)))
+
+    engine._loss = of
+
+
 FC1, QKV = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 FAULTS: dict[str, Fault] = {
@@ -157,5 +183,7 @@ FAULTS: dict[str, Fault] = {
     "a frozen matrix": _frozen(FC1),
     "queries and keys eight times as large": _scaled(QKV, 8.0),
     "a matrix of a tenth": _scaled(FC1, 0.1),
+    "one rank with another matrix": _on_one_rank(FC1),
+    "a shard of noise": _of_noise,
     "a matrix without bounds": _scaled(FC1, float("inf")),
 }

@@ -8,6 +8,22 @@ _CELL = "telemetry/test_reading.py::test_the_same_numbers_in_every_layout"
 
 MUTANTS = (
     mutant(
+        "telemetry: copies of one rank",
+        "ranks' copies of a weight are not compared",
+        "telemetry.reading.Readings._copied",
+        "not isinstance(parameter, DTensor)",
+        "False",
+        "telemetry/test_alarms.py::test_a_rank_with_other_weights_is_named",
+    ),
+    mutant(
+        "forecast: a gap that does not grow",
+        "the gap to the proxy stays what it is",
+        "telemetry.forecast._forecast",
+        "1 + (np.arange(BINS) + 1 - done) / BINS",
+        "np.ones(BINS)",
+        "telemetry/test_forecast.py::test_the_gap_grows_on_as_time_does",
+    ),
+    mutant(
         "telemetry: each rank its own",
         "a reading has the sums of one rank alone",
         "telemetry.sums.Exchange.__init__",

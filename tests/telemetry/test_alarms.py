@@ -51,13 +51,13 @@ def config_of(folder: Path, architecture: str, **changed: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def bands(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of two runs of the proxy, by architecture."""
+    """Of three runs of the proxy, by architecture."""
     made: dict[str, Path] = {}
 
     def of(architecture: str) -> Path:
         if architecture not in made:
             folder = tmp_path_factory.mktemp(architecture)
-            ranks.run(1, alarm_bodies.band, config=config_of(folder, architecture), folder=folder, seeds=(11, 12))
+            ranks.run(1, alarm_bodies.band, config=config_of(folder, architecture), folder=folder, seeds=(11, 12, 13))
             made[architecture] = folder / "transfer.band.json"
         return made[architecture]
 
@@ -123,6 +123,25 @@ def test_a_rule_that_the_optimizer_lacks_is_named(
     """At the first reading whose rate is not 0."""
     alarms = alarms_of(ranks, tmp_path, bands, architecture, broken=rule)
     assert {alarm["step"] for alarm in alarms if alarm["quantity"] == quantity} == {EVERY}
+
+
+def test_a_rank_with_other_weights_is_named(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+    """Of two data-parallel ranks, at the first reading behind it; the other tensors follow in the steps after it."""
+    keys: dict[str, Any] = {"run__seed": 3, "watch__band": str(bands("gpt3")), "training__micro_batch_size": 4}
+    keys["parallel__tensor_model_parallel_size"] = 1
+    config = config_of(tmp_path / "target", "gpt3", **keys)
+    alarms, _ = ranks.run(2, alarm_bodies.target, config=config, fault="one rank with another matrix", begins=BEGINS)
+    apart = [alarm for alarm in alarms if alarm["quantity"] == "copies apart"]
+    assert [(alarm["name"], alarm["step"]) for alarm in apart][:1] == [(FC1, BEGINS + 1)]
+    assert {alarm["step"] for alarm in apart} == {BEGINS + 1}
+
+
+def test_a_shard_of_noise_is_noticed(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+    """The loss jumps at its first step, whether that is read or not."""
+    alarms = alarms_of(ranks, tmp_path, bands, "gpt3", fault="a shard of noise", begins=BEGINS + 1)
+    jumps = [alarm for alarm in alarms if alarm["name"] == "run"]
+    assert [(alarm["quantity"], alarm["step"]) for alarm in jumps][:1] == [("loss", BEGINS + 2)]
+    assert "it jumps" in jumps[0]["cause"]
 
 
 def test_it_stops_behind_a_checkpoint(ranks: Ranks, tmp_path: Path, bands: Any) -> None:

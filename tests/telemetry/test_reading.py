@@ -41,6 +41,8 @@ def prepared(model: str, split: Split | None = None) -> Config:
 def compare(found: list[Found], expected: list[Found], tolerance: float = TOLERANCE) -> None:
     """Of what both have, and of names that only one has. Raises Difference."""
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=1):
+        if apart := [name for name, quantity in ours if quantity == "copies apart"]:
+            raise Difference(f"step {step}: ranks hold other copies of {apart[0]}")
         if missing := sorted(theirs.keys() - ours.keys()):
             raise Difference(f"step {step}: {missing[0][1]} of {missing[0][0]} was not measured")
         for (name, quantity), value in theirs.items():

@@ -59,6 +59,7 @@ def explain(
     save_base_shapes: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write the base shapes as a .bsh file.")
     ] = None,
+    band: Annotated[bool, typer.Option("--band", help="Also show what the proxy says each series may be.")] = False,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
     setup = laid_out(config, overrides, world_size)
@@ -68,17 +69,25 @@ def explain(
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.model.explain import explain as explain_data
     from mup_megatron.model.explain import print_table
+    from mup_megatron.report.bands import lines_of, rows_of
     from mup_megatron.rules.base_file import beside_shapes
     from mup_megatron.rules.base_shapes import base_shapes_text
+    from mup_megatron.telemetry.band import band_of
 
     parametrization = setup.parametrization(known_vocab_size(settings))
     if save_base_shapes:
         text = base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
         write_output(Path(save_base_shapes), text, "--save-base-shapes")
+    on = band_of(parametrization, settings.band_path, given=True) if band else None
+    if band and on is None:
+        raise UserError(f"--band: the run is in {settings.parametrization.name}; expected parametrization.name: mup")
     if as_json:
-        show(explain_data(parametrization, layout, rank), as_json, [])
-    else:
-        print_table(parametrization, layout, console(200), rank)
+        bands = {} if on is None else {"band": list(rows_of(on))}
+        show({**explain_data(parametrization, layout, rank), **bands}, as_json, [])
+        return
+    print_table(parametrization, layout, console(200), rank)
+    if on is not None:
+        show(None, False, lines_of(on))
 
 
 @app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")

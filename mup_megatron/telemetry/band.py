@@ -155,6 +155,17 @@ class BandOfTarget:
         below, above = JUDGED[quantity]
         return Bounds(low / below if math.isfinite(below) else 0.0, high * above, (low + high) / 2)
 
+    def names(self) -> list[Name]:
+        """The target's series that the band knows, in the proxy's order."""
+        found = []
+        for name, quantity in self._series:
+            stack = stack_of(name)
+            head, _, rest = name.partition(f"{stack}.layers.")
+            layers = [f"{head}{stack}.layers.{layer}." for layer in range(self._layers.get(str(stack), 0)) if rest]
+            named = [f"{layer}{rest.partition('.')[2]}".rstrip(".") for layer in layers] or [name]
+            found += [(each, quantity) for each in named if self._in_proxy(each) == name]
+        return found
+
     def _factor(self, name: str, of_proxy: str, quantity: str) -> float | None:
         if quantity != UPDATE:
             return 1.0

@@ -13,7 +13,8 @@ from mup_megatron.telemetry.forecast import Forecast, LossBins
 _WINDOW, _BEFORE = 20, 10
 """Steps whose differences tell the noise of the loss, and the last of them, whose largest loss it is added to."""
 _DEVIATIONS, _SHARE = 8.0, 0.05
-"""A jump is so many standard deviations above that, and more than this share of it."""
+"""A jump is so many standard deviations above that, and more than this share of it, in `READINGS` steps in a row: one
+batch may be unlike the others."""
 _OF_MEDIAN = 1.4826 / math.sqrt(2)
 """Standard deviation of normal noise over the median size of a difference of two."""
 
@@ -29,7 +30,7 @@ class LossAlarms:
     def __init__(self, bins: LossBins, forecast: Forecast | None) -> None:
         self._bins, self._forecast = bins, forecast
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._since: int | None = None
+        self._jumped: list[int] = []
         self._above = False
         self._full = len(bins.full())
 
@@ -49,16 +50,18 @@ class LossAlarms:
             noise = _OF_MEDIAN * statistics.median(abs(one - next) for one, next in itertools.pairwise(recent))
             most = max(recent[-_BEFORE:])
             limit = most + max(_DEVIATIONS * noise, _SHARE * abs(most))
-        self._recent.append(min(loss, limit))  # so that what jumps moves the limit little by little
         if loss <= limit:
-            self._since = None
+            self._jumped.clear()
+            self._recent.append(loss)
             return []
-        if self._since is not None:
+        self._jumped.append(step)
+        if len(self._jumped) >= READINGS:  # it is how the run is now
+            self._recent.append(loss)
+        if len(self._jumped) != READINGS:
             return []
-        self._since = step
-        cause = "it jumps, for data that are unlike the others or updates that are too large"
-        decides = "see the readings around this step, largest logit first, and whether it comes back"
-        return [_alarm(step, step, loss, limit, cause, decides)]
+        cause = "it jumped, for data that are unlike the others or updates that are too large"
+        decides = "see the readings around that step, largest logit first, and whether it comes back"
+        return [_alarm(step, self._jumped[0], loss, limit, cause, decides)]
 
     def _above_forecast(self, step: int) -> list[Alarm]:
         if self._forecast is None:

@@ -53,10 +53,26 @@ def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
     assert "<polyline" in page
     result = mup("watch", run)
     assert result.returncode == 0, result.stderr
-    assert f"step {STEPS}/{STEPS}" in result.stdout  # the last reading's
+    assert f"step {STEPS}/{STEPS}" in result.stdout
     assert "alarm at step" in result.stdout
+    assert_explained(run, alarm)
     assert mup("watch", run, "--once", "--html", tmp_path / "live.html").returncode == 0
     assert (tmp_path / "live.html").read_text() == page
+
+
+def assert_explained(run: Path, alarm: dict[str, Any]) -> None:
+    """`explain --band` has the bounds that the alarm was raised by, at the end of the schedule."""
+    result = mup("explain", run / "config.yaml", "--band", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {(row["name"], row["quantity"]): row["bounds"] for row in json.loads(result.stdout)["band"]}
+    row = next(row for row in Watched(run).now().rows if (row.name, row.quantity) == (alarm["name"], "update rms"))
+    assert rows[row.name, row.quantity]["1.0"] == pytest.approx([row.low, row.high])
+    assert rows["decoder.layers.0.mlp", "output rms"].keys() == {"0.25", "0.5", "1.0"}
+    said = mup("explain", run / "config.yaml", "--band").stdout
+    assert re.search(r"^[\d.e-]+ to [\d.e-]+ .* output rms of decoder\.layers\.1\.mlp$", said, re.M)
+    standard = mup("explain", run / "config.yaml", "--band", "parametrization.name=standard")
+    assert standard.returncode == 2
+    assert "--band: the run is in standard; expected parametrization.name: mup" in standard.stderr
 
 
 def test_a_long_run_is_read_at_places(tmp_path: Path) -> None:

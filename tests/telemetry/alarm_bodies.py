@@ -128,6 +128,27 @@ def _rate_of(tensor: str, times: float) -> Fault:
     return fault
 
 
+def _decay_of(tensor: str, value: float) -> Fault:
+    """The decay of the group that has a tensor is another."""
+
+    def fault(engine: Any, _done: int) -> None:
+        (group,) = engine.groups(dict(engine.named)[tensor])
+        group["weight_decay"] = value
+
+    return fault
+
+
+def _put_back(tensor: str) -> Fault:
+    """Whatever a step makes of a tensor is undone behind it, as where somebody steps another copy."""
+
+    def fault(engine: Any, _done: int) -> None:
+        parameter = dict(engine.named)[tensor]
+        kept = parameter.detach().clone()
+        engine._inner.register_step_post_hook(lambda *_: parameter.data.copy_(kept))
+
+    return fault
+
+
 def _frozen(tensor: str) -> Fault:
     """No gradient comes to a tensor any more, and what the optimizer knows of it is gone."""
 
@@ -183,6 +204,9 @@ FAULTS: dict[str, Fault] = {
     "a frozen matrix": _frozen(FC1),
     "queries and keys eight times as large": _scaled(QKV, 8.0),
     "a matrix of a tenth": _scaled(FC1, 0.1),
+    "decay of a norm": _decay_of("decoder.final_layernorm.weight", 0.1),
+    "a group without decay": _decay_of(FC1, 0.0),
+    "a tensor that is put back": _put_back(QKV),
     "one rank with another matrix": _on_one_rank(FC1),
     "a shard of noise": _of_noise,
     "a matrix without bounds": _scaled(FC1, float("inf")),

@@ -135,16 +135,26 @@ def test_noise_does_not_jump() -> None:
 
 
 def test_a_jump_is_said_once() -> None:
-    """Five steps of 6 nats where there were 3: once; again when it comes back and jumps once more."""
+    """Five steps of 6 nats where there were 3: once, in the third; again when it comes back and jumps once more."""
     losses = noisy(400)
     losses[199:204] = [6.0] * 5
-    losses[299] = 6.0
-    assert [(step, since) for step, since, cause in seen(losses) if "jumps" in cause] == [(200, 200), (300, 300)]
+    losses[299:302] = [6.0] * 3
+    assert [(step, since) for step, since, cause in seen(losses) if "jumped" in cause] == [(202, 200), (302, 300)]
+
+
+def test_two_batches_that_are_unlike_the_others_are_no_jump() -> None:
+    losses = noisy(400)
+    losses[199:201] = [6.0] * 2
+    assert seen(losses) == []
+
+
+def test_a_loss_that_stays_where_it_jumped_to_is_said_once() -> None:
+    assert [step for step, *_ in seen([*noisy(200), *(each + 3 for each in noisy(200))])] == [203]
 
 
 def test_too_few_losses_tell_no_jump() -> None:
-    assert seen([*noisy(19), 9.0]) == []
-    assert [step for step, *_ in seen([*noisy(20), 9.0])] == [21]
+    assert seen([*noisy(19), *[9.0] * 3]) == []
+    assert [step for step, *_ in seen([*noisy(20), *[9.0] * 3])] == [23]
 
 
 def test_a_loss_that_stays_above_its_forecast() -> None:

@@ -23,6 +23,9 @@ from mup_megatron.model.parts import Part, counts
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 
+_CHUNK = 2**22
+"""Elements that are copied in float64 at a time, 32 MiB, however large a gradient is."""
+
 
 @torch.no_grad()
 def clip(
@@ -53,9 +56,12 @@ def clip(
         if not counts(part.name, spec, layout, rank):
             continue
         own, slices = layout.slice_of(spec, rank)
-        squares = part.values.detach().double().square()
-        value = _weighted(squares, part.start, tensor, own, slices) if invariant else _plain(squares, tensor)
-        total += value.to(device) / part.holders
+        start = part.start
+        for chunk in part.values.detach().flatten().split(_CHUNK):
+            squares = chunk.double().square()
+            value = _weighted(squares, start, tensor, own, slices) if invariant else _plain(squares, tensor)
+            total += value.to(device) / part.holders
+            start += chunk.numel()
     torch.distributed.all_reduce(total)
     norm = float(total.sqrt())
     factor = limit / (norm + 1e-6)
@@ -79,6 +85,6 @@ def _weighted(squares: torch.Tensor, start: int, tensor: TensorHyperparameters, 
     columns = math.prod(local_shape(spec, ranks)[1:])
     first, last = start // columns, -(-(start + squares.numel()) // columns)
     whole = squares.new_zeros((last - first) * columns)
-    whole[start - first * columns :][: squares.numel()] = squares.flatten()
+    whole[start - first * columns :][: squares.numel()] = squares
     rows = local_rows(spec, weights, rank, ranks, squares.device)[first:last].double()
     return (whole.view(-1, columns).sum(dim=1) * rows).sum()

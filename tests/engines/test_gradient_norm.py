@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mup_megatron.data.prepare import prepare
+from mup_megatron.engines import gradient_norm
 from mup_megatron.engines.gradient_norm import _weighted
 from mup_megatron.model.build import parametrize
+from mup_megatron.model.parts import Part
 from tests.helpers import bodies
 from tests.helpers.comparison import Difference, compare_curves
 from tests.helpers.configs import HEAD_SIZE, MIXED, MOE, VOCABULARY, make
@@ -39,6 +43,45 @@ def test_weights_of_an_untied_readout() -> None:
     assert tensors["decoder.layers.0.self_attention.linear_proj.weight"].gradient_norm == {None: 2 / 1.5}
     standard = parametrize(make(HEAD_SIZE, "llama", parametrization__name="standard"), VOCABULARY).tensors
     assert {weight for tensor in standard.values() for weight in tensor.gradient_norm.values()} == {1.0}
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that a float64 tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if torch.is_tensor(found) and found.dtype == torch.float64:
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def clipped(rank: Any, *, config: Any, chunk: int) -> tuple[float, int, list[float]]:
+    """The norm of gradients that are cut in pieces, none of them at a row; the largest float64 tensor; what is left."""
+    config, layout, table, _ = bodies.start(rank, config)
+    generator, parts = torch.Generator().manual_seed(5), []
+    for name, row in table.tensors.items():
+        whole = torch.randn(math.prod(row.shape.spec.shape), generator=generator)
+        parts += [Part(name, whole[:7], 0, 1), Part(name, whole[7:], 7, 1)]
+    before, gradient_norm._CHUNK = gradient_norm._CHUNK, chunk
+    with Largest() as seen:
+        norm = gradient_norm.clip(parts, table, layout, 1.0, torch.device("cpu"))
+    gradient_norm._CHUNK = before
+    return norm, seen.elements, [float(part.values.square().sum()) for part in parts]
+
+
+@pytest.mark.parametrize("kind", ["invariant", "global"])
+def test_in_chunks(ranks: Ranks, kind: str) -> None:
+    """The same norm and the same clipped gradients, with no float64 tensor that is larger than a chunk and two rows."""
+    config = prepared(**ONE, training__clip_norm=kind)
+    ((whole, large, after),) = ranks.run(1, clipped, config=config, chunk=10**9)
+    ((norm, small, left),) = ranks.run(1, clipped, config=config, chunk=100)
+    assert norm == pytest.approx(whole, rel=1e-12)
+    assert left == pytest.approx(after, rel=1e-6)
+    widest = max(config.model.hidden_size, config.model.ffn_hidden_size or 0)
+    assert small <= 100 + 2 * widest + max(VOCABULARY, 4 * widest) * (kind == "invariant")
+    assert large > 20_000
 
 
 # m_out / (A² m_in) by hand for tensors that are one block: hidden ×3/2, FFN ×5/2, heads ×2.

@@ -76,6 +76,7 @@ def begin(
                 readings.before_update()
             result = step(*args, **kwargs)
             done += bool(result[0])  # where it was not left out
+            readings.saw(result[1])
             if reads:
                 readings.after_update()
                 found = readings.result() or {}

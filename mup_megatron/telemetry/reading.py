@@ -25,7 +25,7 @@ from mup_megatron.model.parts import Part, counts
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.telemetry.hooks import attention_logits, measured_modules
-from mup_megatron.telemetry.series import SCHEDULE, series_name
+from mup_megatron.telemetry.series import CLIPPED, SCHEDULE, series_name
 from mup_megatron.telemetry.sums import SIGNS, Exchange, Key, Sums, keys_of_all
 
 _SLICE = "slice "
@@ -43,6 +43,7 @@ QUANTITIES = {
     "update over weight": "root of the mean square of what the step added to it, over `weight rms` before",
     "copies apart": "of what several ranks hold: how far apart the sums of it are; told where they are",
     "schedule": "learning rate of the step over the one at the schedule's peak",
+    "clipped": "share of the steps since the last reading, this one among them, whose gradient was clipped",
     "rate": "learning rate of the optimizer's group of the tensor",
     "decay": "that times the group's weight decay: the share of a weight that decay takes at the step",
 }
@@ -97,6 +98,7 @@ class Readings:
         self._chunks, self._held, self._table, self._layout, self._device = chunks, held, table, layout, device
         self._rank = torch.distributed.get_rank()
         self._problem: str | None = None
+        self._norms: list[bool] = []
         self._open = False
         self._handles: list[Any] = []
         self._sums = Sums()
@@ -127,6 +129,12 @@ class Readings:
             else:
                 self._on(module.register_forward_hook, functools.partial(self._see_output, name))
 
+    def saw(self, grad_norm: float | None) -> None:
+        """Behind every step, before `after_update`: the norm before clipping; None where nobody knows it."""
+        limit = self._table.config.training.clip_grad
+        if grad_norm is not None and limit:
+            self._norms.append(grad_norm > limit)
+
     @torch.no_grad()
     def before_update(self) -> None:
         """Behind the last backward pass: measures gradients, and keeps the weights that this rank steps."""
@@ -146,6 +154,10 @@ class Readings:
         with self._understood():
             self._measure_updates()
         self._parts, self._open = [], False
+        if self._norms:
+            share = sum(self._norms) / len(self._norms)
+            self._sums.largest[Key(*CLIPPED)] = torch.tensor(share, dtype=torch.float64)
+            self._norms.clear()
         self._exchange = Exchange(self._sums, self._keys, self._device)
         self._sums = Sums()
 
@@ -204,6 +216,7 @@ class Readings:
             else:
                 yield Key(name, "output")
         yield Key(*SCHEDULE)
+        yield Key(*CLIPPED)
         for key, _ in self._copied():
             yield from (key._replace(quantity=sign + key.quantity) for sign in SIGNS)
         for name in self._table.tensors:
@@ -300,7 +313,7 @@ def _told(
         elif quantity == "update":
             if weight := mean(name, "weight"):
                 yield (name, "update over weight"), math.sqrt(mean(name, quantity) / weight)
-        elif quantity in ("rate", "decay", "schedule"):
+        elif quantity in ("rate", "decay", "schedule", "clipped"):
             yield (name, quantity), most
         else:
             yield (name, f"{quantity} rms"), math.sqrt(mean(name, quantity))

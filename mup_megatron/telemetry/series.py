@@ -32,6 +32,8 @@ def series_name(tensor: str) -> str:
 
 SCHEDULE: Name = ("run", "schedule")
 """The series of the step's learning rate over the one at the schedule's peak."""
+CLIPPED: Name = ("run", "clipped")
+"""The series of the share of steps that were clipped."""
 
 
 class SeriesFile:

@@ -66,6 +66,7 @@ class Telemetry(Hook):
     def after_step(self, step: Step) -> None:
         """Writes the reading before, and sends this step's on its way."""
         self._write()
+        self._readings.saw(step.grad_norm)
         if self._engine.before_update is not None:
             self._engine.before_update = None
             self._readings.after_update()

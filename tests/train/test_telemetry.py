@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mup_megatron.telemetry.series import Series, read_series
 from mup_megatron.train.telemetry import interval_of
+from tests.helpers.commands import metrics
 from tests.helpers.configs import HEAD_SIZE, MIXED, make
 from tests.helpers.distributed import Ranks
 from tests.train.two_ranks import train, without_times
@@ -48,6 +49,23 @@ def test_where_it_is_told(ranks: Ranks, tmp_path: Path) -> None:
     assert {name for name in events.Tags()["scalars"] if name.startswith("largest logit/")} == {
         f"largest logit/decoder.layers.{layer}.self_attention.core_attention" for layer in (0, 1)
     }
+
+
+def test_the_share_of_steps_that_were_clipped(ranks: Ranks, tmp_path: Path) -> None:
+    """Of the norms in metrics.jsonl, since the reading before; nothing where nothing is clipped."""
+    (tmp_path / "off").mkdir()
+    keys: dict[str, Any] = {"run__telemetry_interval": 3, "training__train_steps": 7}
+    norms = [line["grad_norm"] for line in metrics(train(ranks, tmp_path / "off", training__clip_grad=0.0, **keys))]
+    assert ("run", "clipped") not in series_of(tmp_path / "off" / "run").values
+    limit = sorted(norms)[3]
+    run = train(ranks, tmp_path, training__clip_grad=limit, **keys)
+    above = [line["grad_norm"] > limit for line in metrics(run) if "grad_norm" in line]
+    assert True in above
+    assert False in above
+    series = series_of(run)
+    assert series.steps == [1, 3, 6, 7]
+    parts = [above[:1], above[1:3], above[3:6], above[6:]]
+    assert series.values["run", "clipped"] == pytest.approx([sum(part) / len(part) for part in parts], rel=1e-5)
 
 
 def test_it_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:

@@ -200,11 +200,16 @@ class Auditor:
             if expected is None:
                 continue
             reached = sum(float(value.count_nonzero()) for kind, value in whole.items() if kind != WEIGHT)
+            broken = float((~after[WEIGHT].isfinite()).sum())
             numbers = share_of_update(expected, sample.values[WEIGHT], after[WEIGHT])
             share = share_of(name, row.shape.spec, self._layout, rank)
-            sums[name] = [share, *(share * number for number in (reached, *numbers))]
+            sums[name] = [share, *(share * number for number in (broken, reached, *numbers))]
         self._samples = []
-        for name, (known, reached, *means) in over_ranks(sums, list(self._table.tensors), 6, self._device).items():
+        found = over_ranks(sums, list(self._table.tensors), 7, self._device)
+        if any(broken for _, broken, *_ in found.values()):
+            self.audit.unseen.append("updates, for the first step has left weights that are no numbers")
+            return
+        for name, (known, _, reached, *means) in found.items():
             if not known:
                 self.audit.unseen.append(f"update of {name}")
                 continue

@@ -60,7 +60,7 @@ def unread_names(names: Sequence[str]) -> str:
     """The sentence that names what no table has; empty where there is nothing."""
     if not names:
         return ""
-    more = f" and {len(names) - _NAMED} more (mup.json)" if len(names) > _NAMED else ""
+    more = f" and {len(names) - _NAMED} more (mup.json of a checkpoint)" if len(names) > _NAMED else ""
     return (
         f"not read here: {', '.join(names[:_NAMED])}{more}; the audit judges what they do at the first step, and not "
         "what they do later"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,14 +26,18 @@ from mup_megatron.checkpoints.checkpoint import Checkpoints
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.prepare import prepare
+from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.telemetry.alarms import Alarms, write_alarms
+from mup_megatron.telemetry.series import SeriesFile, read_series
 from mup_megatron.train.metrics import Metrics
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.disk import full_disk, reason
 from mup_megatron.util.errors import DiskFull, UserError
+from mup_megatron.util.files import cut_lines, json_lines
 from tests.helpers import bodies
 from tests.helpers.commands import losses, metrics, mup, run
-from tests.helpers.configs import MIXED, SEARCH, make, pipeline_file
+from tests.helpers.configs import MIXED, SEARCH, VOCABULARY, make, pipeline_file
 from tests.helpers.distributed import Ranks
 
 
@@ -158,6 +163,31 @@ def test_metrics(disk: Callable[..., Disk]) -> None:
     with Metrics(settings, step - 1, Rank()) as written:
         written.write(step=step, loss=1.0, lr=0.5)
     assert [line["step"] for line in metrics(small.path)][-2:] == [step - 1, step]
+
+
+def test_readings_and_alarms(disk: Callable[..., Disk]) -> None:
+    """What is whole is read again; the run goes on behind the last reading that is."""
+    small = disk(60)
+    path, step = small.path / "telemetry.jsonl", 0
+    file = SeriesFile(path, 0)
+    with pytest.raises(DiskFull) as error:  # noqa: PT012
+        while True:
+            step += 1
+            file.write(step, {("layer", "output rms"): 1.0 / step, ("layer", "weight rms"): 2.0})
+    said = parts(error.value)
+    assert (said["where"], said["what"]) == (str(path), "the run's telemetry")
+    assert read_series(path).steps == list(range(1, step))
+    config = make(MIXED, "gpt3")
+    alarms = Alarms(parametrize(config, VOCABULARY), None).see(3, {("layer", "output rms"): math.nan}, 1.0)
+    with pytest.raises(DiskFull) as error:
+        write_alarms(small.path / "alarms.jsonl", alarms * 100, print)
+    assert parts(error.value)["what"] == "the run's alarms"
+    small.resize(4000)
+    SeriesFile(path, step - 1).write(step, {("layer", "output rms"): 1.0})
+    assert read_series(path).steps == list(range(1, step + 1))
+    kept = cut_lines(small.path / "alarms.jsonl", 3)  # as the run does that goes on
+    write_alarms(small.path / "alarms.jsonl", alarms, print)
+    assert len(list(json_lines(small.path / "alarms.jsonl"))) == len(kept) + 1
 
 
 def test_page(disk: Callable[..., Disk], capfd: pytest.CaptureFixture[str]) -> None:

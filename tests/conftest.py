@@ -51,10 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for message in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:.*{message}.*")
     config.option.all |= config.option.slow or config.option.parity is not None
-    if config.getoption("--all"):
-        settings.register_profile("all", max_examples=500)
-        settings.load_profile("all")
-    else:
+    # A machine that is busy makes no test fail.
+    settings.register_profile("quick", deadline=None)
+    settings.register_profile("all", deadline=None, max_examples=500)
+    settings.load_profile("all" if config.getoption("--all") else "quick")
+    if not config.getoption("--all"):
         # Compiling a function takes longer than training the small models of the quick tests; the slow ones compile.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     config.stash[PARITY] = _page(config.option.parity, config.option.since)

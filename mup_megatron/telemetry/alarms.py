@@ -28,6 +28,8 @@ READINGS = 3
 _NUMBERS = ("output rms", "weight rms", "gradient rms")
 """Quantities that must be finite; where one is not, those after it follow."""
 _COPIES = "copies apart"
+_FORWARD, _FAR = ("output rms", "largest logit"), 10.0
+"""Quantities that are said at once where they are so many times outside of their band: training may mend them soon."""
 _NEAR_EPSILON = 10.0
 """Gradients of so many times epsilon and less are slowed down by it."""
 
@@ -130,6 +132,7 @@ class Alarms:
             since = self._since.setdefault(series, [])
             since.append(step)
             at_once = series in self._rates or series[1] == _COPIES or not math.isfinite(value)
+            at_once |= series[1] in _FORWARD and not bounds.low / _FAR <= value <= bounds.high * _FAR
             enough = 1 if at_once else READINGS
             if series not in self._said and len(since) >= enough:
                 self._said.add(series)

@@ -70,8 +70,12 @@ class Ranks:
                 try:
                     answers[number] = answered.recv()
                 except (EOFError, OSError):
+                    process = self._workers[number][0]
+                    process.join(5.0)
                     self.stop()
-                    raise RankError(f"{body.__name__}: rank {number} of {count} died") from None
+                    raise RankError(
+                        f"{body.__name__}: rank {number} of {count} died with exit code {process.exitcode}"
+                    ) from None
                 failed = failed or bool(answers[number][1])
         results = [answers.get(number, (None, "")) for number in range(count)]
         failures = [f"rank {number}:\n{error}" for number, (_, error) in enumerate(results) if error]

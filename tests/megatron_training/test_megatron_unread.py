@@ -21,7 +21,10 @@ BEHIND = "; the audit judges what they do at the first step, and not what they d
 def test_the_sentence() -> None:
     assert unread_names([]) == ""
     assert unread_names(["--a 1", "--b"]) == f"not read here: --a 1, --b{BEHIND}"
-    assert unread_names(["--a"] * 14) == f"not read here: {', '.join(['--a'] * 12)} and 2 more (mup.json of a checkpoint){BEHIND}"
+    assert (
+        unread_names(["--a"] * 14)
+        == f"not read here: {', '.join(['--a'] * 12)} and 2 more (mup.json of a checkpoint){BEHIND}"
+    )
 
 
 def test_explain_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,7 +203,7 @@ FAULTS: dict[str, Fault] = {
     "the embedding at four times the rate": _rate_of(EMBEDDING, 4.0),
     "a frozen matrix": _frozen(FC1),
     "queries and keys eight times as large": _scaled(QKV, 8.0),
-    "a matrix of a tenth": _scaled(FC1, 0.1),
+    "a matrix of a hundredth": _scaled(FC1, 0.01),
     "decay of a norm": _decay_of("decoder.final_layernorm.weight", 0.1),
     "a group without decay": _decay_of(FC1, 0.0),
     "a tensor that is put back": _put_back(QKV),

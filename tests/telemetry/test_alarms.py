@@ -87,7 +87,7 @@ NAMED: dict[str, tuple[str, set[str]]] = {
         QKV.replace("linear_qkv.weight", "core_attention"),
         {"largest logit", "attention entropy"},
     ),
-    "a matrix of a tenth": (FC1.replace(".linear_fc1.weight", ""), {"output rms"}),
+    "a matrix of a hundredth": (FC1.replace(".linear_fc1.weight", ""), {"output rms"}),
 }
 QUICK_FAULTS = ["matrices at twice the rate", "a frozen matrix", "queries and keys eight times as large"]
 
@@ -182,6 +182,21 @@ def test_a_series_is_said_once_and_again_when_it_was_well(bands: Any) -> None:
     assert said(*[wrong] * (READINGS + 2)) == [0] * (READINGS - 1) + [1, 0, 0]
     assert said(*[bounds.expected] * READINGS, *[wrong] * READINGS) == [0] * (2 * READINGS - 1) + [1]
     assert said(math.nan) == [0]  # it has been said
+
+
+def test_far_outside_is_said_at_once(bands: Any) -> None:
+    """Ten times outside, on either side; what is less so must be so in three readings. So must an update."""
+    config = config_of(Path("unused"), "gpt3")
+    table = parametrize(config, prepare(config).vocab_size)
+    band, module = Band.read(bands("gpt3")).on(table), "decoder.layers.0.mlp"
+    bounds = band(module, "output rms", 0.5)
+    assert bounds is not None
+    for value, said in ((bounds.low / 11, 1), (bounds.low / 9, 0), (bounds.high * 9, 0), (bounds.high * 11, 1)):
+        assert len(Alarms(table, band).see(STEPS // 2, {(module, "output rms"): value}, 0.5)) == said
+    update = band(FC1, UPDATE, 0.5)
+    assert update is not None
+    found = {(FC1, "update over weight"): update.high * 50, (FC1, "weight rms"): 1.0, ("run", "schedule"): 0.5}
+    assert Alarms(table, band).see(STEPS // 2, found, 0.5) == []
 
 
 def test_layers_at_the_same_share_of_the_depth(bands: Any) -> None:

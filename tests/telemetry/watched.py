@@ -36,7 +36,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "the embedding at four times the rate": (EMBEDDING,),
     "a frozen matrix": (FC1,),
     "queries and keys eight times as large": (QKV, _ATTENTION),
-    "a matrix of a tenth": (FC1, _MLP),
+    "a matrix of a hundredth": (FC1, _MLP),
     "decay of a norm": ("decoder.final_layernorm.weight",),
     "a group without decay": (FC1,),
     "a tensor that is put back": (QKV,),

@@ -152,7 +152,8 @@ class BandOfTarget:
         low, high = (float(np.interp(progress, _TIMES, ends)) * factor for ends in (series.low, series.high))
         if not (math.isfinite(low) and math.isfinite(high)):
             return None
-        below, above = JUDGED[quantity]
+        # How far runs with other seeds are apart is not known of a single one.
+        below, above = (factor ** (2 if len(self._band.runs) == 1 else 1) for factor in JUDGED[quantity])
         return Bounds(low / below if math.isfinite(below) else 0.0, high * above, (low + high) / 2)
 
     def names(self) -> list[Name]:

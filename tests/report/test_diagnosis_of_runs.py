@@ -26,9 +26,9 @@ KEYS: dict[str, Any] = {
     "parallel__tensor_model_parallel_size": 1,
     "parallel__zero_stage": 0,
     "run__telemetry_interval": 2,
-    "tuning__trials": 4,
+    "tuning__trials": 8,
     "tuning__repeat_best": 0,
-    "tuning__search": {"lr": {"log_uniform": [1e-3, 6e-2]}},
+    "tuning__search": {"lr": {"log_uniform": [1e-3, 0.3]}},
 }
 
 
@@ -112,7 +112,7 @@ def test_settings_that_changed_on_the_way(studied: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(studied(), run)
     changed = ["hparams.weight_decay=0.3", f"training.train_steps={STEPS + 8}", f"run.dir={run}"]
-    allowed = ["--allow-change", "hparams.weight_decay"]
+    allowed = ["--allow-change", "hparams.weight_decay", "--allow-change", "training.lr_decay_steps"]
     result = mup("train", run / "config.yaml", *changed, *allowed, "--nproc-per-node", "1")
     assert result.returncode == 0, result.stderr
     found = suspects(run)

@@ -199,6 +199,18 @@ def test_far_outside_is_said_at_once(bands: Any) -> None:
     assert Alarms(table, band).see(STEPS // 2, found, 0.5) == []
 
 
+def test_a_band_of_one_run_is_wider(bands: Any) -> None:
+    """25 times the proxy's instead of 5, for nobody knows how far seeds are apart."""
+    config = config_of(Path("unused"), "gpt3")
+    table = parametrize(config, prepare(config).vocab_size)
+    band, module = Band.read(bands("gpt3")), "decoder.layers.0.mlp"
+    one = band.model_copy(update={"runs": band.runs[:1]})
+    three, single = (each.on(table)(module, "output rms", 0.5) for each in (band, one))
+    assert three is not None
+    assert single is not None
+    assert (single.low, single.high) == pytest.approx((three.low / 5, three.high * 5))
+
+
 def test_layers_at_the_same_share_of_the_depth(bands: Any) -> None:
     """Of three layers the middle one is the proxy's first of two, as the share is rounded to an even number."""
     deep = make({**GROWN, "model": {**GROWN["model"], "num_layers": 3}}, "gpt3", **KEYS)

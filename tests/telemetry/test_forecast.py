@@ -113,6 +113,24 @@ def test_intervals_hold_of_runs_like_the_proxys() -> None:
     assert abs(np.mean(held) - 0.9) < 3 * math.sqrt(0.9 * 0.1 / len(held))
 
 
+def test_the_page_has_what_was_measured(repository: Path) -> None:
+    """docs/watching.md, each number from the benchmark's record."""
+    record = json.loads((repository / "benchmarks/results/forecast.json").read_text())
+    rows = record["forecasts"]
+    held = [abs(row["end"] - row["told"]) <= row["half"] for row in rows]
+    assert (record["held"], record["of"], record["alarms"]) == (sum(held), len(rows), 0)
+    ends, halves, shares = ([row[name] for row in rows] for name in ("end", "half", "share"))
+    off = max(abs(row["end"] - row["told"]) for row in rows)
+    page = " ".join((repository / "docs/watching.md").read_text().split())
+    assert (
+        f"on {len({(row['times'], row['seed']) for row in rows})} targets of two and four times the proxy's width with "
+        f"other seeds: of {len(rows)} forecasts, made at {min(shares):g} to {max(shares):g} of the schedule, "
+        f"{sum(held)} held; the losses ended between {min(ends):.2f} and {max(ends):.2f}, at most {off:.2f} from the "
+        f"forecast, and the intervals were ± {min(halves):.2f} to {max(halves):.2f}"
+    ) in page
+    assert {row["times"] for row in rows} == {2, 4}
+
+
 # --- alarms ---
 
 

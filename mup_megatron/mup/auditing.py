@@ -77,7 +77,14 @@ def audit(
     """
     questions = ModelAudit(model, optimizer)
     if action != "off":
-        steps = first_steps(questions, optimizer, action=action, say=say)
+        # GradScaler has a fused optimizer step on gradients that are no numbers, which then changes nothing.
+        steps = first_steps(
+            questions,
+            optimizer,
+            action=action,
+            say=say,
+            took=lambda: not float(getattr(optimizer, "found_inf", 0) or 0),
+        )
         optimizer.register_step_pre_hook(lambda *_: steps.before())
         optimizer.register_step_post_hook(lambda *_: steps.behind())
     return questions.audit
@@ -157,11 +164,15 @@ class ModelAudit:
         clean = clean_names(name for name, _ in model.named_parameters())
         self._named = [(clean[name], each) for name, each in model.named_parameters() if each.requires_grad]
         self._model, self._optimizer = model, optimizer
-        self._gather, self._groups = gather or self._held, groups or self._of_optimizer
-        self._samples: list[Sample] = []
+        self._gather, self._groups = (
+            gather or self._held,
+            groups or (lambda parameter: self._by_id.get(id(parameter), [])),
+        )
+        self._samples: list[tuple[str, torch.nn.Parameter, Sample]] = []
         self._expected: dict[str, dict[str, float]] = {}
         self._readouts: dict[str, list[tuple[float, Measured]]] = {}
         self._handles: list[Any] = []
+        self._by_id: dict[int, list[Group]] = {}
         self.audit = Audit()
 
     def watch_multipliers(self) -> None:
@@ -187,12 +198,17 @@ class ModelAudit:
         clean = clean_names(f"{name}." for name in self._readouts)
         for name, calls in self._readouts.items():
             told = [(expected, Measured(*map(float, measured))) for expected, measured in calls]
-            self.audit.add(_judged_readout(clean[f"{name}."].removesuffix("."), told))
+            label = clean[f"{name}."].removesuffix(".")
+            found = list(_judged_readout(label, told))
+            self.audit.add(found)
+            self.audit.unseen += [] if found else [f"multiplier of {label}"]
         self._readouts.clear()
 
     def begin_step(self, done: int) -> None:
-        """Before a step, behind so many updates: keeps a few elements of every tensor."""
-        self._samples = [Sample.of(self._gather(parameter)) for _, parameter in self._named]
+        """Before a step, behind so many updates: keeps a few elements of every tensor that is in one group."""
+        self._look()
+        one = [(name, parameter) for name, parameter in self._named if len(self._groups(parameter)) == 1]
+        self._samples = [(name, parameter, Sample.of(self._gather(parameter))) for name, parameter in one]
 
     def ask_groups(self) -> Rates:
         """Every tensor that has a gradient is in one group, and the groups are in µP's ratios.
@@ -200,6 +216,7 @@ class ModelAudit:
         Returns:
             The base rate that most tensors have, as `lr`.
         """
+        self._look()
         held = {name: (parameter, self._groups(parameter)) for name, parameter in self._named}
         counts = [
             _finding(name, "optimizer groups that hold it", 1.0, float(len(groups)), "exactly")
@@ -218,7 +235,7 @@ class ModelAudit:
 
     def end_step(self, rates: Rates, done: int) -> None:
         """Behind a step, which makes so many updates: every tensor moved by its rate, epsilon and decay."""
-        for (name, parameter), sample in zip(self._named, self._samples, strict=True):
+        for name, parameter, sample in self._samples:
             whole, groups = self._gather(parameter), self._groups(parameter)
             if len(groups) != 1 or not whole[WEIGHT].numel():
                 continue
@@ -247,7 +264,7 @@ class ModelAudit:
         if rule is None or group.get("amsgrad") or group.get("nesterov"):
             return None
         if rule == "sgd" and not group.get("momentum"):
-            gradient, sign = before.get(_GRADIENT), -1.0 if group.get("maximize") else 1.0
+            gradient, sign = after.get(_GRADIENT), -1.0 if group.get("maximize") else 1.0
             return None if gradient is None else -lr * (sign * gradient + decay * before[WEIGHT])
         return expected_update(
             rule,
@@ -271,9 +288,12 @@ class ModelAudit:
             found[_GRADIENT] = parameter.grad
         return {kind: each.to_local() if isinstance(each, DTensor) else each for kind, each in found.items()}
 
-    def _of_optimizer(self, parameter: torch.nn.Parameter) -> list[Group]:
-        found = self._optimizer.param_groups
-        return [group for group in found if any(each is parameter for each in group["params"])]
+    def _look(self) -> None:
+        """Which groups hold what, now."""
+        self._by_id.clear()
+        for group in self._optimizer.param_groups:
+            for each in group["params"]:
+                self._by_id.setdefault(id(each), []).append(group)
 
     def _rows(self, held: Mapping[str, tuple[torch.nn.Parameter, Group]]) -> dict[str, _Multipliers]:
         """By the rule of the optimizer's class; where that is not known, by the one that fits more groups."""

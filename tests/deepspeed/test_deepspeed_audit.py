@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from mup_megatron.deepspeed import initialize
 from mup_megatron.util.errors import UserError
@@ -61,7 +62,14 @@ PLANTED: dict[str, tuple[Callable[[Any], None], set[tuple[str, str]]]] = {
 
 
 def audited(
-    rank: Any, *, stage: int, how: str = "optimizer", fault: str | None = None, action: Any = "warn", **more: Any
+    rank: Any,
+    *,
+    stage: int,
+    how: str = "optimizer",
+    fault: str | None = None,
+    action: Any = "warn",
+    without: str = "",
+    **more: Any,
 ) -> dict[str, Any]:
     """What is said and found in three steps; what stops them, and behind how many."""
     from mup_megatron import deepspeed as door
@@ -78,7 +86,11 @@ def audited(
     steps, stopped = 0, ""
     try:
         with contextlib.redirect_stdout(screen):
-            engine, *_ = initialize(model=net, audit=action, **bodies.given(how, net, stage, rank.world_size, more))
+            arguments = bodies.given(how, net, stage, rank.world_size, more)
+            if without:
+                held = [parameter for name, parameter in net.named_parameters() if name != without]
+                arguments["optimizer"] = torch.optim.AdamW(held, lr=LR)
+            engine, *_ = initialize(model=net, audit=action, **arguments)
             if fault is not None:
                 # Behind the guard, which looks before forward passes.
                 engine.register_forward_hook(_once(lambda: PLANTED[fault][0](engine)))
@@ -131,6 +143,13 @@ def test_a_planted_fault_is_named(ranks: Ranks, stage: int, fault: str) -> None:
         assert set(result["wrong"]) >= PLANTED[fault][1], result
         blamed = {tensor for tensor, _ in result["wrong"]}
         assert blamed == {tensor for tensor, _ in PLANTED[fault][1]}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), 3])
+def test_a_tensor_that_no_group_has(ranks: Ranks, stage: int) -> None:
+    for result in ranks.run(2, audited, stage=stage, without="fc2.weight"):
+        assert result["wrong"] == [("fc2.weight", "optimizer groups that hold it")]
+        assert result["steps"] == 3
 
 
 def test_it_stops_before_a_second_step(ranks: Ranks) -> None:

@@ -121,6 +121,40 @@ def test_a_run_that_goes_on() -> None:
     assert f"{TENSORS} right" in said[0]
 
 
+def test_a_closure() -> None:
+    """The gradient is there when the step is over, and was another one before."""
+    for make in (mu(mup.MuSGD, lr=LR, weight_decay=DECAY), mu(mup.MuAdamW, **ADAMW)):
+        net = bodies.model()
+        optimizer = make(net)
+        said: list[str] = []
+        mup.audit(net, optimizer, say=said.append)
+        for batch in bodies.batches(3):
+
+            def closure(net: Any = net, optimizer: Any = optimizer, batch: Any = batch) -> Any:
+                optimizer.zero_grad()
+                loss = bodies.loss_of(net, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        assert said == [f"audit: {TENSORS} tensors, {TENSORS} right (1 not seen)"]  # the readout, called within
+
+
+def test_a_step_that_a_scaler_leaves_out() -> None:
+    """Of a fused optimizer, which is called on gradients that are no numbers too: the next step is looked at."""
+    net = bodies.model()
+    optimizer: Any = mup.MuAdamW(net.parameters(), fused=True, **ADAMW)
+    said: list[str] = []
+    mup.audit(net, optimizer, say=said.append)
+    for number, batch in enumerate(bodies.batches(3)):
+        optimizer.zero_grad()
+        bodies.loss_of(net, batch).backward()
+        optimizer.found_inf = torch.tensor(float(number == 0))
+        optimizer.step()
+        assert len(said) == min(number, 1)
+    assert f"{TENSORS} right" in said[0]
+
+
 def test_half_precision() -> None:
     """Weights and averages in bfloat16 round each step."""
     net = bodies.model().bfloat16()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mup_megatron import cli
 from mup_megatron.report.live import Watched, bars, lines_of, page_of
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import cut_lines
@@ -20,7 +21,7 @@ from tests.telemetry.test_alarms import STEPS, alarms_of, bands
 __all__ = ["bands"]
 
 
-def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Step, loss, the tensor that does not move among the series nearest to their bounds, and the alarm."""
     alarms_of(ranks, tmp_path, bands, "gpt3", fault="a frozen matrix", begins=20)
     run = tmp_path / "target"
@@ -55,24 +56,27 @@ def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
     assert result.returncode == 0, result.stderr
     assert f"step {STEPS}/{STEPS}" in result.stdout
     assert "alarm at step" in result.stdout
-    assert_explained(run, alarm)
+    assert_explained(run, alarm, capfd)
     assert mup("watch", run, "--once", "--html", tmp_path / "live.html").returncode == 0
     assert (tmp_path / "live.html").read_text() == page
 
 
-def assert_explained(run: Path, alarm: dict[str, Any]) -> None:
+def assert_explained(run: Path, alarm: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     """`explain --band` has the bounds that the alarm was raised by, at the end of the schedule."""
-    result = mup("explain", run / "config.yaml", "--band", "--json")
-    assert result.returncode == 0, result.stderr
-    rows = {(row["name"], row["quantity"]): row["bounds"] for row in json.loads(result.stdout)["band"]}
+    config = str(run / "config.yaml")
+    capfd.readouterr()
+    assert cli.run(["explain", config, "--band", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["band"]
+    rows = {(row["name"], row["quantity"]): row["bounds"] for row in found}
     row = next(row for row in Watched(run).now().rows if (row.name, row.quantity) == (alarm["name"], "update rms"))
     assert rows[row.name, row.quantity]["1.0"] == pytest.approx([row.low, row.high])
     assert rows["decoder.layers.0.mlp", "output rms"].keys() == {"0.25", "0.5", "1.0"}
-    said = mup("explain", run / "config.yaml", "--band").stdout
+    assert cli.run(["explain", config, "--band"]) == 0
+    said = capfd.readouterr().out
     assert re.search(r"^[\d.e-]+ to [\d.e-]+ .* output rms of decoder\.layers\.1\.mlp$", said, re.M)
-    standard = mup("explain", run / "config.yaml", "--band", "parametrization.name=standard")
-    assert standard.returncode == 2
-    assert "--band: the run is in standard; expected parametrization.name: mup" in standard.stderr
+    assert cli.run(["explain", config, "--band", "parametrization.name=standard"]) == 2
+    said = capfd.readouterr().err
+    assert "--band: the run is in standard; expected parametrization.name: mup" in said
 
 
 def test_a_long_run_is_read_at_places(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mup_megatron.audit.findings import Audit
+from mup_megatron.audit.findings import Audit, Finding
 from mup_megatron.audit.update import Rates
 from mup_megatron.util.errors import UserError
 
@@ -103,9 +103,9 @@ class FirstSteps:
         if not self._moved:
             questions.begin_step(self._updates())
             return
-        self._questions, wrong = None, len(questions.audit.wrong)
+        self._questions, known = None, {_of(finding) for finding in questions.audit.wrong}
         questions.ask_groups()
-        if len(questions.audit.wrong) > wrong:
+        if any(_of(finding) not in known for finding in questions.audit.wrong):
             self._tell(questions.audit)
 
     def _behind(self, questions: Questions) -> None:
@@ -115,3 +115,7 @@ class FirstSteps:
         questions.end_step(rates, self._updates())
         self._moved = True
         self._tell(questions.audit)
+
+
+def _of(finding: Finding) -> tuple[str, str]:
+    return finding.tensor, finding.quantity

@@ -88,6 +88,7 @@ def initialize(
         optimizer, model_parameters = groups_of_config(model, settings, model_parameters)
         groups = model_parameters
     groups = [group for group in groups if group["params"]]  # DeepSpeed takes the empty ones out
+    stepped = [parameter for group in groups for parameter in group["params"]]  # DeepSpeed puts partitions there
     if groups and lr_scheduler is None:
         per_group(settings, groups)
     sum_sequence_parallel_gradients(model)
@@ -110,16 +111,20 @@ def initialize(
     if groups:
         guard(engine)
         if audit != "off":
-            _audit(engine, audit)
+            _audit(engine, audit, stepped)
     return engine, *rest
 
 
-def _audit(engine: Any, action: Action) -> None:
-    """Has the engine's first step looked at."""
+def _audit(engine: Any, action: Action, parameters: list[Any]) -> None:
+    """Has the engine's first step looked at; `parameters` are those that it was given to step."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 0 and not isinstance(optimizer, torch.optim.Optimizer):  # of fp16, which keeps masters elsewhere
+        print(f"audit: steps of DeepSpeed's {type(optimizer).__name__} are not looked at")
+        return
     questions = ModelAudit(
         engine.module,
         inner(optimizer, stage),
+        parameters,
         lambda parameter: whole(optimizer, parameter, stage, MOMENTS),
         lambda parameter: groups_of(optimizer, parameter, stage),
     )

@@ -28,9 +28,10 @@ from mup_megatron.audit.update import (
     judged_update,
     share_of_update,
 )
+from mup_megatron.config.per_tensor import PerTensor
 from mup_megatron.mup.in_place import adds_l2, rule_of
 from mup_megatron.mup.layer import MuReadout
-from mup_megatron.mup.optim import EPS_MULTIPLIER, MULTIPLIER, SOURCE
+from mup_megatron.mup.optim import MULTIPLIER, SCALES_EPS, SOURCE
 from mup_megatron.mup.parameters import clean_names
 from mup_megatron.rules import formulas
 from mup_megatron.util.errors import UserError
@@ -58,6 +59,7 @@ def audit(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
+    parameters: Iterable[torch.nn.Parameter] | None = None,
     action: Action = "stop",
     say: Callable[[str], None] = print,
 ) -> Audit:
@@ -68,6 +70,7 @@ def audit(
     Args:
         model: its parameters carry infinite shapes, or the optimizer's groups their multipliers.
         optimizer: steps it; one of `MuAdam`, `MuAdamW`, `MuSGD`, or split by `split_in_place`.
+        parameters: of the model, that this optimizer is to step; None takes all that require a gradient.
         action: `stop` raises UserError from the step where something is wrong, before a second step; `warn` says it;
             `off` does nothing.
         say: takes a line for the screen, on the first rank.
@@ -75,7 +78,7 @@ def audit(
     Returns:
         What is found, which is empty until the first step is done.
     """
-    questions = ModelAudit(model, optimizer)
+    questions = ModelAudit(model, optimizer, parameters)
     if action != "off":
         # GradScaler has a fused optimizer step on gradients that are no numbers, which then changes nothing.
         steps = first_steps(
@@ -114,7 +117,7 @@ def first_steps(
     def tell(found: Audit) -> None:
         if found.wrong and action == "stop":
             raise UserError(f"{found.line}; audit with action 'warn' goes on all the same")
-        if first:
+        if first or found.wrong:
             say(f"{'warning: ' if found.wrong else ''}{found.line}")
 
     def give_up(error: Exception) -> None:
@@ -144,12 +147,34 @@ class _Multipliers(NamedTuple):
     eps: float | None
 
 
+class _Look:
+    """A hook that looks; copies of the model, and files, have one that does not.
+
+    Args:
+        see: takes the call; None does not look.
+    """
+
+    def __init__(self, see: Callable[..., None] | None) -> None:
+        self._see = see
+
+    def __call__(self, *call: Any) -> None:
+        if self._see is not None and not torch.compiler.is_compiling():
+            self._see(*call)
+
+    def __deepcopy__(self, memo: Any) -> _Look:
+        return _Look(None)
+
+    def __reduce__(self) -> Any:
+        return _Look, (None,)
+
+
 class ModelAudit:
     """`Questions` about a plain torch model, each asked of what this rank holds.
 
     Args:
         model: to be trained.
         optimizer: that has the groups; torch's own, or what another one wraps.
+        parameters: that it is to step; None takes all that require a gradient.
         gather: a parameter's weight and moments by kind; may be collective. None takes the optimizer's state.
         groups: the groups that hold a parameter. None takes the optimizer's.
     """
@@ -158,11 +183,17 @@ class ModelAudit:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        parameters: Iterable[torch.nn.Parameter] | None = None,
         gather: Callable[[torch.nn.Parameter], dict[str, torch.Tensor]] | None = None,
         groups: Callable[[torch.nn.Parameter], Sequence[Group]] | None = None,
     ) -> None:
         clean = clean_names(name for name, _ in model.named_parameters())
-        self._named = [(clean[name], each) for name, each in model.named_parameters() if each.requires_grad]
+        wanted = None if parameters is None else set(map(id, parameters))
+        self._named = [
+            (clean[name], each)
+            for name, each in model.named_parameters()
+            if (each.requires_grad if wanted is None else id(each) in wanted)
+        ]
         self._model, self._optimizer = model, optimizer
         self._gather, self._groups = (
             gather or self._held,
@@ -187,7 +218,7 @@ class ModelAudit:
                 continue
             self._readouts[name] = []
             # Before ZeRO 3's own hook takes the weight away again.
-            hook = module.register_forward_hook(functools.partial(self._see, name), prepend=True)
+            hook = module.register_forward_hook(_Look(functools.partial(self._see, name)), prepend=True)
             self._handles.append(hook)
 
     def ask_multipliers(self) -> None:
@@ -246,16 +277,27 @@ class ModelAudit:
             if expected is None:
                 self.audit.unseen.append(f"update of {name}")
                 continue
-            precise = [torch.finfo(value.dtype).eps for kind, value in whole.items() if kind in MOMENTS]
+            if not after[WEIGHT].isfinite().all():
+                self.audit.unseen.append(f"update of {name}, which is no number")
+                continue
+            masters, moments = self._rounding(parameter, whole)
             sums = share_of_update(
                 expected,
                 sample.values[WEIGHT],
                 after[WEIGHT],
-                error=max([ERROR, *(4 * eps for eps in precise)]),
-                rounding=torch.finfo(whole[WEIGHT].dtype).eps,
+                error=max(ERROR, 4 * moments),
+                rounding=masters,
             )
             self.audit.add([judged_update(name, sums)])
         self._samples = []
+
+    def _rounding(self, parameter: torch.nn.Parameter, whole: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+        """Of weights and of moments, relative. What DeepSpeed puts together is float32, whatever it was."""
+        optimizer = self._optimizer
+        state = optimizer.state.get(parameter)
+        weights = [whole[WEIGHT]] if state else [each for group in optimizer.param_groups for each in group["params"]]
+        kept = [value for each in ([state] if state else optimizer.state.values()) for value in _moments_of(each)]
+        return _coarsest([whole[WEIGHT], *weights]), _coarsest(kept)
 
     def _expected_update(
         self, group: Group, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], updates: int
@@ -321,6 +363,14 @@ class ModelAudit:
             seen.append((module.output_mult * float(_forward(module)), measured))
 
 
+def _moments_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [state[kind] for kind in MOMENTS if torch.is_tensor(state.get(kind))]
+
+
+def _coarsest(tensors: Iterable[torch.Tensor]) -> float:
+    return max((torch.finfo(each.dtype).eps for each in tensors), default=0.0)
+
+
 def _forward(module: MuReadout) -> float:
     """A of a readout, from its weight's infinite shape; the module's own note where a tracer has taken that away."""
     infshape = getattr(module.weight, "infshape", None)
@@ -329,16 +379,14 @@ def _forward(module: MuReadout) -> float:
 
 def _multipliers(rule: formulas.UpdateRule, parameter: torch.nn.Parameter, group: Group) -> _Multipliers:
     infshape = getattr(parameter, "infshape", None)
-    if infshape is None or SOURCE not in group:  # of groups that somebody else made we know the rate's multiplier
+    if infshape is None or (MULTIPLIER in group and SOURCE not in group):  # of another model's, or by other rules
         return _Multipliers(float(group.get(MULTIPLIER, 1.0)), None, None)
-    ratios, own = infshape.ratios, infshape.per_tensor
+    ratios, own = infshape.ratios, infshape.per_tensor or PerTensor()
     lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
-    decay = float(formulas.weight_decay("independent", lr))
-    scales = EPS_MULTIPLIER in group  # MuAdam leaves it alone, as microsoft/mup does
-    eps = float(formulas.epsilon(m_out=ratios.m_out, forward=ratios.forward)) if scales else 1.0
-    if own is None:
-        return _Multipliers(float(lr), decay, eps)
-    return _Multipliers(float(lr) * own.lr, decay * own.weight_decay, eps)
+    decay = float(formulas.weight_decay("independent", lr)) * own.weight_decay if SOURCE in group else None
+    # MuAdam leaves epsilon alone, as microsoft/mup does.
+    eps = float(formulas.epsilon(m_out=ratios.m_out, forward=ratios.forward)) if group.get(SCALES_EPS) else 1.0
+    return _Multipliers(float(lr) * own.lr, decay, eps if SCALES_EPS in group else None)
 
 
 def _expected(

@@ -20,8 +20,8 @@ _Scaling = tuple[int, Fraction | float, Fraction, float, float]
 
 MULTIPLIER = "lr_multiplier"
 """Key of a group's learning-rate multiplier; its presence says that the group's rates are µP's already."""
-EPS_MULTIPLIER = "eps_multiplier"
-"""Key of a group's multiplier of epsilon, where epsilon is scaled."""
+SCALES_EPS = "scales_eps"
+"""Key that says whether a group's epsilon is scaled; groups of older checkpoints do not have it."""
 SOURCE = "source"
 """Key of the number of the group that a group was split from."""
 
@@ -68,7 +68,7 @@ def split_groups(
     Returns:
         Groups in microsoft/mup's order: matrices, vectors, and last what is not scaled, even if that is nothing.
         Beside `lr` and `weight_decay` (and `eps`) they hold `lr_multiplier`, which a schedule may read,
-        `eps_multiplier` where epsilon is scaled, and `source`, the number of the group that they come from.
+        `scales_eps`, and `source`, the number of the group that they come from.
     """
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
@@ -93,7 +93,7 @@ def split_groups(
             group["weight_decay"] = scaled(base["weight_decay"], formulas.weight_decay("independent", lr)) * own_decay
             if eps is not None:
                 group["eps"] = scaled(base.get("eps", eps), epsilon)
-                group[EPS_MULTIPLIER] = float(epsilon)
+            group[SCALES_EPS] = eps is not None
             result.append(group)
     return result
 

@@ -135,7 +135,6 @@ class Alarms:
             at_once |= series[1] in _FORWARD and not bounds.low / _FAR <= value <= bounds.high * _FAR
             enough = 1 if at_once else READINGS
             if series not in self._said and len(since) >= enough:
-                self._said.add(series)
                 cause, decides = self._cause(series, value, bounds, found)
                 alarm = Alarm(
                     step=step,
@@ -149,12 +148,9 @@ class Alarms:
                     decides=decides,
                 )
                 alarms.append(alarm)
-        for quantity in _NUMBERS:  # all else follows; a module comes behind what is inside of it, which ran before
-            broken = [alarm for alarm in alarms if alarm.quantity == quantity and not math.isfinite(alarm.value)]
-            if broken:
-                names = [alarm.name for alarm in broken]
-                return sorted(broken, key=lambda alarm: any(name.startswith(f"{alarm.name}.") for name in names))
-        return sorted(alarms, key=_distance, reverse=True)
+        alarms = _in_order(alarms)
+        self._said |= {(alarm.name, alarm.quantity) for alarm in alarms}
+        return alarms
 
     def _of_group(self, series: Name, found: Mapping[Name, float], schedule: float) -> Bounds | None:
         """What an optimizer's group must say: the table's rate under the schedule, and its decay at that rate."""
@@ -166,10 +162,10 @@ class Alarms:
 
     def _bounds(self, series: Name, step: int, found: Mapping[Name, float]) -> Bounds | None:
         name, quantity = series
-        if not math.isfinite(found[series]):
-            return Bounds(0.0, sys.float_info.max, math.nan) if quantity in self._numbers else None
         if quantity == _COPIES:
             return Bounds(0.0, 0.0, math.nan)
+        if not math.isfinite(found[series]):
+            return Bounds(0.0, sys.float_info.max, math.nan) if quantity in self._numbers else None
         progress = step / self._steps
         bounds = None if self._band is None or progress < self._begins else self._band(name, quantity, progress)
         if bounds is None and quantity == UPDATE and found[series] == 0.0 and name not in self._standing:
@@ -179,6 +175,9 @@ class Alarms:
     def _cause(self, series: Name, value: float, bounds: Bounds, found: Mapping[Name, float]) -> tuple[str, str]:
         """The likely cause of an alarm, and what decides it."""
         name, quantity = series
+        if quantity == _COPIES:
+            cause = "ranks that should hold the same weights do not"
+            return cause, "go back to the last checkpoint; a machine may be at fault"
         if not math.isfinite(value):
             first = {
                 "output rms": "the first module whose output is no number is named first",
@@ -186,9 +185,6 @@ class Alarms:
                 "gradient rms": "a gradient is no number, although outputs are; it comes from modules behind it",
             }
             return first[quantity], "go back to the last checkpoint"
-        if quantity == _COPIES:
-            cause = "ranks that should hold the same weights do not"
-            return cause, "go back to the last checkpoint; a machine may be at fault"
         gradient, epsilon = found.get((name, "gradient rms")), self._epsilons.get(name, 0.0)
         if quantity == UPDATE and gradient == 0.0:
             return "no gradient comes to it", "see what lies behind it in the model, and requires_grad"
@@ -234,6 +230,17 @@ def write_alarms(path: Path, alarms: Sequence[Alarm], say: Callable[[str], None]
         say(f"alarm: {alarm.line}")
     if len(alarms) > _SAID:
         say(f"alarm: and {len(alarms) - _SAID} more series, in {path}")
+
+
+def _in_order(alarms: Sequence[Alarm]) -> list[Alarm]:
+    """The farthest outside first; where something is no number, what it began with alone, as all else follows."""
+    copies = [alarm for alarm in alarms if alarm.quantity == _COPIES]
+    for quantity in _NUMBERS:
+        broken = [alarm for alarm in alarms if alarm.quantity == quantity and not math.isfinite(alarm.value)]
+        if broken:  # a module comes behind what is inside of it, which ran before
+            names = [alarm.name for alarm in broken]
+            return [*copies, *sorted(broken, key=lambda each: any(name.startswith(f"{each.name}.") for name in names))]
+    return sorted(alarms, key=_distance, reverse=True)
 
 
 def _distance(alarm: Alarm) -> float:

@@ -99,7 +99,7 @@ class Band(_Strict):
     layers: dict[str, int]
     tensors: dict[str, TensorOfProxy]
     series: list[SeriesOfProxy]
-    losses: list[LossOfProxy]
+    losses: list[LossOfProxy] = []
 
     @classmethod
     def read(cls, path: Path) -> Band:

@@ -31,8 +31,8 @@ _NEAR, _AT_MOST = 1.1, 8
 _LEAST = 3
 _GROWTH = 0.5
 """Standard deviation of how much a gap grows between now and the end, where it is taken to grow as time does."""
-_Z, _SHARE = 1.645, 0.95
-"""Of the normal distribution, and of Student's: two-sided 90 %."""
+_SHOWN, _ALARMS = 0.95, 0.999
+"""Of Student's and of the normal distribution: two-sided 90 % for people; more for alarms, which ask often."""
 
 
 class LossOfProxy(BaseModel):
@@ -133,19 +133,20 @@ class Forecast:
         Args:
             observed: of the run, its bins so far.
         """
-        return self._at(np.array(observed), range(BINS - _END, BINS))
+        return self._at(np.array(observed), range(BINS - _END, BINS), _SHOWN)
 
     def above(self, observed: Sequence[float]) -> list[tuple[int, Told]]:
         """The last bins in a row above what the first half before them had forecast (`FIRST` at least), with that."""
         found: list[tuple[int, Told]] = []
         for place in reversed(range(FIRST + _WAITS, len(observed))):
-            told = self._at(np.array(observed[: max(FIRST, (place + 1) // 2)]), range(place, place + 1))
+            before = np.array(observed[: max(FIRST, (place + 1) // 2)])
+            told = self._at(before, range(place, place + 1), _ALARMS)
             if told is None or observed[place] <= told.loss + told.half:
                 break
             found.append((place, told))
         return found[::-1]
 
-    def _at(self, observed: np.ndarray, places: range) -> Told | None:
+    def _at(self, observed: np.ndarray, places: range, share: float) -> Told | None:
         done = len(observed)
         if done < FIRST or not self._chosen or self.runs < _LEAST:
             return None
@@ -158,8 +159,11 @@ class Forecast:
         from scipy import stats
 
         size = math.sqrt(sum(error**2 for error in errors) / len(errors))
-        growth = _GROWTH * gap * (float(np.mean(places)) + 1 - done) / BINS
-        return Told(loss, math.hypot(size * float(stats.t.ppf(_SHARE, len(errors))), _Z * growth))
+        ahead = (float(np.mean(places)) + 1 - done) / BINS
+        half = size * float(stats.t.ppf(share, len(errors)))
+        if share == _ALARMS:  # an advantage need not grow at all: a healthy run may keep it as it is
+            return Told(loss + max(0.0, -gap) * ahead, half)
+        return Told(loss, math.hypot(half, float(stats.norm.ppf(share)) * _GROWTH * gap * ahead))
 
     def _without(self, run: np.ndarray) -> np.ndarray:
         """What a run of the proxy is held against: the chosen ones but itself."""

@@ -31,8 +31,9 @@ class LossAlarms:
         self._bins, self._forecast = bins, forecast
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._jumped: list[int] = []
-        self._above = False
-        self._full = len(bins.full())
+        full = bins.full()
+        self._full = len(full)
+        self._above = forecast is not None and len(forecast.above(full)) >= READINGS  # said before a run went on
 
     def see(self, step: int, loss: float) -> list[Alarm]:
         """What a step newly says.

@@ -145,8 +145,8 @@ class Readings:
             for part, key, weight, theta in self._counted(self._held.gradient_parts(), "gradient"):
                 self._sums.add_squares(key, part.values / theta if theta != 1.0 else part.values, weight)
             self._parts = [(part, part.values.clone()) for part in self._held.weight_parts()]
-        for key, parameter in self._copied():
-            self._sums.keep_sum(key, parameter)
+            for key, parameter in self._copied():
+                self._sums.keep_sum(key, parameter)
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -296,8 +296,10 @@ def _told(
 
     for (name, quantity), (numbers, count, most) in found.items():
         if quantity.startswith(_SLICE):
-            if apart := most + found[name, f"-{quantity}"][2]:
-                yield (name, "copies apart"), apart
+            # Where no rank has anything else, minus infinity is the largest, and is as good as not there.
+            least = -found.get((name, f"-{quantity}"), ([], 0.0, -math.inf))[2]
+            if most != least and not math.isnan(most) and not math.isnan(least):
+                yield (name, "copies apart"), most - least
         elif quantity.startswith("-"):
             continue
         elif quantity == "output":

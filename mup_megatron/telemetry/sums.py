@@ -57,13 +57,16 @@ class Sums:
 
     def keep_sum(self, key: Key, values: torch.Tensor) -> None:
         """Keeps the sum of what ranks may hold copies of, with both signs: the largest ones tell whether all agree."""
-        found = values.detach().sum(dtype=torch.float64)
+        parts = [part.sum(dtype=torch.float64) for part in values.detach().flatten().split(_CHUNK)]
+        found = torch.stack(parts).sum()
         for sign in SIGNS:
             self.largest[key._replace(quantity=sign + key.quantity)] = -found if sign else found
 
 
 SIGNS = ("", "-")
 """Before the quantity of a sum that is kept."""
+_CHUNK = 2**22
+"""Elements that are copied in float64 at a time: 32 MiB."""
 
 
 class Exchange:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +155,72 @@ def test_a_step_that_a_scaler_leaves_out() -> None:
         optimizer.step()
         assert len(said) == min(number, 1)
     assert f"{TENSORS} right" in said[0]
+
+
+def test_an_optimizer_that_is_not_in_mup() -> None:
+    """torch's own AdamW, of a model that has base shapes: the commonest mistake."""
+    net = bodies.model()
+    found, said = audited(net, torch.optim.AdamW(net.parameters(), lr=LR), action="warn")
+    assert {finding.tensor for finding in found.wrong} == {"fc1.weight", "fc2.weight"}
+    assert "fc1.weight: learning rate 0.01, expected 0.0025" in said[0]
+    assert len(said) == 1  # and no second time for the same
+
+
+def test_gradients_that_are_no_numbers() -> None:
+    net = bodies.model()
+    net.fc1.weight.register_hook(lambda gradient: gradient * math.nan)
+    found, said = audited(net, mup.MuAdamW(net.parameters(), **ADAMW), steps=1, action="warn")
+    assert "update of fc1.weight, which is no number" in found.unseen
+    assert "update over the table's" not in {each.quantity for each in found.findings if each.tensor == "fc1.weight"}
+    assert "(1 not seen)" in said[0]
+
+
+def test_groups_of_an_older_checkpoint() -> None:
+    """They do not say whether epsilon is scaled; it is not asked then."""
+    net = bodies.model()
+    optimizer = HEALTHY["AdamW"][0](net)
+    for group in optimizer.param_groups:
+        del group["scales_eps"]
+    found, said = audited(net, optimizer)
+    assert f"{TENSORS} right" in said[0]
+    assert "epsilon" not in {finding.quantity for finding in found.findings}
+
+
+def test_two_optimizers() -> None:
+    """Of one model, each with its parameters."""
+    net = bodies.model()
+    said: list[str] = []
+    own: list[Any] = [net.embedding.weight]
+    rest = [parameter for parameter in net.parameters() if parameter is not net.embedding.weight]
+    first, second = mup.MuSGD(own, lr=LR), mup.MuAdamW(rest, **ADAMW)
+    mup.audit(net, first, parameters=own, say=said.append)
+    mup.audit(net, second, parameters=rest, say=said.append)
+    bodies.loss_of(net, bodies.batches(1)[0]).backward()
+    first.step()
+    second.step()
+    assert said == [f"audit: {n} tensors, {n} right; 1 multipliers, 1 right" for n in (1, TENSORS - 1)]
+
+
+def test_copies_of_the_model_do_not_look(tmp_path: Any) -> None:
+    """An average of weights that is made before the first step, and is saved."""
+    net = bodies.model()
+    mup.audit(net, mup.MuAdamW(net.parameters(), **ADAMW), say=lambda line: None)
+    copied = copy.deepcopy(net)
+    torch.save(copied, tmp_path / "copy.pt")
+    bodies.loss_of(copied, bodies.batches(1)[0])
+    (hook,) = copied.readout._forward_hooks.values()
+    assert hook._see is None
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_later() -> None:
+    """The hook on the readout breaks no graph; the readout is not seen."""
+    net = bodies.model()
+    optimizer = mup.MuAdamW(net.parameters(), **ADAMW)
+    said: list[str] = []
+    mup.audit(net, optimizer, say=said.append)
+    bodies.train(torch.compile(net, backend="aot_eager", fullgraph=True), optimizer, 3)
+    assert said == [f"audit: {TENSORS} tensors, {TENSORS} right (1 not seen)"]
 
 
 def test_half_precision() -> None:

@@ -172,6 +172,16 @@ def _scaled(tensor: str, times: float) -> Fault:
     return fault
 
 
+def _infinite(tensor: str) -> Fault:
+    """One bit of one number is wrong."""
+
+    def fault(engine: Any, _done: int) -> None:
+        with torch.no_grad():
+            dict(engine.named)[tensor].view(-1)[0] = float("inf")
+
+    return fault
+
+
 def _on_one_rank(tensor: str) -> Fault:
     """A machine changes a weight."""
 
@@ -203,7 +213,9 @@ FAULTS: dict[str, Fault] = {
     "the embedding at four times the rate": _rate_of(EMBEDDING, 4.0),
     "a frozen matrix": _frozen(FC1),
     "queries and keys eight times as large": _scaled(QKV, 8.0),
+    "a matrix of a tenth": _scaled(FC1, 0.1),
     "a matrix of a hundredth": _scaled(FC1, 0.01),
+    "a matrix with one infinity": _infinite(FC1),
     "decay of a norm": _decay_of("decoder.final_layernorm.weight", 0.1),
     "a group without decay": _decay_of(FC1, 0.0),
     "a tensor that is put back": _put_back(QKV),

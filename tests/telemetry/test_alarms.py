@@ -246,10 +246,11 @@ def test_the_page_has_the_bounds(repository: Path) -> None:
     assert bounds == JUDGED
 
 
-def test_the_first_module_that_is_no_number_is_named(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
+@pytest.mark.parametrize("fault", ["a matrix without bounds", "a matrix with one infinity"])
+def test_the_first_module_that_is_no_number_is_named(ranks: Ranks, tmp_path: Path, bands: Any, fault: str) -> None:
     """Of a run that ends with it: somebody wrote infinity into a matrix before step 21, which is read."""
     with pytest.raises(RankError, match=r"Diverged: loss is nan at step 21"):
-        alarms_of(ranks, tmp_path, bands, "gpt3", fault="a matrix without bounds", begins=BEGINS)
+        alarms_of(ranks, tmp_path, bands, "gpt3", fault=fault, begins=BEGINS)
     lines = (tmp_path / "target" / "alarms.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["name"] == "decoder.layers.1.mlp.linear_fc1"
     assert json.loads(lines[0])["cause"] == "the first module whose output is no number is named first"
@@ -294,6 +295,17 @@ def test_a_gradient_that_is_no_number_is_told_as_that() -> None:
     output = ("decoder.layers.0.mlp", "output rms")
     (alarm,) = said({}, {gradient: math.inf, output: math.nan}, 1)
     assert (alarm.name, alarm.quantity) == output
+
+
+def test_copies_that_are_no_numbers_are_told_beside_the_outputs() -> None:
+    """One rank's infinity; what is not said in that reading may be said in the next."""
+    copies, output, decay = (FC1, "copies apart"), ("decoder.layers.0.mlp", "output rms"), (FC1, "decay")
+    found = {copies: math.inf, output: math.nan, decay: 1.0, (FC1, "rate"): 1e-3}
+    config = config_of(Path("unused"), "gpt3")
+    alarms = Alarms(parametrize(config, prepare(config).vocab_size), None)
+    first = [(alarm.name, alarm.quantity) for alarm in alarms.see(10, found, 0.5)]
+    assert first == [copies, output]
+    assert decay in [(alarm.name, alarm.quantity) for alarm in alarms.see(13, found, 0.5)]
 
 
 def test_gradients_near_epsilon_are_the_cause(bands: Any) -> None:

@@ -67,7 +67,7 @@ def test_the_gap_grows_on_as_time_does() -> None:
     # Of b and c, whose gap stays 0.1, the same forecast is wrong by what it let the gap grow.
     wrong = 0.1 * (19 + 20) / 2 / BINS
     # 0.5 standard deviations of the growth, to 90 %: the last of the places is half a run ahead.
-    growth = 1.645 * 0.5 * 0.2 * (38.5 + 1 - 20) / BINS
+    growth = 1.6448536 * 0.5 * 0.2 * (38.5 + 1 - 20) / BINS
     assert told.half == pytest.approx(math.hypot(wrong * stats.t.ppf(0.95, 2), growth))
 
 
@@ -175,9 +175,12 @@ def test_too_few_losses_tell_no_jump() -> None:
     assert [step for step, *_ in seen([*noisy(20), *[9.0] * 3])] == [23]
 
 
+STUDY = [proxy("a", chosen=True), *(proxy(f"b{number}", 0.02 * number) for number in range(-3, 4))]
+
+
 def test_a_loss_that_stays_above_its_forecast() -> None:
     """From bin 24 on 0.5 above what the proxy does: said at the end of the third bin."""
-    forecast = Forecast([proxy("a", chosen=True), proxy("b", 0.1), proxy("c", -0.1)])
+    forecast = Forecast(STUDY)
     curve = [each + 0.5 * (place >= 24) for place, each in enumerate(REFERENCE)]
     losses = [each for each in curve for _ in range(10)]
     found = [alarm for alarm in seen(losses, forecast) if "forecast" in alarm[2]]
@@ -225,3 +228,44 @@ def test_a_file_that_grows_and_is_cut(tmp_path: Path) -> None:
     write(11, 75, 7.0)  # longer again than it was when it was last looked at
     assert losses.bins().full() == bins_of(path, 80).full()
     assert losses.bins().last == 75
+
+
+# --- what must not be said ---
+
+
+@pytest.mark.parametrize("gap", [-0.1, -0.3, -0.5, 0.1])
+def test_an_advantage_that_does_not_grow_is_no_alarm(gap: float) -> None:
+    """A wider run is better by the same at every step, as its loss is by a law with a floor."""
+    proxies = [proxy(f"a{number}", chosen=True, noise=0.004) for number in range(3)]
+    proxies += [proxy(f"b{number}", 0.02 * number, noise=0.004) for number in range(5)]
+    losses = [each + gap for each in proxy("run", noise=0.004).losses for _ in range(10)]
+    assert [alarm for alarm in seen(losses, Forecast(proxies)) if "forecast" in alarm[2]] == []
+
+
+def walk(name: str, gap: float = 0.0) -> list[float]:
+    """The reference with noise that adds up."""
+    generator, at, found = random.Random(name), gap, []
+    for each in REFERENCE:
+        at += 0.004 * generator.gauss(0, 1)
+        found.append(each + at)
+    return found
+
+
+def test_how_often_a_healthy_run_is_called_too_high() -> None:
+    """Of 300 runs like the proxy's, whose noise adds up: one in a hundred at most."""
+    said = 0
+    for study in range(300):
+        losses = [LossOfProxy(run=str(run), chosen=run < 3, losses=walk(f"{study}-{run}")) for run in range(6)]
+        said += len(Forecast(losses).above(walk(f"{study}-target"))) >= 3
+    assert said <= 3
+
+
+def test_a_run_that_goes_on_is_not_stopped_again() -> None:
+    """Above its forecast since before it was stopped; said again where it was well in between."""
+    forecast = Forecast(STUDY)
+    curve = [each + 0.5 * (place >= 24) for place, each in enumerate(REFERENCE)]
+    bins = LossBins(10 * BINS)
+    for step in range(1, 281):
+        bins.add(step, curve[(step - 1) // 10])
+    alarms = LossAlarms(bins, forecast)
+    assert [alarm for step in range(281, 401) for alarm in alarms.see(step, curve[(step - 1) // 10])] == []

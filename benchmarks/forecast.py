@@ -1,8 +1,8 @@
 """How often the forecast of the loss (docs/watching.md) holds: `python -m benchmarks.forecast`.
 
 Trains the demo's proxy at nine rates and with two more seeds, and targets of twice and four times the width. At shares
-of each target's schedule the loss at its end is forecast from what it had done. Writes results/forecast.json. Runs that
-are complete are not trained again.
+of each target's schedule the loss at its end is forecast from what it had done. Writes results/forecast/3.12.json. Runs
+that are complete are not trained again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     result = measure(folder)
-    path = RESULTS / "forecast.json"
+    path = RESULTS / "forecast" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{path}: {result['held']} of {result['of']}")
 

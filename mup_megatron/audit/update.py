@@ -1,7 +1,6 @@
 """One optimizer step, recomputed in float64 from what the optimizer keeps.
 
-Public names: `Rates`, `Sample`, `expected_update`, `share_of_update`, `judged_update`,
-`ERROR`.
+Public names: `Rates`, `Sample`, `expected_update`, `share_of_update`, `judged_update`, `ERROR`.
 Adam and Lion keep enough of a gradient for that after their step, whatever happened to the gradient on its way.
 """
 
@@ -102,15 +101,15 @@ def share_of_update(
     return [float(number.sum()) for number in numbers]
 
 
-def judged_update(name: str, sums: Sequence[float]) -> Finding:
-    """What is found of a step, from `share_of_update`."""
+def judged_update(name: str, sums: Sequence[float], error: float = ERROR) -> Finding:
+    """What is found of a step, from `share_of_update` and the share that it was given."""
     off, allowed, along, size = sums
     return Finding(
         tensor=name,
         quantity="update over the table's",
         expected=1.0,
         found=along / size if size else 1.0 if off <= allowed else math.inf,
-        within=f"{ERROR:g} of it, and the rounding of weights",
+        within=f"{error:.3g} of it, and the rounding of weights",
         right=off <= allowed,
     )
 

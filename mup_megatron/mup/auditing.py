@@ -281,14 +281,15 @@ class ModelAudit:
                 self.audit.unseen.append(f"update of {name}, which is no number")
                 continue
             masters, moments = self._rounding(parameter, whole)
+            error = max(ERROR, 4 * moments)
             sums = share_of_update(
                 expected,
                 sample.values[WEIGHT],
                 after[WEIGHT],
-                error=max(ERROR, 4 * moments),
+                error=error,
                 rounding=masters,
             )
-            self.audit.add([judged_update(name, sums)])
+            self.audit.add([judged_update(name, sums, error)])
         self._samples = []
 
     def _rounding(self, parameter: torch.nn.Parameter, whole: Mapping[str, torch.Tensor]) -> tuple[float, float]:

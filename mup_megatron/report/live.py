@@ -1,6 +1,7 @@
 """A run while it goes on, read from its files. Public names: `Live`, `Watched`, `lines_of`, `page_of`.
 
-Of metrics.jsonl only the end is read, and the lines at so many places: it may have hundreds of thousands of steps.
+Of metrics.jsonl the end is read, and the lines at so many places: it may have hundreds of thousands of steps. Where
+there is a forecast, each line is read once more.
 """
 
 from __future__ import annotations

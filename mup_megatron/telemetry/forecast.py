@@ -23,7 +23,7 @@ BINS = 40
 _END = BINS // 20
 """Bins whose mean is the loss at the end: the last twentieth."""
 FIRST = 2 * BINS // 5
-"""Bins before the first forecast; what a run does earlier tells little (docs/watching.md)."""
+"""Bins before the first forecast; what a run does earlier tells little."""
 _WAITS = 4
 """Bins behind the first forecast, before the loss is held against it."""
 _NEAR, _AT_MOST = 1.1, 8
@@ -56,7 +56,7 @@ class Told(NamedTuple):
 
     Args:
         loss: nats per token.
-        half: half of the interval that has 90 %.
+        half: half of the interval.
     """
 
     loss: float

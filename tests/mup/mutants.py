@@ -43,7 +43,7 @@ MUTANTS = (
         "audit: a plain model's update is not compared",
         "a step that has a rate of its own passes",
         "mup.auditing.ModelAudit.end_step",
-        "judged_update(name, sums)",
+        "judged_update(name, sums, error)",
         "judged_update(name, [0.0, 1.0, 1.0, 1.0])",
         "mup/test_auditing.py::test_a_planted_fault_is_named",
     ),

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed
+from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch.distributed.tensor import DTensor
 
 from mup_megatron.audit.at_work import AtWork
 from mup_megatron.audit.findings import Audit, Finding
 from mup_megatron.audit.initial import NOT_THE_SEEDS, copies, initial_values
+from mup_megatron.audit.matrices import ERROR_OF_SOAP, Orthogonal, muon_direction, soap_direction
 from mup_megatron.audit.sums import over_ranks, share_of
-from mup_megatron.audit.update import WEIGHT, Rates, Sample, expected_update, judged_update, share_of_update
+from mup_megatron.audit.update import ERROR, WEIGHT, Rates, Sample, expected_update, judged_update, share_of_update
+from mup_megatron.model.init import local_rows
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 
@@ -40,12 +43,14 @@ class Door:
         gather: this rank's whole slice of a parameter and of its optimizer state by kind; may be collective.
         groups: the optimizer's groups that hold a parameter, which is one if all is well; None where this rank does not
             know, since another one steps the parameter.
+        optimizers: of torch's kind, that step on this rank.
     """
 
     chunks: Sequence[LanguageModule]
     named: Sequence[tuple[str, torch.nn.Parameter]]
     gather: Callable[[torch.nn.Parameter], dict[str, torch.Tensor]]
     groups: Callable[[torch.nn.Parameter], Sequence[Group] | None]
+    optimizers: Sequence[Any]
 
 
 class Auditor:
@@ -72,9 +77,11 @@ class Auditor:
     ) -> None:
         self._door, self._table, self._layout = door, table, layout
         self._betas, self._decoupled, self._device = betas, decoupled, device
+        self._given = (*betas, table.config.optimizer.momentum)
         self._samples: list[Sample] = []
         self._at_work: AtWork | None = None
         self._fresh = 0  # updates done when the optimizer had no averages yet
+        self._orthogonal = next(filter(None, map(Orthogonal.of, door.optimizers)), None)
         self.audit = Audit()
 
     def ask_initial_values(self, *, may_be_given: bool = False) -> None:
@@ -151,7 +158,7 @@ class Auditor:
         }
         rates = self._rates_of_most(means) if rates is None else rates
         for name, numbers in means.items() if rates.lr else ():
-            self.audit.add(_judged_group(name, self._table.tensors[name], numbers, rates, self._betas))
+            self.audit.add(_judged_group(name, self._table.tensors[name], numbers, rates, self._given))
         return rates
 
     def _rates_of_most(self, groups: Mapping[str, Sequence[float]]) -> Rates:
@@ -184,6 +191,7 @@ class Auditor:
             row = self._table.tensors[name]
             whole = self._door.gather(parameter)
             after = sample.taken(whole)
+            direction = self._direction(parameter, row, whole, done)
             if row.shape.spec.frozen:
                 expected: torch.Tensor | None = torch.zeros_like(after[WEIGHT])
             else:
@@ -196,12 +204,13 @@ class Auditor:
                     decay=row.weight_decay * rates.weight_decay * self._decoupled,
                     betas=self._betas,
                     updates=done - self._fresh,
+                    direction=None if direction is None else direction.flatten()[sample.places].double(),
                 )
             if expected is None:
                 continue
             reached = sum(float(value.count_nonzero()) for kind, value in whole.items() if kind != WEIGHT)
             broken = float((~after[WEIGHT].isfinite()).sum())
-            numbers = share_of_update(expected, sample.values[WEIGHT], after[WEIGHT])
+            numbers = share_of_update(expected, sample.values[WEIGHT], after[WEIGHT], error=self._error(row))
             share = share_of(name, row.shape.spec, self._layout, rank)
             sums[name] = [share, *(share * number for number in (broken, reached, *numbers))]
         self._samples = []
@@ -213,11 +222,48 @@ class Auditor:
             if not known:
                 self.audit.unseen.append(f"update of {name}")
                 continue
-            self.audit.add([judged_update(name, means)])
+            self.audit.add([judged_update(name, means, self._error(self._table.tensors[name]))])
             if not (reached or self._may_stand(name)):
                 self.audit.add([_still(name)])
         # The optimizer's own weights: what the forward pass takes may be gathered when it begins.
         self.audit.add(copies(self._door.named, self._master, self._table, self._layout, self._device))
+
+    def _direction(
+        self, parameter: torch.nn.Parameter, row: TensorHyperparameters, held: Mapping[str, torch.Tensor], done: int
+    ) -> torch.Tensor | None:
+        """Of Muon's or SOAP's step of a matrix, what the rate multiplies; None where this rank does not know."""
+        spec, rule = row.shape.spec, row.group.update_rule
+        if rule == "soap":
+            return soap_direction(held, eps=row.eps or 0.0, betas=self._betas, updates=done - self._fresh)
+        gradient = getattr(parameter, "main_param", parameter).grad  # as the optimizer had it, where this rank steps
+        if rule != "muon" or self._orthogonal is None or gradient is None:
+            return None
+        blocks, (own, slices) = None, self._layout.slice_of(spec, torch.distributed.get_rank())
+        if getattr(parameter, "is_qkv", False):  # of all fused matrices, this one alone is taken apart
+            numbers = {block: float(number) for number, block in enumerate(row.init_std)}
+            blocks = local_rows(spec, numbers, own, slices, gradient.device)
+        group = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if spec.expert
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        dimension = spec.partition_dim if slices > 1 else None
+        return muon_direction(
+            held["momentum_buffer"],
+            gradient.float(),
+            self._orthogonal,
+            momentum=self._given[2],
+            blocks=blocks,
+            dimension=dimension,
+            group=group,
+        )
+
+    def _error(self, row: TensorHyperparameters) -> float:
+        """Share of its update by which a tensor may be off."""
+        rule = row.group.update_rule
+        if rule == "soap":
+            return ERROR_OF_SOAP
+        return self._orthogonal.error if self._orthogonal and rule == "muon" else ERROR
 
     def _may_stand(self, name: str) -> bool:
         """Whether no gradient need have come to a tensor in the first step."""
@@ -230,15 +276,14 @@ def _still(name: str) -> Finding:
     return Finding(tensor=name, quantity="gradient", expected=None, found=0.0, within="any but 0", right=False)
 
 
-_SAID = ("lr", "eps", "weight_decay", "first beta", "second beta")
+_SAID = ("lr", "eps", "weight_decay", "first beta", "second beta", "momentum")
 
 
 def _said(group: Group) -> list[float]:
     """What a group says; NaN where it says nothing."""
     betas = group.get("betas", (math.nan, math.nan))
-    return [float(group.get(name, math.nan)) for name in ("lr", "eps", "weight_decay")] + [
-        float(beta) for beta in betas
-    ]
+    lr, eps, decay, momentum = (float(group.get(name, math.nan)) for name in ("lr", "eps", "weight_decay", "momentum"))
+    return [lr, eps, decay, *map(float, betas), momentum]
 
 
 def _judged_group(
@@ -246,9 +291,9 @@ def _judged_group(
     row: TensorHyperparameters,
     found: Sequence[float],
     rates: Rates,
-    betas: tuple[float, float],
+    given: tuple[float, float, float],
 ) -> list[Finding]:
-    """What the optimizer's group of a tensor says, against the table."""
+    """What the optimizer's group of a tensor says, against the table, and against the config's betas and momentum."""
     count, *said = found
     expected_count = 0.0 if row.shape.spec.frozen else 1.0
     findings = [
@@ -263,10 +308,12 @@ def _judged_group(
     ]
     if row.shape.spec.frozen or not findings[0].right:
         return findings
-    expected = (rates.rate(row), row.eps, row.weight_decay * rates.weight_decay, *betas)
+    *betas, momentum = given
+    momenta = momentum if row.group.update_rule in ("sgd", "muon") else None
+    expected = (rates.rate(row), row.eps, row.weight_decay * rates.weight_decay, *betas, momenta)
     for quantity, value, there in zip(_SAID, expected, said, strict=True):
         if value is None or (math.isnan(there) and quantity not in ("lr", "weight_decay")):
-            continue  # an optimizer without an epsilon, or without betas
+            continue  # an optimizer without an epsilon, without betas, or without a momentum
         findings.append(
             Finding(
                 tensor=name,

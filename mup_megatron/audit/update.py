@@ -124,6 +124,7 @@ def expected_update(
     decay: float,
     betas: tuple[float, float],
     updates: int,
+    direction: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """How far the elements move in one step; None where what the optimizer keeps does not tell.
 
@@ -138,6 +139,7 @@ def expected_update(
         decay: decoupled; 0 where it is part of the gradient.
         betas: of the optimizer.
         updates: in the optimizer's averages, this one among them.
+        direction: elements of what Muon's or SOAP's rate multiplies, float64 (matrices.py); None where it is not known.
     """
     shrunk, (first, second) = lr * decay * before[WEIGHT], betas
     if rule == "adam" and "exp_avg_sq" in after:
@@ -150,6 +152,8 @@ def expected_update(
         step = first * held + (1 - first) * gradient
         rounding = _FLOAT32 * (after["exp_avg"].abs() + held.abs()) * (1 - first) / (1 - second)
         return -lr * step.sign().masked_fill(step.abs() < rounding, torch.nan) - shrunk
+    if rule in ("muon", "soap") and direction is not None:
+        return -lr * direction - shrunk
     if rule == "sgd" and "momentum_buffer" in after:
         return -lr * after["momentum_buffer"]  # of torch, which adds the decay to the gradient
     return None

@@ -1,6 +1,6 @@
 """What megatron-core's optimizers hold of a model: master weights, moments and groups, in any of their layouts.
 
-Public names: `OptimizerState`, `main_weight`, `range_of`, `updates_done`.
+Public names: `OptimizerState`, `main_weight`, `range_of`, `torch_optimizers`, `updates_done`.
 """
 
 from __future__ import annotations
@@ -218,11 +218,15 @@ def main_weight(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
     return _whole(parameter, part, held.get(WEIGHT))
 
 
+def torch_optimizers(optimizer: Any) -> list[Any]:
+    """Those of torch's kind that one of megatron-core's or DeepSpeed's steps with."""
+    return [getattr(holder, "optimizer", holder) for holder in _holders_of(optimizer)]
+
+
 def updates_done(optimizer: Any) -> int:
     """How many updates an Adam of megatron-core's, torch's, Apex's or Transformer Engine's counts; 0 at first."""
     steps = [0]
-    for holder in _holders_of(optimizer):
-        inner = getattr(holder, "optimizer", holder)
+    for inner in torch_optimizers(optimizer):
         steps += [int(group.get("step", 0)) for group in inner.param_groups]
         steps += [int(state.get("step", 0)) for state in inner.state.values()]
     return max(steps)

@@ -14,7 +14,7 @@ from mup_megatron.audit.auditor import Auditor, Door
 from mup_megatron.audit.findings import Audit
 from mup_megatron.audit.first_steps import FirstSteps
 from mup_megatron.checkpoints.checkpoint import AUDIT
-from mup_megatron.engines.optimizer_state import OptimizerState, updates_done
+from mup_megatron.engines.optimizer_state import OptimizerState, torch_optimizers, updates_done
 from mup_megatron.model.global_names import named_parameters
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.ranks import read_rank, say_error
@@ -46,7 +46,13 @@ def begin(
     named = list(named_parameters(chunks))
     state = OptimizerState(optimizer, named, parametrization, layout)
     auditor = Auditor(
-        Door(chunks=chunks, named=named, gather=state.gather, groups=state.groups),
+        Door(
+            chunks=chunks,
+            named=named,
+            gather=state.gather,
+            groups=state.groups,
+            optimizers=torch_optimizers(optimizer),
+        ),
         parametrization,
         layout,
         betas=betas(parametrization.config),

@@ -15,6 +15,7 @@ from mup_megatron.audit.update import Rates
 from mup_megatron.checkpoints.checkpoint import AUDIT
 from mup_megatron.engines import Engine
 from mup_megatron.engines.optim import LearningRateSchedule
+from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.engines.setup import Setup
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.horizon import betas
@@ -49,7 +50,13 @@ class Auditing(Hook):
         say: Callable[[str], None],
     ) -> None:
         config = setup.config
-        door = Door(chunks=engine.chunks, named=engine.named, gather=engine.gather, groups=engine.groups)
+        door = Door(
+            chunks=engine.chunks,
+            named=engine.named,
+            gather=engine.gather,
+            groups=engine.groups,
+            optimizers=torch_optimizers(engine.optimizer),
+        )
         self._auditor: Auditor | None = Auditor(
             door,
             parametrization,

@@ -13,14 +13,15 @@ from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.optim import LearningRateSchedule
+from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.model.global_names import named_modules, named_parameters
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import betas
 from tests.helpers import bodies
-from tests.helpers.audit_faults import GROUPS, INITIAL, MULTIPLIERS, STEPS, WHOLE_GROUPS
+from tests.helpers.audit_faults import GROUPS, INITIAL, MATRICES, MULTIPLIERS, STEPS, WHOLE_GROUPS
 from tests.helpers.breakages import break_
 
-FAULTS = {**INITIAL, **GROUPS, **MULTIPLIERS, **STEPS, **WHOLE_GROUPS}
+FAULTS = {**INITIAL, **GROUPS, **MULTIPLIERS, **STEPS, **MATRICES, **WHOLE_GROUPS}
 
 
 def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken: str = "nothing") -> dict[str, Any]:
@@ -46,7 +47,13 @@ def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken:
                 of_groups = fault.table(of_groups)
         engine = bodies.build_engine(config, of_groups, chunks, layout)
         named = dict(engine.named)
-        door = Door(chunks=engine.chunks, named=engine.named, gather=engine.gather, groups=engine.groups)
+        door = Door(
+            chunks=engine.chunks,
+            named=engine.named,
+            gather=engine.gather,
+            groups=engine.groups,
+            optimizers=torch_optimizers(engine.optimizer),
+        )
         cpu = torch.device("cpu")
         decoupled = config.optimizer.name != "adam"
         auditor = Auditor(door, table, layout, betas=betas(config), decoupled=decoupled, device=cpu)
@@ -81,5 +88,6 @@ def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken:
         "findings": len(audit.findings),
         "tensors": len(table.tensors),
         "unseen": audit.unseen,
+        "updates": {each.tensor for each in audit.findings if each.quantity == "update over the table's"},
         "line": audit.line,
     }

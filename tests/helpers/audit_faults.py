@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
+from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 
 LAYER = "decoder.layers.0."
@@ -117,6 +118,24 @@ def twice(name: str) -> Callable[[Any, Named], None]:
     return lambda optimizer, named: optimizer.param_groups[-1]["params"].append(named[name])
 
 
+def of_matrices(**changed: Any) -> Callable[[Any, Named], None]:
+    """Attributes of the optimizer that steps matrices, of megatron-core's chain."""
+
+    def change(optimizer: Any, named: Named) -> None:
+        for each in torch_optimizers(optimizer):
+            if type(each).__module__.partition(".")[0] != "torch":
+                vars(each).update(changed)
+
+    return change
+
+
+def halved(optimizer: Any, named: Named) -> None:
+    """Muon's step of half the size."""
+    for each in torch_optimizers(optimizer):
+        if (orthogonalize := getattr(each, "orthogonalize", None)) is not None:
+            each.orthogonalize = lambda *args, _of=orthogonalize, **keys: _of(*args, **keys) / 2
+
+
 def frozen(name: str) -> Change:
     """A parameter to which no gradient comes."""
 
@@ -211,6 +230,14 @@ STEPS = {
     "undone": Fault(tensor=QKV, said="update", weights=on(QKV, lambda v: v.mul_(1.001))),
     "apart after the step": Fault(tensor=GAIN, said="copies", weights=on(GAIN, lambda v: v.mul_(1.5), ranks=(1,))),
 }
+MATRICES = {
+    "slices": Fault(tensor=FC2, said="update", optimizer=of_matrices(tp_mode="blockwise")),
+    "query, key and value as one": Fault(tensor=QKV, said="update", optimizer=of_matrices(split_qkv=False)),
+    "of half the size": Fault(tensor=FC2, said="update", optimizer=halved),
+    "another momentum": Fault(tensor=FC2, said="momentum", optimizer=in_groups(momentum=0.5)),
+    "Nesterov's in the bases": Fault(tensor=FC2, said="update", optimizer=of_matrices(nesterov=True)),
+}
+"""Of Muon and SOAP."""
 WHOLE_GROUPS = {
     "in no group": Fault(tensor=FC1, said="optimizer groups", optimizer=lost(FC1)),
     "in two groups": Fault(tensor=FC1, said="optimizer groups", optimizer=twice(FC1)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_rates_from_half_the_width(ranks: Ranks, tmp_path: Path) -> None:
     """
     found = run(ranks, tmp_path, base=HALF)
     assert found["status"] == 0, found["said"]
+    assert re.search(r"^mup-megatron: audit: (\d+) tensors, \1 right; .* right$", found["printed"], re.M)  # all seen
     expected = {
         "decoder.layers.0.mlp.linear_fc1.weight": 2**-0.5,
         "decoder.layers.0.mlp.linear_fc2.weight": 2**0.5,

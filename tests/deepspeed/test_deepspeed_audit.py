@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -11,54 +12,17 @@ import pytest
 import torch
 
 from mup_megatron.deepspeed import initialize
+from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.util.errors import UserError
 from tests.helpers import torch_bodies as bodies
 from tests.helpers.distributed import Ranks
+from tests.helpers.plain_faults import FAULTS, one_group_each
 from tests.helpers.torch_bodies import LR
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SLOW = pytest.mark.slow
 TENSORS = 9
-
-
-def rate_of_its_own(engine: Any) -> None:
-    """The inner optimizer steps with the base's rate, whatever its groups say."""
-    optimizer = engine.basic_optimizer
-    step = optimizer.step
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = LR
-        result = step(*args, **kwargs)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        return result
-
-    optimizer.step = stepped
-
-
-def changed(**factors: float) -> Callable[[Any], None]:
-    """The group of fc1.weight, which alone has a quarter of the base's rate, holds other values."""
-
-    def plant(engine: Any) -> None:
-        (group,) = [group for group in engine.basic_optimizer.param_groups if group["lr_multiplier"] == 1 / 4]
-        for key, factor in factors.items():
-            group[key] *= factor
-
-    return plant
-
-
-PLANTED: dict[str, tuple[Callable[[Any], None], set[tuple[str, str]]]] = {
-    "twice the rate": (changed(lr=2.0), {("fc1.weight", "learning rate")}),
-    "another epsilon": (changed(eps=3.0), {("fc1.weight", "epsilon")}),
-    "a quarter of the decay": (changed(weight_decay=1 / 4), {("fc1.weight", "weight decay")}),
-    "a step that has a rate of its own": (
-        rate_of_its_own,
-        {("fc1.weight", "update over the table's"), ("fc2.weight", "update over the table's")},
-    ),
-}
 
 
 def audited(
@@ -90,10 +54,16 @@ def audited(
             if without:
                 held = [parameter for name, parameter in net.named_parameters() if name != without]
                 arguments["optimizer"] = torch.optim.AdamW(held, lr=LR)
+            if fault is not None:
+                split_in_place(net, arguments["optimizer"])
+                one_group_each(net, arguments["optimizer"])
             engine, *_ = initialize(model=net, audit=action, **arguments)
             if fault is not None:
-                # Behind the guard, which looks before forward passes.
-                engine.register_forward_hook(_once(lambda: PLANTED[fault][0](engine)))
+                # Behind the guard, which looks before forward passes; what the readout does is looked at in the first.
+                plant = functools.partial(FAULTS[fault].plant, engine.module, engine.basic_optimizer)
+                plant() if "readout that" in fault or "readout without" in fault else engine.register_forward_hook(
+                    _once(plant)
+                )
             for batch in bodies.batches(3, rank.rank, rank.world_size):
                 engine.backward(bodies.loss_of(engine, batch))
                 engine.step()
@@ -136,13 +106,21 @@ def test_a_healthy_run_is_right(ranks: Ranks, stage: int, how: str) -> None:
     assert first["steps"] == second["steps"] == 3
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_named(ranks: Ranks, stage: int, fault: str) -> None:
-    for result in ranks.run(2, audited, stage=stage, fault=fault):
-        assert set(result["wrong"]) >= PLANTED[fault][1], result
-        blamed = {tensor for tensor, _ in result["wrong"]}
-        assert blamed == {tensor for tensor, _ in PLANTED[fault][1]}
+def all_audited(rank: Any, *, stage: int) -> dict[str, list[tuple[str, str]]]:
+    """What is found wrong, fault by fault."""
+    return {fault: audited(rank, stage=stage, fault=fault)["wrong"] for fault in FAULTS}
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW)]
+)
+def test_planted_faults_are_named(ranks: Ranks, stage: int) -> None:
+    """Each by tensor and quantity, and no other tensor, on every rank."""
+    for found in ranks.run(2, all_audited, stage=stage):
+        for fault, (named, _) in FAULTS.items():
+            wrong = set(found[fault])
+            assert named <= wrong, fault
+            assert {tensor for tensor, _ in wrong} == {tensor for tensor, _ in named}, fault
 
 
 @pytest.mark.slow
@@ -165,6 +143,6 @@ def test_parameters_that_are_not_to_be_stepped(ranks: Ranks, stage: int) -> None
 
 
 def test_it_stops_before_a_second_step(ranks: Ranks) -> None:
-    for result in ranks.run(2, audited, stage=1, fault="another epsilon", action="stop"):
+    for result in ranks.run(2, audited, stage=1, fault="fc1.weight: another epsilon", action="stop"):
         assert result["steps"] == 0
-        assert "fc1.weight: epsilon 1e-06, expected 3.33333e-07" in result["stopped"]
+        assert "fc1.weight: epsilon 1.33333e-06, expected 3.33333e-07" in result["stopped"]

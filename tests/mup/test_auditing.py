@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from mup_megatron import mup
 from mup_megatron.audit.findings import Audit
@@ -17,6 +16,7 @@ from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.util.errors import UserError
 from tests.helpers import torch_bodies as bodies
 from tests.helpers.distributed import Ranks
+from tests.helpers.plain_faults import FAULTS, PlainFault, one_group_each
 from tests.helpers.torch_bodies import DECAY, EPS, LR
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -310,32 +310,8 @@ def twice(net: Any, optimizer: Any) -> None:
     group_with(optimizer, net, "fc1.weight")["params"].append(net.norm.weight)
 
 
-def swapped(net: Any, optimizer: Any) -> None:
-    groups = [group_with(optimizer, net, name) for name in ("embedding.weight", "fc1.weight")]
-    parameters = [taken(optimizer, net, name) for name in ("embedding.weight", "fc1.weight")]
-    groups[0]["params"].append(parameters[1])
-    groups[1]["params"].append(parameters[0])
-
-
-def rate(net: Any, optimizer: Any) -> None:
-    group_with(optimizer, net, "fc1.weight")["lr"] *= 2
-
-
 def stopped(net: Any, optimizer: Any) -> None:
     group_with(optimizer, net, "fc2.weight")["lr"] = 0.0
-
-
-def epsilon(net: Any, optimizer: Any) -> None:
-    group_with(optimizer, net, "embedding.weight")["eps"] = EPS
-
-
-def decay(net: Any, optimizer: Any) -> None:
-    group_with(optimizer, net, "fc1.weight")["weight_decay"] = DECAY
-
-
-def coupled(net: Any, optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        group["decoupled_weight_decay"] = False
 
 
 def behind(change: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
@@ -368,91 +344,43 @@ def one_rate(net: Any, optimizer: Any) -> None:
     optimizer.register_step_pre_hook(before)
 
 
-def defaults(net: Any, optimizer: Any) -> None:
-    """A step that takes the base's rate, whatever its groups say."""
-    step = type(optimizer).step
-
-    class AdamW(type(optimizer)):  # type: ignore[misc]
-        def step(self, closure: Any = None) -> None:
-            rates = [group["lr"] for group in self.param_groups]
-            for group in self.param_groups:
-                group["lr"] = LR
-            step.__wrapped__(self)
-            for group, own in zip(self.param_groups, rates, strict=True):
-                group["lr"] = own
-
-    optimizer.__class__ = AdamW
-    optimizer._patch_step_function()
+def planted(named: dict[str, str], plant: Callable[[Any, Any], None]) -> PlainFault:
+    return PlainFault(frozenset(named.items()), plant)
 
 
-def without_multiplier(net: Any, optimizer: Any) -> None:
-    readout = net.readout
-    readout.forward = lambda x: nn.functional.linear(x, readout.weight, readout.bias)
-
-
-def squared(net: Any, optimizer: Any) -> None:
-    readout = net.readout
-    forward = readout.forward
-    readout.forward = lambda x: forward(x / readout.width_mult())
-
-
-PLANTED: dict[str, tuple[Callable[[Any, Any], None], dict[str, str]]] = {
-    "a tensor in no group": (lost, {"norm.weight": "optimizer groups that hold it"}),
-    "a tensor in two groups": (twice, {"norm.weight": "optimizer groups that hold it"}),
-    "two tensors in each other's groups": (
-        swapped,
-        {"embedding.weight": "learning rate", "fc1.weight": "learning rate"},
+PLANTED = {
+    **FAULTS,
+    "a tensor in no group": planted({"norm.weight": "optimizer groups that hold it"}, lost),
+    "a tensor in two groups": planted({"norm.weight": "optimizer groups that hold it"}, twice),
+    "no rate": planted({"fc2.weight": "learning rate"}, stopped),
+    "a tensor that is stepped twice as far": planted(
+        {"fc2.weight": "update over the table's"}, behind(lambda net: net.fc2.weight.mul_(1.01))
     ),
-    "twice the rate": (rate, {"fc1.weight": "learning rate"}),
-    "no rate": (stopped, {"fc2.weight": "learning rate"}),
-    "the base's epsilon": (
-        epsilon,  # of the group of all that have 4 times the outputs and the base's rate
-        dict.fromkeys(["embedding.weight", "fc2.bias", "norm.weight", "norm.bias", "readout.weight"], "epsilon"),
-    ),
-    "the base's decay": (decay, {"fc1.weight": "weight decay"}),
-    "decay in the gradient": (coupled, {"fc1.weight": "update over the table's"}),
-    "a tensor that is stepped twice as far": (
-        behind(lambda net: net.fc2.weight.mul_(1.01)),
-        {"fc2.weight": "update over the table's"},
-    ),
-    "a tensor that is put back": (
-        behind(lambda net: net.embedding.weight.copy_(bodies.model().embedding.weight)),
+    "a tensor that is put back": planted(
         {"embedding.weight": "update over the table's"},
+        behind(lambda net: net.embedding.weight.copy_(bodies.model().embedding.weight)),
     ),
-    "a schedule with one rate": (one_rate, {"fc1.weight": "learning rate", "fc2.weight": "learning rate"}),
-    "a step that has a rate of its own": (
-        defaults,
-        {"fc1.weight": "update over the table's", "fc2.weight": "update over the table's"},
-    ),
-    "a readout without a multiplier": (without_multiplier, {"readout": "readout multiplier"}),
-    "a readout that divides twice": (squared, {"readout": "readout multiplier"}),
+    "a schedule with one rate": planted({"fc1.weight": "learning rate", "fc2.weight": "learning rate"}, one_rate),
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_named(fault: str) -> None:
-    """By tensor and quantity, before a second step."""
-    plant, named = PLANTED[fault]
-    net = bodies.model()
-    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
-    split_in_place(net, optimizer)
-    plant(net, optimizer)
-    with pytest.raises(UserError, match="audit: 9 tensors") as caught:
-        audited(net, optimizer, steps=2)
-    found, _ = audited_and_warned(plant)
-    wrong = {(finding.tensor, finding.quantity) for finding in found.wrong}
-    assert set(named.items()) <= wrong, wrong
-    assert any(f"{tensor}: {quantity}" in str(caught.value) for tensor, quantity in named.items())
-    blamed = {tensor for tensor, _ in wrong}
-    if "rate of its own" not in fault and "gradient" not in fault:
-        assert blamed == set(named)
-
-
-def audited_and_warned(plant: Callable[[Any, Any], None]) -> tuple[Audit, list[str]]:
-    net = bodies.model()
-    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
-    split_in_place(net, optimizer)
-    plant(net, optimizer)
-    found, said = audited(net, optimizer, steps=2, action="warn")
-    assert said[-1].startswith("warning: audit: ")
-    return found, said
+    """By tensor and quantity, and no other tensor, before a second step."""
+    named, plant = PLANTED[fault]
+    for action in ("warn", "stop"):
+        net = bodies.model()
+        optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
+        split_in_place(net, optimizer)
+        one_group_each(net, optimizer)
+        plant(net, optimizer)
+        if action == "warn":
+            found, said = audited(net, optimizer, steps=2, action="warn")
+            assert said[-1].startswith("warning: audit: ")
+            wrong = {(finding.tensor, finding.quantity) for finding in found.wrong}
+            assert named <= wrong
+            assert {tensor for tensor, _ in wrong} == {tensor for tensor, _ in named}
+        else:
+            with pytest.raises(UserError, match="audit: 9 tensors") as caught:
+                audited(net, optimizer, steps=2)
+            assert any(f"{tensor}: {quantity}" in str(caught.value) for tensor, quantity in named)

@@ -20,7 +20,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from mup_megatron.megatron_training.options import prepare
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.patches.cpu import seed_generators
-from tests.bridge.recipes import RECIPES, ROWS
+from tests.bridge.recipes import BASE, RECIPES, ROWS
+from tests.helpers import megatron_faults
 
 LENGTH, STEPS = 16, 4
 
@@ -126,6 +127,7 @@ def trained(
     recipe: str = "megatron",
     mup: dict[str, Any] | None = None,
     initial: dict[str, np.ndarray] | None = None,
+    one_rate: bool = False,
     **changed: Any,
 ) -> dict[str, Any]:
     """Trains a recipe.
@@ -135,6 +137,7 @@ def trained(
         recipe: which.
         mup: what `apply_mup` is given; None for the plain run.
         initial: values by parameter to start from, instead of those that are drawn.
+        one_rate: whether the scheduler sets one rate on every group.
         changed: fields of the TransformerConfig.
 
     Returns:
@@ -147,6 +150,8 @@ def trained(
         try:
             config = start(rank, recipe, mup, **changed)
             chunks, optimizer, scheduler = build(config, recipe)
+            if one_rate:
+                scheduler.step = megatron_faults.one_rate(scheduler.step, optimizer)
             found = _train(config, chunks, optimizer, scheduler, initial)
         except SystemExit as leaving:
             status = int(leaving.code or 0)
@@ -339,3 +344,15 @@ def explained(
             if not torch.distributed.is_initialized():  # explained: the process would have ended here
                 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     return {"status": status, "said": err.getvalue(), "printed": out.getvalue()}
+
+
+def audited(rank: Rank, *, faults: tuple[str, ...], **changed: Any) -> dict[str, Any]:
+    """A recipe of megatron-core's own container, trained with faults in it; what its audit finds."""
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    mup = {"base": BASE, "audit": "warn", "hparams": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}}
+    spoils = megatron_faults.ONE_RATE in faults
+    with megatron_faults.planted(rank, faults) as audits:
+        found = trained(rank, mup=mup, one_rate=spoils, **recomputed, **changed)
+    (audit,) = audits
+    wrong = [str(finding) for finding in audit.wrong]
+    return {"wrong": wrong, "unseen": audit.unseen, **{name: found[name] for name in ("status", "said", "printed")}}

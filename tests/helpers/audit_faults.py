@@ -190,6 +190,7 @@ INITIAL = {
     "twice the size": Fault(tensor=FC2, said="initial std", values=on(FC2, lambda v: v.mul_(2))),
     "the base's size": Fault(tensor=QKV, said="initial std", values=on(QKV, lambda v: v.mul_(1.225))),
     "half the size": Fault(tensor=WORDS, said="initial std", values=on(WORDS, lambda v: v.mul_(0.5))),
+    "zeros": Fault(tensor=FC1, said="initial std", values=on(FC1, lambda v: v.zero_())),
     "a mean": Fault(tensor=WORDS, said="initial mean", values=on(WORDS, lambda v: v.add_(0.02))),
     "a bias of its own": Fault(tensor=BIAS, said="values that are not 0", values=on(BIAS, lambda v: v.add_(0.01))),
     "a gain of its own": Fault(tensor=GAIN, said="values that are not 1", values=on(GAIN, lambda v: v.mul_(1.1))),
@@ -202,11 +203,16 @@ GROUPS = {
     "twice the rate": Fault(tensor=FC2, said="learning rate", table=row(FC2, lr=2)),
     "the base's rate": Fault(tensor=QKV, said="learning rate", table=row(QKV, lr=1.5)),
     "a rate 1 % off": Fault(tensor=WORDS, said="learning rate", table=row(WORDS, lr=1.01)),
+    "no rate": Fault(tensor=FC1, said="learning rate", table=row(FC1, lr=0.0)),
+    "a gain's rate": Fault(tensor=GAIN, said="learning rate", table=row(GAIN, lr=0.5)),
+    "a bias's rate": Fault(tensor=BIAS, said="learning rate", table=row(BIAS, lr=2)),
     "another epsilon": Fault(tensor=QKV, said="epsilon", table=row(QKV, eps=4)),
     "the base's epsilon": Fault(tensor=GAIN, said="epsilon", table=row(GAIN, eps=1.5)),
     "half the decay": Fault(tensor=FC1, said="weight decay", table=row(FC1, decay=0.5)),
+    "a tenth of the epsilon": Fault(tensor=WORDS, said="epsilon", table=row(WORDS, eps=0.1)),
+    "no decay": Fault(tensor=QKV, said="weight decay", table=row(QKV, decay=0.0)),
     "in each other's groups": Fault(tensor=WORDS, said="learning rate", table=exchanged(WORDS, FC2)),
-    "other betas": Fault(tensor=FC2, said="second beta", optimizer=in_groups(betas=(0.9, 0.999))),
+    "other betas": Fault(tensor=FC2, said="second beta", optimizer=in_groups(betas=(0.9, 0.9))),
     "one epsilon for all": Fault(tensor=QKV, said="epsilon", optimizer=in_groups(eps=1e-5)),
     "gains decay": Fault(tensor=GAIN, said="weight decay", optimizer=in_groups(weight_decay=0.3)),
 }
@@ -238,6 +244,8 @@ MATRICES = {
     "Nesterov's in the bases": Fault(tensor=FC2, said="update", optimizer=of_matrices(nesterov=True)),
 }
 """Of Muon and SOAP."""
+FIRST_STEPS = {name: fault for name, fault in STEPS.items() if name != "the largest square so far"}
+"""Of a run's very first step, behind which there is only one square."""
 WHOLE_GROUPS = {
     "in no group": Fault(tensor=FC1, said="optimizer groups", optimizer=lost(FC1)),
     "in two groups": Fault(tensor=FC1, said="optimizer groups", optimizer=twice(FC1)),

@@ -17,6 +17,7 @@ import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.tensor import DTensor
@@ -25,18 +26,21 @@ from mup_megatron.audit.findings import Finding
 from mup_megatron.audit.multiple import Measured, multiple
 from mup_megatron.audit.softmax_scale import softmax_scale
 from mup_megatron.model.global_names import named_modules
-from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
+from mup_megatron.rules.shapes import Init
+from mup_megatron.rules.table import WORD_EMBEDDINGS, ForwardMultipliers, Parametrization, TensorHyperparameters
 
 _TOKENS = 8
 """Of each call, and of each sequence in it."""
 _ROWS = 1024
-"""Of the head's weight."""
+"""Of a weight."""
 _ERROR = 1e-3
 """Relative, beside what the rounding of the tensors explains."""
 _STRANGE = 0.05
 """Share of a branch's sum of squares that no multiple of its output explains, from which on it is not judged."""
 _UNCLEAR = 0.1
 """Relative uncertainty from which on a multiplier is not judged."""
+
+_LINEAR, _TABLES = (ColumnParallelLinear, RowParallelLinear), (VocabParallelEmbedding, torch.nn.Embedding)
 
 
 class _Key(NamedTuple):
@@ -45,7 +49,7 @@ class _Key(NamedTuple):
 
 
 _EMBEDDING, _READOUT, _SOFTMAX = "embedding multiplier", "readout multiplier", "softmax scale"
-_RESIDUAL = "residual multiplier"
+_RESIDUAL, _LAYER, _BIAS = "residual multiplier", "layer multiplier", "position bias multiplier"
 
 
 class AtWork:
@@ -66,7 +70,9 @@ class AtWork:
             if name == "embedding" and hasattr(module, "word_embeddings"):
                 self._watch_embedding(_Key(name, _EMBEDDING), module, forward.embedding)
             elif name == "output_layer" and head is not None:
-                self._watch_readout(_Key(name, _READOUT), module, forward.readout * float(head.theta))
+                self._watch_linear(_Key(name, _READOUT), module, forward.readout * float(head.theta))
+            elif (row := table.tensors.get(f"{name}.weight")) is not None:
+                self._watch_layer_of(row, name, module, forward)
             elif name.endswith("core_attention") and not isinstance(module, IdentityOp):
                 self._watch_attention(_Key(name, _SOFTMAX), module, forward.softmax_scale)
             elif isinstance(module, TransformerLayer | MambaLayer):
@@ -135,9 +141,43 @@ class AtWork:
 
         self._on(module.register_forward_hook, see)
 
-    def _watch_readout(self, key: _Key, module: Any, expected: float) -> None:
-        """The logits, of what the head's weight makes of its input."""
+    def _watch_layer_of(self, row: TensorHyperparameters, name: str, module: Any, forward: ForwardMultipliers) -> None:
+        """Where a layer multiplies: the table of a position bias, and whatever has its weight stored over θ."""
+        theta = float(row.theta)
+        if row.shape.spec.init is Init.RELATIVE_BIAS:
+            self._watch_table(_Key(name, _BIAS), module, forward.relative_bias * theta)
+        elif theta != 1 and isinstance(module, _TABLES):
+            self._watch_table(_Key(name, _LAYER), module, theta)
+        elif theta != 1 and isinstance(module, _LINEAR):
+            self._watch_linear(_Key(name, _LAYER), module, theta)
+
+    def _watch_table(self, key: _Key, module: Any, expected: float) -> None:
+        """What a lookup gives, of the rows of its weight."""
         self._expected[key] = expected
+        if getattr(module, "num_embeddings_per_partition", module.num_embeddings) != module.num_embeddings:
+            return  # its output is a sum over ranks, which have some of the rows each
+        held: dict[str, torch.Tensor] = {}
+
+        def between(module: Any, args: Any, _kwargs: Any) -> None:
+            """Behind all hooks that put a weight together."""
+            if not isinstance(module.weight, DTensor):
+                held["rows"] = module.weight[args[0].flatten()[:_ROWS]].double()
+
+        def see(module: Any, args: Any, _kwargs: Any, output: torch.Tensor) -> None:
+            if (rows := held.pop("rows", None)) is None:
+                return
+            if args[0].dim() == 2 and getattr(module, "reduce_scatter_embeddings", False):
+                output = output.transpose(0, 1)
+            self._see(key, multiple(output.flatten(0, -2)[:_ROWS], rows))
+
+        self._on(module.register_forward_pre_hook, between)
+        self._on(module.register_forward_hook, see)
+
+    def _watch_linear(self, key: _Key, module: Any, expected: float) -> None:
+        """What a linear layer gives without its bias, of what its weight makes of its input; logits of a head."""
+        self._expected[key] = expected
+        if isinstance(module, RowParallelLinear) and module.input_size_per_partition != module.input_size:
+            return  # its output is a sum over ranks, which have a part of the product each
         held: dict[str, torch.Tensor] = {}
 
         def before(_module: Any, args: Any, kwargs: Any) -> None:

@@ -48,6 +48,42 @@ def test_a_planted_fault_is_named(ranks: Ranks, faults: tuple[str, ...], split: 
         assert found["unseen"] == []
 
 
+RELATIVE = {
+    "model__position_embedding_type": "relative",
+    "model__relative_attention_num_buckets": 8,
+    "model__relative_attention_max_distance": 20,
+    "hparams__relative_bias_multiplier": 8.0,
+}
+UNIT = {"parametrization__scaling": "unit"}
+
+
+@pytest.mark.parametrize(
+    ("split", "keys", "fault"),
+    [
+        (Split(3, data=2), RELATIVE, "no position bias multiplier"),
+        pytest.param(Split("plain", tensor=2), RELATIVE, "no position bias multiplier", marks=pytest.mark.slow),
+        pytest.param(Split("fsdp2", data=2), RELATIVE, "no position bias multiplier", marks=pytest.mark.slow),
+        (Split("plain", data=2), UNIT, "no multiplier of fc1"),
+        pytest.param(Split(3, data=2), UNIT, "no multiplier of fc2", marks=pytest.mark.slow),
+        pytest.param(Split("plain", tensor=2, sequence=True), UNIT, "no multiplier of fc1", marks=pytest.mark.slow),
+        pytest.param(Split("plain", pipeline=2), UNIT, "no multiplier of words", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_planted_fault_of_a_layer_is_named(ranks: Ranks, split: Split, keys: dict[str, Any], fault: str) -> None:
+    """Under tensor parallelism what ranks sum is not seen: a row-parallel layer, and the word embeddings."""
+    config = config_of("gpt3, mixed", split, **keys)
+    prepare(config)
+    expected = audit_bodies.FAULTS[fault]
+    for faults, named in ((), set()), ((fault,), {expected.tensor}):
+        for found in ranks.run(2, audit_bodies.audited, config=config, faults=faults):
+            assert {line.partition(":")[0] for line in found["wrong"]} == named, found["wrong"]
+            assert all(expected.said in line for line in found["wrong"])
+            unseen = {line.rpartition(".")[2] for line in found["unseen"]}
+            summed = {"linear_proj", "linear_fc2", "word_embeddings"} if split.tensor > 1 and keys is UNIT else set()
+            assert unseen == summed
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_multiple_by_hand(dtype: torch.dtype, dropout: float) -> None:

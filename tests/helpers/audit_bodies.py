@@ -18,10 +18,10 @@ from mup_megatron.model.global_names import named_modules, named_parameters
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import betas
 from tests.helpers import bodies
-from tests.helpers.audit_faults import GROUPS, INITIAL, MATRICES, MULTIPLIERS, STEPS, WHOLE_GROUPS
+from tests.helpers.audit_faults import GROUPS, INITIAL, MATRICES, MULTIPLIERS, OF_LAYERS, STEPS, WHOLE_GROUPS
 from tests.helpers.breakages import break_
 
-FAULTS = {**INITIAL, **GROUPS, **MULTIPLIERS, **STEPS, **MATRICES, **WHOLE_GROUPS}
+FAULTS = {**INITIAL, **GROUPS, **MULTIPLIERS, **OF_LAYERS, **STEPS, **MATRICES, **WHOLE_GROUPS}
 
 
 def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken: str = "nothing") -> dict[str, Any]:

@@ -216,6 +216,7 @@ GROUPS = {
     "one epsilon for all": Fault(tensor=QKV, said="epsilon", optimizer=in_groups(eps=1e-5)),
     "gains decay": Fault(tensor=GAIN, said="weight decay", optimizer=in_groups(weight_decay=0.3)),
 }
+RELATIVE_BIAS = "decoder_relative_pos_emb.relative_attention_bias"
 LAYERS = [f"decoder.layers.{number}" for number in range(2)]
 MLPS, CORES = [f"{layer}.mlp" for layer in LAYERS], [f"{layer}.self_attention.core_attention" for layer in LAYERS]
 MULTIPLIERS = {
@@ -244,6 +245,17 @@ MATRICES = {
     "Nesterov's in the bases": Fault(tensor=FC2, said="update", optimizer=of_matrices(nesterov=True)),
 }
 """Of Muon and SOAP."""
+OF_LAYERS = {
+    "no position bias multiplier": Fault(tensor=RELATIVE_BIAS, said="position bias", modules=unscaled(RELATIVE_BIAS)),
+    "no multiplier of fc1": Fault(
+        tensor=f"{MLPS[0]}.linear_fc1", said="layer", modules=unscaled(f"{MLPS[0]}.linear_fc1")
+    ),
+    "no multiplier of fc2": Fault(
+        tensor=f"{MLPS[0]}.linear_fc2", said="layer", modules=unscaled(f"{MLPS[0]}.linear_fc2")
+    ),
+    "no multiplier of words": Fault(tensor=WORDS[:-7], said="layer", modules=unscaled(WORDS[:-7])),
+}
+"""Of models whose layers multiply."""
 FIRST_STEPS = {name: fault for name, fault in STEPS.items() if name != "the largest square so far"}
 """Of a run's very first step, behind which there is only one square."""
 WHOLE_GROUPS = {

@@ -6,6 +6,7 @@ Public names: `Suspect`, `suspects`. Each suspect has its numbers, and the run t
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,14 @@ from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.telemetry.series import read_series
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.util.files import json_lines
+from mup_megatron.util.progress import about
 
 _NARROW, _FEW_HEADS, _SHORT = 128, 4, 1 / 20
 _FAR = 4.0
 _CLIPPED = 0.5
 _NEAR_EPS = 10.0
+_OF_LADDER, _OF_STABILITY = 12, 5
+"""Runs of the proxy: of a ladder's smallest rungs with three values each, and of one width with five rates."""
 _GAP = 0.3
 """Nats per token."""
 
@@ -54,19 +58,53 @@ def suspects(directory: Path, proxy: Path | None = None) -> list[Suspect]:
         UserError: it is no run's folder, or a file in it is damaged.
     """
     run = read_run(directory)
-    trial = proxy if proxy is not None else _chosen_trial(directory, run)
+    trial, costs = proxy if proxy is not None else _chosen_trial(directory, run), _Costs(run)
     found = [
-        *_of_parametrization(run),
-        *_of_audit(directory),
-        *_of_alarms(directory),
-        *_of_values(run),
-        *_of_search(run),
-        *_of_size(run),
-        *_of_clipping(run, trial),
-        *_of_epsilon(directory, run),
-        *_of_memory(trial),
+        *_of_parametrization(run, costs),
+        *_of_audit(directory, costs),
+        *_of_alarms(directory, costs),
+        *_of_values(run, costs),
+        *_of_search(run, costs),
+        *_of_size(run, costs),
+        *_of_clipping(run, trial, costs),
+        *_of_epsilon(directory, run, costs),
+        *_of_memory(trial, costs),
     ]
     return sorted(found, key=lambda suspect: -suspect.weight)
+
+
+class _Costs:
+    """What the run that decides would take, by what such runs have taken here; without a time where nothing tells."""
+
+    def __init__(self, run: Run) -> None:
+        record, target = run.record, run.target
+        self._study = record.budget.spent.process_seconds if record else 0.0
+        trials = [trial.seconds for trial in record.study.trials if trial.state == "complete"] if record else []
+        self._proxy = statistics.mean(trials) if trials else 0.0
+        self._step = target.seconds / target.last if target and target.last else 0.0
+        self._steps = int((run.config.get("training") or {}).get("train_steps") or 0)
+
+    def study(self) -> str:
+        """Another search of the same size."""
+        return "a study" + _time(self._study, "of one process, as the last one")
+
+    def proxies(self, count: int) -> str:
+        """So many runs of the proxy."""
+        return f"{count} proxies" + _time(count * self._proxy, "of one process")
+
+    def target(self, since: int = 0) -> str:
+        """The target from a step on, on as many devices as it had."""
+        what = "what is left of the target" if since else "the target"
+        return what + _time(max(0, self._steps - since) * self._step, "on the devices that it had")
+
+    def steps(self, count: int) -> str:
+        """So many steps of the target."""
+        what = "one step" if count == 1 else f"{count} steps of the target"
+        return what + _time(count * self._step, "on the devices that it had")
+
+
+def _time(seconds: float, of_what: str) -> str:
+    return f", {about(seconds)} {of_what}" if seconds else ""
 
 
 def _chosen_trial(directory: Path, run: Run) -> Path | None:
@@ -78,18 +116,18 @@ def _chosen_trial(directory: Path, run: Run) -> Path | None:
     return path if path.exists() else None
 
 
-def _of_parametrization(run: Run) -> Iterator[Suspect]:
+def _of_parametrization(run: Run, costs: _Costs) -> Iterator[Suspect]:
     name = (run.config.get("parametrization") or {}).get("name", "mup")
     if name != "mup":
         yield Suspect(
             weight=1.0,
             cause="the run is not in µP",
             evidence=f"parametrization.name: {name}",
-            decides="train with parametrization.name=mup; the cost of the target",
+            decides=f"train with parametrization.name=mup; {costs.target()}",
         )
 
 
-def _of_audit(directory: Path) -> Iterator[Suspect]:
+def _of_audit(directory: Path, costs: _Costs) -> Iterator[Suspect]:
     audit = read_json(directory / AUDIT)
     if audit is None:
         return
@@ -101,11 +139,11 @@ def _of_audit(directory: Path) -> Iterator[Suspect]:
             cause="the first step was not the table's",
             evidence=f"{len(wrong)} wrong of {directory / AUDIT}: {first['quantity']} of {first['tensor']} "
             f"{first['found']}, expected {first['expected']}",
-            decides="mend what the audit names, and start again; one step",
+            decides=f"mend what the audit names, and start again; {costs.steps(1)}",
         )
 
 
-def _of_alarms(directory: Path) -> Iterator[Suspect]:
+def _of_alarms(directory: Path, costs: _Costs) -> Iterator[Suspect]:
     alarms = list(json_lines(directory / ALARMS))
     exact = [alarm for alarm in alarms if alarm["quantity"] in ("rate", "decay")]
     for weight, cause, said in (
@@ -118,11 +156,11 @@ def _of_alarms(directory: Path) -> Iterator[Suspect]:
                 cause=cause,
                 evidence=f"{len(said)} in {directory / ALARMS}, first {said[0]['quantity']} of {said[0]['name']} "
                 f"since step {said[0]['since']}: {said[0]['cause']}",
-                decides=f"resume from before step {said[0]['since']}; what is left of the target",
+                decides=f"resume from before step {said[0]['since']}; {costs.target(said[0]['since'])}",
             )
 
 
-def _of_values(run: Run) -> Iterator[Suspect]:
+def _of_values(run: Run, costs: _Costs) -> Iterator[Suspect]:
     """Values that the target did not take from its record, or that changed on the way."""
     if run.record is not None and run.others:
         told = ", ".join(f"{name} {value}, tuned {run.record.values[name]}" for name, value in run.others.items())
@@ -130,7 +168,7 @@ def _of_values(run: Run) -> Iterator[Suspect]:
             weight=0.9,
             cause="the target has not trained with the tuned values",
             evidence=told,
-            decides="train without these keys; the cost of the target",
+            decides=f"train without these keys; {costs.target()}",
         )
     if run.target is not None and run.target.changes:
         change = run.target.changes[-1]
@@ -139,11 +177,11 @@ def _of_values(run: Run) -> Iterator[Suspect]:
             cause="settings changed while the target trained",
             evidence=f"{len(run.target.changes)} changes, the last at step {change['step']}: {change['key']} "
             f"{change['before']} to {change['now']}",
-            decides=f"go on from step {change['step']} without it; what is left of the target",
+            decides=f"go on from step {change['step']} without it; {costs.target(change['step'])}",
         )
 
 
-def _of_search(run: Run) -> Iterator[Suspect]:
+def _of_search(run: Run, costs: _Costs) -> Iterator[Suspect]:
     """Values at an end of what was tried, and values that width does not keep."""
     if run.record is None:
         return
@@ -158,7 +196,7 @@ def _of_search(run: Run) -> Iterator[Suspect]:
                 cause=f"the best {name} may lie beyond what was tried",
                 evidence=f"{value:.3g} chosen, {side.reach:.3g} the {'largest' if side.above else 'smallest'} tried, "
                 f"the range ends at {side.end:.3g}",
-                decides=f"tune with a range of {name} that goes on; a study",
+                decides=f"tune with a range of {name} that goes on; {costs.study()}",
             )
             break
     for said in run.record.target.not_transferred:
@@ -166,11 +204,11 @@ def _of_search(run: Run) -> Iterator[Suspect]:
             weight=0.35,
             cause="a value was tuned that µP does not move",
             evidence=said,
-            decides="ladder --over weight_decay; some proxies",
+            decides=f"ladder --over weight_decay; {costs.proxies(_OF_LADDER)} or more",
         )
 
 
-def _of_size(run: Run) -> Iterator[Suspect]:
+def _of_size(run: Run, costs: _Costs) -> Iterator[Suspect]:
     """Proxies that are small, and targets that are long."""
     if run.record is None:
         return
@@ -181,7 +219,8 @@ def _of_size(run: Run) -> Iterator[Suspect]:
             weight=0.45,
             cause="the proxy is narrow",
             evidence=f"hidden size {hidden}, {heads} heads; 128 and 4 or more are usual",
-            decides="stability --across width, at the proxy's width and twice that; two searches",
+            decides="stability --across width, at the proxy's width and twice that; "
+            f"{costs.proxies(_OF_STABILITY)} and as many twice as wide",
         )
     rules = run.config.get("parametrization") or {}
     training = run.config.get("training") or {}
@@ -196,9 +235,9 @@ def _of_size(run: Run) -> Iterator[Suspect]:
                 weight=min(0.75, 0.4 + 0.08 * math.log2(times)),
                 cause=f"{name} differs from what was tuned at, without a rule",
                 evidence=f"{small:,} tuned, {large:,} in the target ({times:.3g} times)",
-                decides=f"ladder, which measures how the best rate moves with {name}; some proxies"
-                if rule
-                else f"tune with tuning.seq_length {large}; a study",
+                decides=f"tune with tuning.seq_length {large}; {costs.study()}"
+                if rule is None
+                else f"ladder, which measures how the best rate moves with {name}; {costs.proxies(_OF_LADDER)} or more",
             )
 
 
@@ -208,7 +247,7 @@ def _share_clipped(path: Path, limit: float) -> float | None:
     return sum(norm > limit for norm in norms) / len(norms) if norms and limit else None
 
 
-def _of_clipping(run: Run, trial: Path | None) -> Iterator[Suspect]:
+def _of_clipping(run: Run, trial: Path | None, costs: _Costs) -> Iterator[Suspect]:
     limit = float((run.config.get("training") or {}).get("clip_grad") or 0.0)
     share = _share_clipped(run.directory / METRICS, limit)
     if share is None or share < _CLIPPED:
@@ -220,11 +259,11 @@ def _of_clipping(run: Run, trial: Path | None) -> Iterator[Suspect]:
         cause="clipping sets the size of updates",
         evidence=f"{share:.0%} of the target's steps are clipped at {limit:g}"
         + ("" if of_proxy is None else f", {of_proxy:.0%} of the proxy's"),
-        decides="train with training.clip_norm=invariant; some hundred steps of the target",
+        decides=f"train with training.clip_norm=invariant; {costs.steps(300)}",
     )
 
 
-def _of_epsilon(directory: Path, run: Run) -> Iterator[Suspect]:
+def _of_epsilon(directory: Path, run: Run, costs: _Costs) -> Iterator[Suspect]:
     """Gradients that Adam's epsilon is not far below, by the last reading."""
     series = read_series(directory / TELEMETRY)
     rows = {row["name"]: row["eps"] for row in (run.explanation or {}).get("parameters", []) if row.get("eps")}
@@ -240,11 +279,11 @@ def _of_epsilon(directory: Path, run: Run) -> Iterator[Suspect]:
             weight=0.4 + 0.35 * len(near) / seen,
             cause="Adam's epsilon is not small beside gradients",
             evidence=f"{len(near)} of {seen} tensors; {name}: gradients {times:.2g} times epsilon",
-            decides="train with a smaller optimizer.eps, proxy and target; a study",
+            decides=f"train with a smaller optimizer.eps, proxy and target; {costs.study()}, and {costs.target()}",
         )
 
 
-def _of_memory(trial: Path | None) -> Iterator[Suspect]:
+def _of_memory(trial: Path | None, costs: _Costs) -> Iterator[Suspect]:
     """A proxy that knows its text by heart is tuned for that."""
     lines = None if trial is None else read_lines(trial / METRICS)
     if not lines or not lines[0] or not lines[1]:
@@ -256,7 +295,7 @@ def _of_memory(trial: Path | None) -> Iterator[Suspect]:
             weight=0.6,
             cause="the proxy memorises its text",
             evidence=f"training loss {loss:.3f}, evaluation {evaluated:.3f}",
-            decides="tune on more text; a study",
+            decides=f"tune on more text; {costs.study()}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, plain lines elsewhere. Public names: `Progress`, `time_left`."""
+"""Progress for people: a bar on a terminal, plain lines elsewhere. Public names: `Progress`, `time_left`, `about`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def time_left(done: float, seconds: float, remaining: float) -> str:
     """
     if done <= 0 or remaining <= 0:
         return ""
-    left = seconds / done * remaining
+    return f", {about(seconds / done * remaining)} left"
+
+
+def about(seconds: float) -> str:
+    """A time in two digits: `about 12 min`."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if left >= 1.5 * size:
-            return (
-                f", about {left / size:.1f} {unit} left"
-                if left < 10 * size
-                else f", about {left / size:.0f} {unit} left"
-            )
-    return f", about {math.ceil(left)} s left"
+        if seconds >= 1.5 * size:
+            return f"about {seconds / size:.{1 if seconds < 10 * size else 0}f} {unit}"
+    return f"about {math.ceil(seconds)} s"
 
 
 class Progress:

@@ -117,9 +117,13 @@ def epsilon(files: Files) -> None:
     files["telemetry.jsonl"] = "".join(f"{json.dumps(line)}\n" for line in series)
 
 
-def audited(files: Files) -> None:
+def audit_of_wrong() -> str:
     wrong = {"quantity": "learning rate", "tensor": "decoder.final_layernorm.weight", "right": False}
-    files["audit.json"] = json.dumps({"right": False, "findings": [{**wrong, "expected": 1.0, "found": 2.0}]})
+    return json.dumps({"right": False, "findings": [{**wrong, "expected": 1.0, "found": 2.0}]})
+
+
+def audited(files: Files) -> None:
+    files["audit.json"] = audit_of_wrong()
 
 
 def alarmed(files: Files) -> None:
@@ -163,6 +167,26 @@ def test_the_stronger_of_two_is_first(tmp_path: Path, first: str, second: str) -
         SPOILT[cause](files)
     found = [suspect.cause for suspect in suspects(written(tmp_path, files))]
     assert [first in found[0], second in found[1], len(found)] == [True, True, 2]
+
+
+def test_what_decides_has_its_cost(tmp_path: Path) -> None:
+    """By hand: 100 steps of 0.1 s, trials of 0.5 s, a study of 1.5 s; without them no time is told."""
+    costs = {
+        other_rate: "the target, about 10 s on the devices that it had",
+        changed: "what is left of the target, about 6 s on the devices that it had",
+        at_the_edge: "a study, about 2 s of one process, as the last one",
+        larger_batch: "12 proxies, about 6 s of one process or more",
+        audited: "one step, about 1 s on the devices that it had",
+        clipped: "300 steps of the target, about 30 s on the devices that it had",
+    }
+    for number, (spoil, cost) in enumerate(costs.items()):
+        files = sound()
+        spoil(files)
+        run = written(tmp_path / str(number), files)
+        assert suspects(run)[0].decides.endswith(f"; {cost}")
+    (run / "metrics.jsonl").unlink()
+    (run / "audit.json").write_text(audit_of_wrong())
+    assert suspects(run)[0].decides == "mend what the audit names, and start again; one step"
 
 
 def test_a_rule_over_tokens_answers_for_a_longer_run(tmp_path: Path) -> None:

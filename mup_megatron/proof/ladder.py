@@ -8,19 +8,27 @@ whether they hold (ladder_verdict.py). Runs are one process each (grid.py).
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config, derive
 from mup_megatron.data.parts import times_read
+from mup_megatron.data.record import Prepared
+from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
 from mup_megatron.proof.grid import Grid, Job, Outcome, ended
 from mup_megatron.proof.halving import Wanted, wanted
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
+from mup_megatron.telemetry.band import Band, of_widths
 from mup_megatron.tuning.fitted import facts
 from mup_megatron.tuning.loss_law import AXES
+from mup_megatron.tuning.proxy_band import band_of_runs
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
 
@@ -44,7 +52,8 @@ def ladder(config: Config, asked: Ladder, grid: Grid) -> dict[str, Any]:
     if config.tuning.command:
         raise UserError("ladder: trains by this project's engines; expected a config, not --megatron")
     made = rungs(config, asked, grid.say)
-    for (rung, each), prepared in zip(made.items(), grid.prepare(made.values()), strict=True):
+    texts = dict(zip(made, grid.prepare(made.values()), strict=True))
+    for (rung, each), prepared in zip(made.items(), texts.values(), strict=True):
         if (times := times_read(each, prepared.blend[0])) > 1:
             grid.say(f"warning: {rung.name} reads its text {times:.3g} times; the laws are then of repeated text")
     runs = _Runs(asked.over, asked.values, range(config.run.seed, config.run.seed + asked.seeds))
@@ -53,6 +62,10 @@ def ladder(config: Config, asked: Ladder, grid: Grid) -> dict[str, Any]:
         runs.outcomes |= grid.run(jobs)
     for line in (dropped := runs.dropped(made)):
         grid.say(f"dropped, too far from the minimum: {line}")
+    if grid.rank.is_first and (band := runs.band(made, texts, grid.directory / "runs")) is not None:
+        path = grid.directory / f"{asked.name}.band.json"
+        band.write(path)
+        grid.say(f"band: {path}, of hidden sizes {', '.join(map(str, band.widths))}; watch.band={path} takes it")
     result = {
         **laws({rung: runs.curve(rung) for rung in made}, asked.over),
         "seeds": asked.seeds,
@@ -105,6 +118,36 @@ class _Runs:
             left = [f"{value:.3g} ({n} of {all_of_them} seeds)" for value, n in few.items() if n < all_of_them]
             lines += [f"{rung.name}: {', '.join(left)}"] if left else []
         return lines
+
+    def band(self, made: dict[Rung, Config], texts: dict[Rung, Prepared], folder: Path) -> Band | None:
+        """Of the widest rung's best runs, with exponents from the narrower ones; None where widths are not compared.
+
+        Args:
+            made: config of each rung.
+            texts: its text, whose vocabulary decides the model.
+            folder: that has the runs.
+        """
+        largest = max(made, key=lambda rung: (rung.batch * rung.tokens, rung.layers, rung.width))
+        alike = [rung for rung in made if dataclasses.replace(rung, width=largest.width) == largest]
+        alike.sort(key=lambda rung: rung.width)
+        bands = []
+        for rung in alike if len(alike) > 1 else ():
+            best = min(self._wanted(rung).values, key=lambda value: self._mean(rung, value))
+            config = derive(made[rung], {f"hparams.{self._over}": best})
+            names = {run: name for run, name in self._known[rung].items() if self.outcomes[name].state == "complete"}
+            bands.append(
+                band_of_runs(
+                    parametrize(config, texts[rung].vocab_size),
+                    {name: folder / name for (value, _), name in names.items() if value == best},
+                    {name: folder / name for name in names.values()},
+                )
+            )
+        return of_widths([band for band in bands if band is not None]) if bands and None not in bands else None
+
+    def _mean(self, rung: Rung, value: float) -> float:
+        """Of all seeds; infinite for a value that has not all."""
+        losses = [loss for (each, _), loss in self._losses(rung).items() if each == value]
+        return statistics.mean(losses) if len(losses) == len(self._seeds) else math.inf
 
     def _losses(self, rung: Rung) -> dict[tuple[float, int], float]:
         return {run: self.outcomes[name].loss for run, name in self._known.get(rung, {}).items()}

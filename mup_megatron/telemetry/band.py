@@ -1,8 +1,9 @@
 """The band: what the proxy's best runs were like, as the target should look by the parametrization.
 
-Public names: `Band`, `make_band`, `band_of`, `Bounds`, `JUDGED`. Under µP sizes of coordinates do not depend on width
-(Tensor Programs V, arXiv 2203.03466, appendix J), so outputs and attention are the proxy's. Elements of a weight are
-not: what Adam and Lion add to one in a step goes as its learning rate. Time is the share of the schedule.
+Public names: `Band`, `make_band`, `of_widths`, `band_of`, `Bounds`, `JUDGED`. Under µP sizes of coordinates do not
+depend on width (Tensor Programs V, arXiv 2203.03466, appendix J), so outputs and attention are the proxy's. Elements of
+a weight are not: what Adam and Lion add to one in a step goes as its learning rate, and what other optimizers add as it
+was measured, where several widths were trained. Time is the share of the schedule.
 """
 
 from __future__ import annotations
@@ -60,12 +61,22 @@ class TensorOfProxy(_Strict):
 
 
 class SeriesOfProxy(_Strict):
-    """One series: the least and the greatest of the runs at each point of the schedule."""
+    """One series.
+
+    Args:
+        name: of the module or tensor.
+        quantity: of it.
+        low: the least of the runs at each point of the schedule.
+        high: the greatest.
+        exponent: log2 of what a doubling of the width multiplies the series with, measured; None where the
+            parametrization says it, and where one width was trained.
+    """
 
     name: str
     quantity: str
     low: list[float]
     high: list[float]
+    exponent: float | None = None
 
 
 class Bounds(NamedTuple):
@@ -92,6 +103,8 @@ class Band(_Strict):
         tensors: of the proxy, by name.
         series: of all runs.
         losses: of the study's complete runs.
+        hidden_size: of the proxy; None in files of earlier versions.
+        widths: hidden sizes of the runs that exponents are measured from, ascending; empty of one width.
     """
 
     format: int
@@ -100,6 +113,8 @@ class Band(_Strict):
     tensors: dict[str, TensorOfProxy]
     series: list[SeriesOfProxy]
     losses: list[LossOfProxy] = []
+    hidden_size: int | None = None
+    widths: list[int] = []
 
     @classmethod
     def read(cls, path: Path) -> Band:
@@ -138,6 +153,10 @@ class BandOfTarget:
         self._band, self._layers = band, _layers(target)
         self._series = {(each.name, each.quantity): each for each in band.series}
         self._tensors = _tensors(target)
+        own = target.config.model.hidden_size
+        self._octaves = math.log2(own / band.hidden_size) if band.hidden_size else 0.0
+        # How far runs with other seeds are apart is not known of a single one.
+        self._leave = 2 if len(band.runs) == 1 else 1
         self.forecast = Forecast(band.losses)
 
     def __call__(self, name: str, quantity: str, progress: float) -> Bounds | None:
@@ -146,14 +165,13 @@ class BandOfTarget:
         series = self._series.get((of_proxy, quantity))
         if series is None or quantity not in JUDGED:
             return None
-        factor = self._factor(name, of_proxy, quantity)
+        factor = self._factor(name, series)
         if factor is None:
             return None
         low, high = (float(np.interp(progress, _TIMES, ends)) * factor for ends in (series.low, series.high))
         if not (math.isfinite(low) and math.isfinite(high)):
             return None
-        # How far runs with other seeds are apart is not known of a single one.
-        below, above = (factor ** (2 if len(self._band.runs) == 1 else 1) for factor in JUDGED[quantity])
+        below, above = (factor**self._leave for factor in JUDGED[quantity])
         return Bounds(low / below if math.isfinite(below) else 0.0, high * above, (low + high) / 2)
 
     def names(self) -> list[Name]:
@@ -167,13 +185,11 @@ class BandOfTarget:
             found += [(each, quantity) for each in named if self._in_proxy(each) == name]
         return found
 
-    def _factor(self, name: str, of_proxy: str, quantity: str) -> float | None:
-        if quantity != UPDATE:
-            return 1.0
-        ours, theirs = self._tensors.get(name), self._band.tensors.get(of_proxy)
-        if ours is None or theirs is None:
-            return None
-        return ours.rate / theirs.rate if ours.rule == theirs.rule and ours.rule in _BY_RATE else None
+    def _factor(self, name: str, series: SeriesOfProxy) -> float | None:
+        said = _said(series.quantity, self._band.tensors.get(series.name), self._tensors.get(name))
+        if said is None and series.exponent is not None:
+            return 2.0 ** (series.exponent * self._octaves)
+        return said
 
     def _in_proxy(self, name: str) -> str:
         """The name of the proxy's layer at the same share of the depth."""
@@ -186,7 +202,18 @@ class BandOfTarget:
         return f"{head}{stack}.layers.{round(int(number) * of_proxy / max(1, last))}.{rest}"
 
 
+def _said(quantity: str, of_proxy: TensorOfProxy | None, of_target: TensorOfProxy | None) -> float | None:
+    """What the parametrization multiplies a series with from one width to another; None where it says nothing."""
+    if quantity != UPDATE:
+        return 1.0
+    if of_proxy is None or of_target is None or of_proxy.rule != of_target.rule or of_target.rule not in _BY_RATE:
+        return None
+    return of_target.rate / of_proxy.rate
+
+
 _TIMES = np.linspace(0.0, 1.0, POINTS)
+_SETTLED = slice(POINTS // 5, None)
+"""Points of the schedule that exponents are taken over."""
 
 
 def make_band(
@@ -216,7 +243,29 @@ def make_band(
         tensors=_tensors(table),
         series=found,
         losses=[LossOfProxy(run=name, chosen=name in runs, losses=list(bins)) for name, bins in (losses or {}).items()],
+        hidden_size=table.config.model.hidden_size,
     )
+
+
+def of_widths(bands: Sequence[Band]) -> Band:
+    """The widest one's band; series that the parametrization says nothing of have their exponent, by least squares.
+
+    Args:
+        bands: of runs of models that differ in width alone, ascending.
+    """
+    widest = bands[-1]
+    widths = [int(band.hidden_size or 0) for band in bands]
+    by_name = [{(each.name, each.quantity): each for each in band.series} for band in bands]
+    series = []
+    for each in widest.series:
+        own, there = widest.tensors.get(each.name), [found.get((each.name, each.quantity)) for found in by_name]
+        exponent = None
+        if _said(each.quantity, own, own) is None and None not in there:
+            middles = [(np.array(one.low) + np.array(one.high))[_SETTLED] / 2 for one in there if one is not None]
+            if all((middle > 0).all() for middle in middles):
+                exponent = float(np.polyfit(np.log2(widths), [np.log2(middle).mean() for middle in middles], 1)[0])
+        series.append(each.model_copy(update={"exponent": exponent}))
+    return widest.model_copy(update={"series": series, "widths": widths})
 
 
 def band_of(table: Parametrization, path: Path, *, given: bool = False) -> BandOfTarget | None:

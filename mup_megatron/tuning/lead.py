@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.checkpoints.checkpoint import METRICS, TELEMETRY
 from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
 from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import known_vocab_size
@@ -22,13 +21,11 @@ from mup_megatron.engines.setup import Setup, resolve
 from mup_megatron.parallel.layout import smallest_world
 from mup_megatron.parallel.ranks import Rank, stop_signal
 from mup_megatron.parallel.runtime import Meeting
-from mup_megatron.telemetry.band import make_band
-from mup_megatron.telemetry.forecast import BINS, bins_of
-from mup_megatron.telemetry.series import read_series
 from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
+from mup_megatron.tuning.proxy_band import band_of_runs
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.remarks import remarks
 from mup_megatron.tuning.space import proxy_config, short, values_of, with_values, without_fitted
@@ -348,14 +345,11 @@ def _write_band(config: Config, study: Study, choice: Choice, vocab_size: int, p
     from mup_megatron.model.build import parametrize
 
     complete = [trial for trial in choice.trials if trial.state == "complete"]
-    best = [trial for trial in complete if trial.slot == choice.slot]
-    runs = {trial.name: read_series(study.directory / trial.name / TELEMETRY) for trial in best}
+    folders = {trial.name: study.directory / trial.name for trial in complete}
+    best = {trial.name: folders[trial.name] for trial in complete if trial.slot == choice.slot}
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=study.directory)
     table = parametrize(derive(proxy, {"model.as_built": None}), vocab_size)
-    steps = table.config.training.train_steps
-    losses = {trial.name: bins_of(study.directory / trial.name / METRICS, steps).full() for trial in complete}
-    losses = {name: bins for name, bins in losses.items() if len(bins) == BINS}
-    band = make_band({name: series for name, series in runs.items() if series.steps}, table, losses)
+    band = band_of_runs(table, best, folders)
     path = config.record_path.with_suffix(".band.json")
     if band is not None:
         band.write(path)

@@ -18,6 +18,7 @@ from typing import Any
 from mup_megatron.checkpoints.checkpoint import ALARMS, METRICS, TELEMETRY
 from mup_megatron.config import Config, load_config
 from mup_megatron.report.parts import read_json
+from mup_megatron.telemetry.alarms import READINGS
 from mup_megatron.telemetry.band import BandOfTarget, band_of, with_updates
 from mup_megatron.telemetry.forecast import LossBins
 from mup_megatron.telemetry.series import read_series
@@ -153,7 +154,8 @@ class Watched:
                     f"the loss will end at {told.loss:.3f} ± {told.half:.3f} (90 %, by {self._band.forecast.runs} runs "
                     "of the proxy)"
                 )
-            if above := self._band.forecast.above(full):
+            above = self._band.forecast.above(full)
+            if len(above) >= READINGS:  # as the alarm has it
                 place, told = above[0][0], above[-1][1]
                 said.append(
                     f"since step {bins.first_step(place):,} it is above its forecast, now by {full[-1] - told.loss:.3f}"

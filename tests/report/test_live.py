@@ -45,6 +45,7 @@ def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any, capfd: py
     told = Watched(run).now().forecast
     assert re.fullmatch(r"the loss will end at \d\.\d{3} ± \d\.\d{3} \(90 %, by 3 runs of the proxy\)", told)
     assert abs(float(told.split()[5]) - last["loss"]) < 0.5
+    assert_above_in_three_bins(run)
     assert told in "\n".join(lines_of(Watched(run).now()))
     live = Watched(run).now()
     page = page_of(live, 5.0)
@@ -59,6 +60,20 @@ def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any, capfd: py
     assert_explained(run, alarm, capfd)
     assert mup("watch", run, "--once", "--html", tmp_path / "live.html").returncode == 0
     assert (tmp_path / "live.html").read_text() == page
+
+
+def assert_above_in_three_bins(run: Path) -> None:
+    """A loss is above its forecast where the alarm would say so, and not in a bin of its own."""
+    path = run / "metrics.jsonl"
+    kept = path.read_text()
+    for first, said in ((44, False), (40, True)):  # of 45 steps, a bin has one or two
+        lines = [json.loads(line) for line in kept.splitlines()]
+        high = [
+            {**line, "loss": line["loss"] + 30 * (line["step"] >= first)} if "loss" in line else line for line in lines
+        ]
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in high))
+        assert ("it is above its forecast" in Watched(run).now().forecast) is said
+    path.write_text(kept)
 
 
 def assert_explained(run: Path, alarm: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:

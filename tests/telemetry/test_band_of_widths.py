@@ -96,7 +96,21 @@ def test_a_ladder_of_widths_leaves_a_band(tmp_path: Path, capsys: pytest.Capture
         "run__telemetry_interval": 1,
     }
     path = pipeline_file(tmp_path, **keys)
-    words = "--batch 1 --tokens 1 --width 1,2,3,4 --seeds 1 --values 0.2,0.4,0.8 --workers 2 --output".split()
+    words = [
+        "--batch",
+        "1",
+        "--tokens",
+        "1",
+        "--width",
+        "1,2,3,4",
+        "--seeds",
+        "1",
+        "--values",
+        "0.2,0.4,0.8",
+        "--workers",
+        "2",
+        "--output",
+    ]
     assert cli.run(["ladder", str(path), *words, str(tmp_path / "ladder")]) in (0, 1, 3)
     said = capsys.readouterr().out
     band = Band.read(tmp_path / "ladder" / "ladder.band.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import decorated
+from tests.mutants.mutant import decorated, mutant
 
 MUTANTS = (
     decorated(
@@ -25,5 +25,27 @@ MUTANTS = (
         "audit.at_work._off",
         "lambda f: lambda *a: 0.0",
         "audit/test_at_work.py::test_a_planted_fault_is_named[some-TP 2]",
+    ),
+    decorated(
+        "audit: matrices are not seen",
+        "steps of Muon and SOAP are not compared",
+        "audit.auditor.Auditor._direction",
+        "lambda f: lambda *a: None",
+        "audit/test_matrices.py::test_no_false_alarm[muon-llama-TP 2, Megatron, plain optimizer-{}]",
+    ),
+    mutant(
+        "audit: query, key and value as one matrix",
+        "a healthy step of Muon is called wrong",
+        "audit.auditor.Auditor._direction",
+        'getattr(parameter, "is_qkv", False)',
+        "False",
+        "audit/test_matrices.py::test_no_false_alarm[muon-llama-TP 2, Megatron, plain optimizer-{}]",
+    ),
+    decorated(
+        "audit: inner layers are not seen",
+        "a layer may lose what it multiplies with under unit scaling",
+        "audit.at_work.AtWork._watch_layer_of",
+        "lambda f: lambda *a: None",
+        "audit/test_at_work.py::test_a_planted_fault_of_a_layer_is_named",
     ),
 )

@@ -21,7 +21,7 @@ MUTANTS = (
         "deepspeed._audit",
         "optimizer.step = steps.around(optimizer.step)",
         "pass",
-        "deepspeed/test_deepspeed_audit.py::test_a_planted_fault_is_named",
+        "deepspeed/test_deepspeed_audit.py::test_planted_faults_are_named",
     ),
     decorated(
         "deepspeed: a user's schedule with one rate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import mutant
+from tests.mutants.mutant import decorated, mutant
 
 _CELL = "telemetry/test_reading.py::test_the_same_numbers_in_every_layout"
 
@@ -58,8 +58,8 @@ MUTANTS = (
     mutant(
         "band: updates of the proxy's size",
         "a wide target's updates are held against those of a narrow proxy",
-        "telemetry.band.BandOfTarget._factor",
-        "ours.rate / theirs.rate",
+        "telemetry.band._said",
+        "of_target.rate / of_proxy.rate",
         "1.0",
         "telemetry/test_alarms.py::test_an_update_goes_as_the_rate",
     ),
@@ -70,5 +70,12 @@ MUTANTS = (
         "asked >= Ask.STOP",
         "asked > Ask.STOP",
         "telemetry/test_alarms.py::test_it_stops_behind_a_checkpoint",
+    ),
+    decorated(
+        "band: no exponents of widths",
+        "what the parametrization says nothing of is taken to stay as the width grows",
+        "telemetry.band.of_widths",
+        "lambda f: lambda bands: bands[-1]",
+        "telemetry/test_band_of_widths.py::test_exponents_by_hand",
     ),
 )

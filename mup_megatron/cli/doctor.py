@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
 
     from mup_megatron.parallel import upstream
 
-    upstream.prepare_process()
+    upstream.prepare_deepspeed()
     from mup_megatron import megatron_training
     from mup_megatron.patches import ALL_PATCHES, active_patches
     from mup_megatron.patches.megatron_training import TRAINING_PATCHES, entry_patches

@@ -125,7 +125,7 @@ def start_distributed(layout: Layout, rank: Rank, seed: int, meeting: Meeting | 
     Raises:
         UserError: a launcher started several processes and did not say where they meet.
     """
-    upstream.prepare_process()
+    upstream.prepare_deepspeed()
     import deepspeed.comm
     import torch
     import torch.distributed

@@ -1,6 +1,7 @@
 """What a process does before it uses megatron-core and DeepSpeed; the one place that applies patches.
 
-Public names: `prepare_process`, `quiet_upstream`, `importable`, `inference_mode`, `UPSTREAM_WARNINGS`, `CUDA_ONLY`.
+Public names: `prepare_process`, `prepare_deepspeed`, `quiet_upstream`, `importable`, `inference_mode`,
+`UPSTREAM_WARNINGS`, `CUDA_ONLY`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ CUDA_ONLY = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 
 
 def prepare_process() -> None:
-    """Quiets upstream and applies the patches that this machine needs. Idempotent; call before building anything.
+    """Quiets upstream and applies the patches that this machine needs of megatron-core and torch.
+
+    Idempotent; call before building anything. DeepSpeed's are `prepare_deepspeed`'s: a command that reads a config does
+    without its imports, half a second of them.
 
     Without CUDA, packages that compute on CUDA alone are as good as not installed: megatron-core takes their optimizer
     and norm kernels where it can import them.
@@ -41,9 +45,21 @@ def prepare_process() -> None:
         for package in CUDA_ONLY:
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # an import of it raises ImportError
     quiet_upstream()
+    _apply(of_deepspeed=False, cuda=cuda)
+
+
+def prepare_deepspeed() -> None:
+    """`prepare_process`, and the patches of DeepSpeed, which they import. Before its communication starts."""
+    prepare_process()
+    import torch
+
+    _apply(of_deepspeed=True, cuda=torch.cuda.is_available())
+
+
+def _apply(*, of_deepspeed: bool, cuda: bool) -> None:
     from mup_megatron.patches import ALL_PATCHES, apply_patches
 
-    apply_patches(ALL_PATCHES, cuda=cuda)
+    apply_patches([each for each in ALL_PATCHES if (each.distribution == "deepspeed") is of_deepspeed], cuda=cuda)
 
 
 def quiet_upstream() -> None:

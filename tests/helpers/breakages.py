@@ -572,7 +572,10 @@ def _patch_off(name: str) -> Iterator[None]:
     patch = next(patch for patch in ALL_PATCHES if patch.name == name)
     patch.revert()
     try:
-        with replaced(upstream, "prepare_process", lambda: None):
+        with (
+            replaced(upstream, "prepare_process", lambda: None),
+            replaced(upstream, "prepare_deepspeed", lambda: None),
+        ):
             yield
     finally:
         patch.apply()

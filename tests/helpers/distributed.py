@@ -40,7 +40,7 @@ class RankError(AssertionError):
 class Ranks:
     """A pool of up to four ranks on this machine; `prepare` runs in each before anything else."""
 
-    def __init__(self, prepare: Callable[[], None] = upstream.prepare_process) -> None:
+    def __init__(self, prepare: Callable[[], None] = upstream.prepare_deepspeed) -> None:
         self._prepare = prepare
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="mup-ranks-")
@@ -91,7 +91,7 @@ class Ranks:
         # Children must not fight over two cores, and must not inherit this process's launcher variables.
         os.environ["OMP_NUM_THREADS"] = "1"
         # Forks of one process that has imported what takes long, and has done nothing yet.
-        usual = self._prepare is upstream.prepare_process
+        usual = self._prepare is upstream.prepare_deepspeed
         context = multiprocessing.get_context("forkserver" if usual else "spawn")
         context.set_forkserver_preload(["tests.helpers.imported"])
         while len(self._workers) < count:

@@ -4,7 +4,7 @@ import gc
 
 from mup_megatron.parallel import upstream
 
-upstream.prepare_process()
+upstream.prepare_deepspeed()
 
 import megatron.core.tokenizers.text.libraries  # noqa: E402, F401  (transformers, when the first tokenizer is read)
 import torch._dynamo  # noqa: E402, F401  (torch's optimizers import it when the first is built)

@@ -264,8 +264,8 @@ def of_widths(bands: Sequence[Band]) -> Band:
             middles = [(np.array(one.low) + np.array(one.high))[_SETTLED] / 2 for one in there if one is not None]
             if all((middle > 0).all() for middle in middles):
                 exponent = float(np.polyfit(np.log2(widths), [np.log2(middle).mean() for middle in middles], 1)[0])
-        series.append(each.model_copy(update={"exponent": exponent}))
-    return widest.model_copy(update={"series": series, "widths": widths})
+        series.append(SeriesOfProxy(**{**dict(each), "exponent": exponent}))
+    return Band(**{**dict(widest), "series": series, "widths": widths})
 
 
 def band_of(table: Parametrization, path: Path, *, given: bool = False) -> BandOfTarget | None:

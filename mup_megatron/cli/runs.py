@@ -90,6 +90,16 @@ def explain(
         show(None, False, lines_of(on))
 
 
+@app.command(epilog="Example: mup-megatron horizon configs/demo.yaml tuning.train_steps=100")
+def horizon(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Show what each rule over batch and tokens says of the step from the trials to the run."""
+    from mup_megatron.rules.horizon_rules import lines_of, side_by_side
+
+    settings = read_config(config, overrides)
+    found = side_by_side(settings)
+    show([each.as_json() for each in found], as_json, lines_of(settings, found))
+
+
 @app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")
 def train(
     config: ConfigPath,

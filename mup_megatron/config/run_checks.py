@@ -333,6 +333,9 @@ def _check_decay_rule(config: Config) -> None:
         )
 
 
+_RATIOS = {"sqrt_sde": "the ratio of the batches", "complete_d": "the ratio of the batches over that of the tokens"}
+
+
 def _check_horizon(config: Config) -> None:
     """The rules over batch and tokens."""
     rules, optimizer = config.parametrization, config.optimizer
@@ -345,19 +348,27 @@ def _check_horizon(config: Config) -> None:
             "own values on its command line",
         )
     _check_octaves(config)
-    if rules.batch != "sqrt_sde":
+    if rules.batch not in ("sqrt_sde", "complete_d"):
         return
     if optimizer.name not in ("adamw", "adam"):
         raise config.error(
-            "parametrization.batch", f"sqrt_sde is derived for Adam, not for {optimizer.name}; expected power:NUMBER"
+            "parametrization.batch",
+            f"{rules.batch} is derived for Adam, not for {optimizer.name}; expected power:NUMBER",
         )
     ratio = config.batch_ratio
+    if rules.batch == "complete_d":
+        ratio /= config.tokens_ratio
+        if rules.tokens != "none":
+            raise config.error(
+                "parametrization.tokens",
+                f"{rules.tokens} beside batch: complete_d, which is over tokens too; expected none",
+            )
     if float(ratio) * (1 - min(optimizer.betas)) >= 1:
         raise config.error(
             "parametrization.batch",
-            f"sqrt_sde multiplies 1 - beta by the ratio of the batches, {float(ratio):.4g}, which leaves none of beta "
-            f"{min(optimizer.betas)}; expected tuning.global_batch_size nearer to the target's, or power:0.5, which "
-            "leaves the betas",
+            f"{rules.batch} multiplies 1 - beta by {_RATIOS[rules.batch]}, {float(ratio):.4g}, which leaves none of "
+            f"beta {min(optimizer.betas)}; expected tuning.global_batch_size nearer to the target's, or power:0.5, "
+            "which leaves the betas",
         )
 
 

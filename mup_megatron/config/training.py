@@ -40,11 +40,11 @@ class ParametrizationSection(Section):
     it is configured, as stock AdamW does, `sqrt` lies between them (decay by the root of the width; for AdamW alone).
     `timescale` is `independent` over width, and keeps rate times decay times steps over batch and tokens
     (section 9)."""
-    batch: Annotated[str, Field(pattern=_POWER.replace("none", "none|sqrt_sde"))] = "none"
+    batch: Annotated[str, Field(pattern=_POWER.replace("none", "none|sqrt_sde|complete_d"))] = "none"
     """Rule for a step of more tokens than a trial's (section 9): `sqrt_sde` is the square root rule for Adam (rate,
-    epsilon and betas), `power:0.5` multiplies the rate by the ratio to that power, `fitted` does so with the exponent
-    of a ladder (tuning.ladder, or the transfer record), which then stands behind it as in `fitted:0.41`, `none` changes
-    nothing."""
+    epsilon and betas), `complete_d` is Complete(d)P's over batch and tokens at once, `power:0.5` multiplies the rate by
+    the ratio to that power, `fitted` does so with the exponent of a ladder (tuning.ladder, or the transfer record),
+    which then stands behind it as in `fitted:0.41`, `none` changes nothing."""
     tokens: Annotated[str, Field(pattern=_POWER)] = "none"
     """Rule for a run on more tokens than a trial (section 9): `power:-0.32` multiplies the rate by the ratio to that
     power, `fitted` does so with a ladder's exponent, `none` changes nothing."""

@@ -213,6 +213,10 @@ def depth_factors(rule: UpdateRule, m_layers: Fraction, exponent: float | None) 
     return DepthFactors(branch=m**-exponent, lr=lr, eps=m**-exponent)
 
 
+BatchRule = Literal["sqrt_sde", "complete_d"]
+"""Rules over batch, and tokens, that move more than the rate."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HorizonFactors:
     """What a larger batch and a longer run make of the optimizer's numbers: one factor each, the same on every tensor.
@@ -234,7 +238,7 @@ def horizon_factors(
     *,
     m_batch: Fraction,
     m_tokens: Fraction,
-    batch: Literal["sqrt_sde"] | float = 0.0,
+    batch: BatchRule | float = 0.0,
     tokens: float = 0.0,
     keeps_timescale: bool = False,
 ) -> HorizonFactors:
@@ -244,17 +248,25 @@ def horizon_factors(
         m_batch: tokens of a step over those of a step where the values were found.
         m_tokens: tokens of the run over those of the run where the values were found.
         batch: `sqrt_sde` is the square root rule for Adam (Malladi et al., 2205.10287, definition 5.3): rate by
-            m^(1/2), epsilon by m^(-1/2), 1 - beta by m. A number is the exponent of the rate alone; 0 is no rule.
+            m^(1/2), epsilon by m^(-1/2), 1 - beta by m. `complete_d` is Complete(d)P's (2512.22382, as two
+            transcriptions have it): the same with m_batch / m_tokens, by which the root moves decay too. A number is
+            the exponent of the rate alone; 0 is no rule.
         tokens: exponent of the rate; -0.32 is what Bjorck et al. measured (2409.19913, section 4).
         keeps_timescale: whether decay makes lr·λ·steps what it was (Wang & Aitchison, 2405.13698).
     """
-    sde = batch == "sqrt_sde"
-    lr = float(m_batch) ** (0.5 if batch == "sqrt_sde" else batch) * float(m_tokens) ** tokens
+    m, exponent = Fraction(1), 0.0
+    if batch == "sqrt_sde":
+        m = m_batch
+    elif batch == "complete_d":
+        m, keeps_timescale = m_batch / m_tokens, True  # to which decay by the root comes down
+    else:
+        exponent = batch
+    lr = float(m) ** 0.5 * float(m_batch) ** exponent * float(m_tokens) ** tokens
     return HorizonFactors(
         lr=lr,
-        eps=float(m_batch) ** -0.5 if sde else 1.0,
+        eps=float(m) ** -0.5,
         weight_decay=1.0 / (lr * float(m_tokens / m_batch)) if keeps_timescale else 1.0,
-        forgetting=float(m_batch) if sde else 1.0,
+        forgetting=float(m),
     )
 
 

@@ -7,8 +7,7 @@ own, and then every factor is 1.
 
 from __future__ import annotations
 
-from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, get_args
 
 from mup_megatron.config import Config
 from mup_megatron.rules import formulas
@@ -24,7 +23,7 @@ def horizon(config: Config) -> formulas.HorizonFactors:
     return formulas.horizon_factors(
         m_batch=config.batch_ratio,
         m_tokens=config.tokens_ratio,
-        batch="sqrt_sde" if chosen.batch == "sqrt_sde" else _exponent(config, "batch"),
+        batch=_whole_rule(chosen.batch) or _exponent(config, "batch"),
         tokens=_exponent(config, "tokens"),
         keeps_timescale=chosen.weight_decay == "timescale",
     )
@@ -47,8 +46,9 @@ def kept_betas(config: Config, batch: str) -> tuple[float, float]:
     Raises:
         ConfigError: no betas of trials would do.
     """
-    rule: Literal["sqrt_sde"] | float = "sqrt_sde" if batch == "sqrt_sde" else 0.0
-    factor = formulas.horizon_factors(m_batch=config.batch_ratio, m_tokens=Fraction(1), batch=rule).forgetting
+    factor = formulas.horizon_factors(
+        m_batch=config.batch_ratio, m_tokens=config.tokens_ratio, batch=_whole_rule(batch) or 0.0
+    ).forgetting
     now, (first, second) = horizon(config).forgetting, config.optimizer.betas
     if factor == now:
         return first, second
@@ -113,6 +113,11 @@ def applied(config: Config) -> dict[str, Any]:
         "optimizer.eps": config.optimizer.eps * found.eps,
         "optimizer.betas": list(betas(config)),
     }
+
+
+def _whole_rule(batch: str) -> formulas.BatchRule | None:
+    """A rule that moves more than the rate; None of the others."""
+    return next((rule for rule in get_args(formulas.BatchRule) if rule == batch), None)
 
 
 def _exponent(config: Config, axis: str) -> float:

@@ -135,8 +135,8 @@ MUTANTS = (
         "horizon: SGD's linear rule for Adam",
         "the rate grows as the batch instead of as its root",
         "rules.formulas.horizon_factors",
-        "0.5 if batch == 'sqrt_sde' else batch",
-        "1.0 if batch == 'sqrt_sde' else batch",
+        "float(m) ** 0.5",
+        "float(m) ** 1.0",
         "rules/test_horizon.py::test_by_hand",
     ),
     mutant(

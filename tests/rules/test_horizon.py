@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from fractions import Fraction as F
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mup_megatron import cli
 from mup_megatron.checkpoints.manifest import check_resume, make_manifest
 from mup_megatron.config import Config, derive
 from mup_megatron.engines.megatron_config import optimizer_config
@@ -25,7 +27,7 @@ from mup_megatron.tuning.record import TransferRecord, write_record
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import proxy_config, stretched, values_of
 from mup_megatron.util.errors import ConfigError, UserError
-from tests.helpers.configs import MIXED, make, make_t5
+from tests.helpers.configs import MIXED, make, make_t5, pipeline_file
 from tests.helpers.records import BUDGET, study_of
 
 ratios = st.fractions(F(1, 64), F(64), max_denominator=64)
@@ -46,6 +48,21 @@ def test_by_hand() -> None:
     # 4 times the batch and 16 times the tokens are 4 times the steps: 2 · 1/4 · decay · 4 = 1.
     both = formulas.horizon_factors(m_batch=F(4), m_tokens=F(16), batch=0.5, tokens=-0.5, keeps_timescale=True)
     assert (both.lr, both.weight_decay, both.forgetting) == (0.5, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "factors"), [(4, 16, (1 / 2, 2.0, 1 / 2, 1 / 4)), (16, 4, (2.0, 1 / 2, 2.0, 4.0))]
+)
+def test_complete_d_by_hand(batch: int, tokens: int, factors: tuple[float, ...]) -> None:
+    """Of m_B / m_D: rate and decay by its root, epsilon by the root of its inverse, 1 - beta by itself.
+
+    In 2512.22382's table as two transcriptions have it: xiaol827/ELO, src/parameterization.py, and "rig".
+    """
+    found = formulas.horizon_factors(m_batch=F(batch), m_tokens=F(tokens), batch="complete_d")
+    assert (found.lr, found.eps, found.weight_decay, found.forgetting) == pytest.approx(factors, rel=1e-15)
+    at_equal_tokens = {"m_batch": F(batch), "m_tokens": F(1)}
+    sde, both = (formulas.horizon_factors(**at_equal_tokens, batch=rule) for rule in ("sqrt_sde", "complete_d"))  # type: ignore[arg-type]
+    assert (sde.lr, sde.eps, sde.forgetting) == (both.lr, both.eps, both.forgetting)
 
 
 def test_the_step_from_a_proxy_to_deepseek_v3() -> None:
@@ -83,8 +100,8 @@ def test_at_ratio_one_every_rule_is_exactly_nothing(batch: float, tokens: float)
 _SAMPLES, _LR, _EPS, _DECAY, _BETAS = 2048, 1e-3, 0.5, 1.0, (0.98, 0.99)
 
 
-def _walk(m: int, factors: formulas.HorizonFactors) -> tuple[float, float]:
-    """Spread of weights that saw noise alone, and what decay left of the mean, after as many samples as ever.
+def _walk(m: int, factors: formulas.HorizonFactors, *, longer: int = 1, eps: float = _EPS) -> tuple[float, float]:
+    """Spread of weights that saw noise alone, and what decay left of the mean, after so many times the samples.
 
     A gradient is the mean of m samples of variance 1, for so many weights that the spread is known to a percent.
     """
@@ -95,10 +112,10 @@ def _walk(m: int, factors: formulas.HorizonFactors) -> tuple[float, float]:
         [weights],
         lr=_LR * factors.lr,
         betas=(one, other),
-        eps=_EPS * factors.eps,
+        eps=eps * factors.eps,
         weight_decay=_DECAY * factors.weight_decay,
     )
-    for _ in range(_SAMPLES // m):
+    for _ in range(longer * _SAMPLES // m):
         weights.grad = torch.randn(weights.shape, generator=generator, dtype=torch.float64) / math.sqrt(m)
         optimizer.step()
     found = weights.detach()
@@ -136,6 +153,24 @@ def test_the_square_root_rule_is_adam_on_noise() -> None:
     assert without(lr=4.0, weight_decay=0.25)[0] > 1.5 * spread
     assert without(eps=1.0)[0] < 0.85 * spread
     assert abs(without(weight_decay=1.0)[1] - left) > 0.1 * left
+
+
+def test_complete_d_is_adam_on_noise_over_any_number_of_samples() -> None:
+    """Of an epsilon that is small: a run of four times the samples spreads and decays as far, with a batch of two too.
+
+    Controls: the rule over batch alone, and each of rate and decay left out.
+    """
+    spread, left = _walk(1, formulas.HorizonFactors(), eps=1e-8)
+    for batch in (1, 2):
+        rule = formulas.horizon_factors(m_batch=F(batch), m_tokens=F(4), batch="complete_d")
+        found, remains = _walk(batch, rule, longer=4, eps=1e-8)
+        assert found == pytest.approx(spread, rel=0.03)
+        assert remains == pytest.approx(left, rel=0.01)
+    for changed in ({"lr": 1.0}, {"weight_decay": 1.0}):
+        found, remains = _walk(2, formulas.HorizonFactors(**{**vars(rule), **changed}), longer=4, eps=1e-8)
+        assert abs(remains - left) > 0.1 * left
+    alone = formulas.horizon_factors(m_batch=F(2), m_tokens=F(4), batch="sqrt_sde")
+    assert _walk(2, alone, longer=4, eps=1e-8)[0] > 1.1 * spread
 
 
 # --- where the numbers go ---
@@ -239,6 +274,7 @@ def test_a_record_of_other_trials_is_refused(tmp_path: Path) -> None:
 
 
 SQRT = {"parametrization.weight_decay": "sqrt"}
+COMPLETE = {"parametrization.batch": "complete_d"}
 COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
 
 
@@ -255,6 +291,13 @@ COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
             "sqrt is known over width alone .*depth_mup also moves the ra",
         ),
         ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
+        ({**SDE, **COMPLETE, "optimizer.name": "sgd"}, "complete_d is derived for Adam, not for sgd"),
+        ({**SDE, **COMPLETE, "parametrization.tokens": "power:-0.3"}, "beside batch: complete_d, which is over tokens"),
+        # 4 times the batch in a quarter of the steps: as many tokens.
+        (
+            {**SDE, **COMPLETE, "tuning.train_steps": 80, "optimizer.betas": [0.7, 0.95]},
+            "that of the tokens, 4, which leaves none of beta 0.7",
+        ),
         ({"tuning.seq_length": 4096}, "tuning.seq_length"),
         # 2^53 steps for a trial's one are 53 octaves, times 9.
         (
@@ -271,3 +314,36 @@ COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
 def test_bad_input(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         config_of(**keys)
+
+
+# --- side by side ---
+
+
+def test_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 times the batch and 16 times the tokens, by hand; the config's own rules come first."""
+    keys: dict[str, Any] = {"tuning__global_batch_size": 2, "tuning__micro_batch_size": 2, "tuning__train_steps": 5}
+    path = pipeline_file(tmp_path, training__train_steps=20, training__global_batch_size=8, **keys)
+    assert cli.run(["horizon", str(path), "--json", "parametrization.batch=power:0.5"]) == 0
+    found = {row["rule"]: row["factors"] for row in json.loads(capsys.readouterr().out)}
+    assert next(iter(found)) == "the config's own"
+    assert {rule: row["lr"] for rule, row in found.items()} == pytest.approx(
+        {
+            "the config's own": 2.0,
+            "none": 1.0,
+            "batch: sqrt_sde": 2.0,
+            "tokens: power:-0.32": 0.4118,
+            "batch: sqrt_sde, tokens: power:-0.32": 0.8236,
+            "weight_decay: timescale": 1.0,
+            "batch: complete_d": 0.5,
+            "Step Law's rate": 2.342,
+        },
+        rel=1e-3,
+    )
+    assert found["weight_decay: timescale"]["weight_decay"] == 0.25
+    assert found["batch: complete_d"] == {"lr": 0.5, "eps": 2.0, "weight_decay": 0.5, "forgetting": 0.25}
+    assert cli.run(["horizon", str(path), "optimizer.betas=[0.7, 0.95]"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("a step has 4 times a trial's tokens, the run 16 times, in 4 times the steps\n")
+    assert "leaves none of beta 0.7" in said  # of the square root rule
+    assert "at the batch that it says, 4.87 times a trial's (here 4)" in said
+    assert "rates are 2.5 octaves apart, from 0.4118 to 2.342" in said

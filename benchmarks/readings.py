@@ -1,6 +1,7 @@
-"""What a reading (docs/watching.md) adds to a step, at two sizes: `python -m benchmarks.readings`.
+"""What a reading (docs/watching.md) and the audit add to a step, at two sizes: `python -m benchmarks.readings`.
 
-Steps with and without one in turn, in one process; a ratio is taken pair by pair. Writes results/readings/3.12.json.
+Steps with one, with the other and with neither in turn, in one process; a ratio is taken pair by pair. Writes
+results/readings/3.12.json.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from typing import Any
 
 from benchmarks import contenders
 from benchmarks.harness import RESULTS, alternate, machine, ratios, spread
+from mup_megatron.audit.auditor import Auditor, Door
+from mup_megatron.audit.update import Rates
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
 from mup_megatron.engines.optim import LearningRateSchedule
+from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.engines.setup import resolve
 from mup_megatron.model.build import build_model, parametrize
 from mup_megatron.parallel import runtime
+from mup_megatron.rules.horizon import betas
 from mup_megatron.telemetry.reading import Readings, usual_interval
 
 _VOCABULARY, _RUNS = 4096, 30
@@ -36,6 +41,25 @@ def measure(longer: int, runs: int) -> dict[str, Any]:
     def plain() -> None:
         engine.step([bench.batch], rate)
 
+    door = Door(
+        chunks=engine.chunks,
+        named=engine.named,
+        gather=engine.gather,
+        groups=engine.groups,
+        optimizers=torch_optimizers(engine.optimizer),
+    )
+
+    def audited() -> None:
+        """All of its questions. Behind the first step their answers are wrong, and take as long."""
+        auditor = Auditor(door, table, setup.layout, betas=betas(setup.config), decoupled=True, device=bench.device)
+        auditor.ask_initial_values()
+        auditor.watch_multipliers()
+        auditor.begin_step(0)
+        engine.step([bench.batch], rate)
+        auditor.ask_multipliers()
+        auditor.ask_groups()
+        auditor.end_step(Rates(rate / setup.config.hparams.lr), 1)
+
     def read() -> None:
         readings.begin()
         engine.before_update = readings.before_update
@@ -44,7 +68,7 @@ def measure(longer: int, runs: int) -> dict[str, Any]:
         readings.after_update()
         readings.result()
 
-    seconds = alternate({"read": read, "plain": plain}, runs, warmup=3)
+    seconds = alternate({"read": read, "audited": audited, "plain": plain}, runs, warmup=3)
     engine.close()
     runtime.stop_distributed()
     of_step = ratios(seconds, "read", "plain")
@@ -52,6 +76,7 @@ def measure(longer: int, runs: int) -> dict[str, Any]:
         **bench.describe(),
         "seconds_per_step": {name: spread(values) for name, values in seconds.items()},
         "read_over_plain": of_step,
+        "audited_over_plain": ratios(seconds, "audited", "plain"),
         "share_of_a_run": (of_step["median"] - 1) / usual_interval(_LONG),
     }
 
@@ -59,7 +84,7 @@ def measure(longer: int, runs: int) -> dict[str, Any]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readings")
-    parser.add_argument("--runs", type=int, default=_RUNS, help="Pairs of steps.")
+    parser.add_argument("--runs", type=int, default=_RUNS, help="Rounds of steps.")
     runs = parser.parse_args().runs
     result: dict[str, Any] = {
         "machine": machine(),

@@ -1,6 +1,7 @@
 """A worker of a study whose objective is made up: `python -m tests.helpers.study_worker CONFIG LOG`. Imports no torch.
 
-Writes a line to LOG for every trial that it ends; leaves when every trial of the study has ended.
+Writes a line to LOG for every trial that it claims, and one where it ends it; leaves when all trials of the study have
+ended.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(path: str, log: str) -> None:
                     break
                 time.sleep(0.3)
                 continue
+            lines.write(f"claimed {trial.name}\n")
             try:
                 for step in steps:
                     study.check_held(trial)

@@ -125,7 +125,10 @@ def test_the_page_tells_what_a_reading_costs(repository: Path) -> None:
         assert result["every"] == usual_interval(10_000) == 100
         for size in result["sizes"]:
             ratio, share = size["read_over_plain"], size["share_of_a_run"]
+            audit = size["audited_over_plain"]
             told = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f}) | {share:.2%}"
+            told += f" | {audit['median']:.2f} ({audit['min']:.2f} to {audit['max']:.2f})"
             assert f"| {python} | {size['seq_length']} | {told} |" in page
+            assert audit["median"] < 2.0, "an audit may take one more step's time"
             assert share == pytest.approx((ratio["median"] - 1) / 100)
             assert share < 0.005

@@ -75,8 +75,10 @@ class Workers:
         return sum(line.startswith("ended") for log in list(self.logs) for line in words(log))
 
     def kill(self, draw: random.Random) -> None:
-        """One of them, at once."""
-        draw.choice(list(self.running)).kill()
+        """One of them, at once: one that has a trial, where there is one."""
+        last = {process: words(log) for process, log in list(self.running.items())}
+        busy = [process for process, lines in last.items() if lines and lines[-1].startswith("claimed")]
+        draw.choice(busy or list(last)).kill()
 
     def stop(self) -> None:
         """All, once they have seen that nothing is left."""
@@ -195,4 +197,4 @@ def test_every_trial_ends_once(
 
 
 def words(log: Path) -> list[str]:
-    return log.read_text().split("\n") if log.exists() else []
+    return log.read_text().splitlines() if log.exists() else []

@@ -1,7 +1,8 @@
-"""`python -m tests.audit.planted`: runs the tests of the audit, and writes which door named which planted fault.
+"""`python -m tests.audit.planted [FOLDER ...]`: runs tests of the audit, and writes which door named which fault.
 
 A pytest plugin that goes with them. A test of planted faults passes where each is named by tensor and quantity on every
-rank. Of the other tests it counts runs that the audit called right. Writes docs/reports/audit.md.
+rank. Of the other tests it counts runs that the audit called right. Writes docs/reports/audit.md; of a FOLDER of tests
+alone, the columns of the other doors stay.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import datetime
 import platform
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,20 @@ DOORS = {
     "tests/deepspeed/": "`deepspeed.initialize`",
     "tests/mup/": "`mup_megatron.mup.audit`",
 }
-_TESTS = (
-    "tests/audit",
-    "tests/megatron_training/test_megatron_audit.py",
-    "tests/bridge/test_planted.py",
-    "tests/deepspeed/test_deepspeed_audit.py",
-    "tests/mup/test_auditing.py",
-)
-"""All of them, slow ones too."""
-_HEALTHY = ("tests/megatron_training", "tests/bridge/test_bridge.py")
+_TESTS = {
+    "tests/audit/": ["tests/audit"],
+    "tests/megatron_training/": ["tests/megatron_training/test_megatron_audit.py"],
+    "tests/bridge/": ["tests/bridge/test_planted.py"],
+    "tests/deepspeed/": ["tests/deepspeed/test_deepspeed_audit.py"],
+    "tests/mup/": ["tests/mup/test_auditing.py"],
+}
+"""All of these, slow ones too."""
+_HEALTHY = {"tests/megatron_training/": ["tests/megatron_training"], "tests/bridge/": ["tests/bridge/test_bridge.py"]}
 """The quick ones of these."""
+_PAGE = Path("docs/reports/audit.md")
 _RIGHT = re.compile(r"audit: (\d+) tensors, \1 right")
 _PLANTED, _RUNS = "planted", "right runs"
+_MADE, _RIGHT_RUNS = "**made**", "**right runs**"
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -53,14 +57,13 @@ def _texts(value: Any) -> Iterator[str]:
 class Recorder:
     """Which faults were named, and how many runs were right, by door.
 
-    `rows`: fault to door to layouts in which it was named, and to those in which it was not. `right`: runs by door.
+    `rows`: fault to door to in how many layouts it was named, and of how many. `right`: runs by door. `made`: when.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, tuple[list[str], list[str]]]] = defaultdict(
-            lambda: defaultdict(lambda: ([], []))
-        )
+        self.rows: dict[str, dict[str, list[int]]] = {}
         self.right: dict[str, int] = defaultdict(int)
+        self.made: dict[str, str] = {}
         self._seen = 0
         self._counts = False
 
@@ -96,8 +99,7 @@ class Recorder:
         if not faults:
             item.user_properties.append((_RUNS, self._seen))
         else:
-            layout = next((str(params[key]) for key in ("split", "layout", "stage") if key in params), "")
-            item.user_properties.append((_PLANTED, [(fault, layout) for fault in faults]))
+            item.user_properties.append((_PLANTED, faults))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Takes what a test said."""
@@ -108,8 +110,10 @@ class Recorder:
             if key == _RUNS:
                 self.right[door] += int(str(value)) * report.passed
             elif key == _PLANTED and isinstance(value, list):
-                for fault, layout in value:
-                    self.rows[fault][door][not report.passed].append(layout)
+                for fault in value:
+                    count = self.rows.setdefault(fault, {}).setdefault(door, [0, 0])
+                    count[0] += report.passed
+                    count[1] += 1
 
 
 def _faults(test: str, params: dict[str, Any]) -> list[str]:
@@ -125,44 +129,64 @@ def _faults(test: str, params: dict[str, Any]) -> list[str]:
     return [params["fault"]] if "fault" in params else list(params["faults"])
 
 
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Cells of the page's table by their row's name."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {first: rest for first, *rest in cells}
+
+
+def keep(found: Recorder, text: str, doors: Sequence[str]) -> None:
+    """Puts in what a page says of some doors."""
+    rows = rows_of(text)
+    for number, door in enumerate(DOORS.values()):
+        if door not in doors:
+            continue
+        found.right[door], found.made[door] = int(rows[_RIGHT_RUNS][number]), rows[_MADE][number]
+        for fault, cells in rows.items():
+            if told := re.fullmatch(r"(\d+) of (\d+)", cells[number]):
+                found.rows.setdefault(fault, {})[door] = [int(told[1]), int(told[2])]
+
+
 def page(found: Recorder) -> str:
     """docs/reports/audit.md."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core", "deepspeed"))
     doors = list(DOORS.values())
-    lines = [
-        "# Planted faults, and who named them",
-        "",
-        f"Made by `python -m tests.audit.planted` on {datetime.datetime.now(tz=datetime.UTC).date()} "
-        f"(Python {platform.python_version()}, {versions}).",
-        "",
-        "A fault is named where the audit says its tensor, or its module, and the quantity, on every rank. `3 of 3`",
-        "are layouts of the engine (parallelism, ZeRO stages, optimizers). Right runs are of other tests, without a",
-        "fault: the audit found nothing wrong in them.",
-        "",
-        "| | " + " | ".join(doors) + " |",
-        "| --- |" + " --- |" * len(doors),
-    ]
     totals = []
     for door in doors:
         here = [row[door] for row in found.rows.values() if door in row]
-        totals.append(f"{sum(not missed for _, missed in here)} of {len(here)} faults")
-    lines += [
+        totals.append(f"{sum(named == of for named, of in here)} of {len(here)} faults")
+    lines = [
+        "# Planted faults, and who named them",
+        "",
+        "Made by `python -m tests.audit.planted`. A fault is named where the audit says its tensor, or its module, and",
+        "the quantity, on every rank. `3 of 3` are layouts of the engine (parallelism, ZeRO stages, optimizers). Right",
+        "runs are of other tests, without a fault: the audit found nothing wrong in them.",
+        "",
+        "| | " + " | ".join(doors) + " |",
+        "| --- |" + " --- |" * len(doors),
+        f"| {_MADE} | " + " | ".join(found.made[door] for door in doors) + " |",
         "| **named** | " + " | ".join(totals) + " |",
-        "| **right runs** | " + " | ".join(str(found.right[door]) for door in doors) + " |",
+        f"| {_RIGHT_RUNS} | " + " | ".join(str(found.right[door]) for door in doors) + " |",
     ]
     for fault, row in found.rows.items():
-        cells = [f"{len(row[door][0])} of {sum(map(len, row[door]))}" if door in row else "" for door in doors]
+        cells = ["{} of {}".format(*row[door]) if door in row else "" for door in doors]
         lines.append(f"| {fault} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
     """The command."""
-    found = Recorder()
-    alone = ("-q", "-p", "no:xdist")
-    pytest.main([*_TESTS, "--all", *alone], plugins=[found])
-    pytest.main([*_HEALTHY, "--deselect=tests/megatron_training/test_megatron_audit.py", *alone], plugins=[found])
-    Path("docs/reports/audit.md").write_text(page(found), encoding="utf-8")
+    asked, found, alone = sys.argv[1:] or list(DOORS), Recorder(), ("-q", "-p", "no:xdist")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core", "deepspeed"))
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    for folder in asked:
+        pytest.main([*_TESTS[folder], "--all", *alone], plugins=[found])
+        if folder in _HEALTHY:
+            others = [f"--deselect={each}" for each in _TESTS[folder]]
+            pytest.main([*_HEALTHY[folder], *others, *alone], plugins=[found])
+        found.made[DOORS[folder]] = f"{today}, Python {platform.python_version()}, {versions}"
+    if others := [name for folder, name in DOORS.items() if folder not in asked]:
+        keep(found, _PAGE.read_text(encoding="utf-8"), others)
+    _PAGE.write_text(page(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 
 
 def audited(ranks: Ranks, optimizer: str, split: Split, *faults: str, model: str = "llama", **more: Any) -> Any:
-    growth, own = {"llama": (MIXED, GROUPS), "moe": (MOE, {})}[model]
+    growth, own = (MIXED, GROUPS) if model == "llama" else (MOE, {})
     config = make(
         growth, "llama", optimizer__name=optimizer, hparams__weight_decay=0.1, **own, **split.overrides, **more
     )

@@ -346,10 +346,20 @@ def explained(
     return {"status": status, "said": err.getvalue(), "printed": out.getvalue()}
 
 
-def audited(rank: Rank, *, faults: tuple[str, ...], **changed: Any) -> dict[str, Any]:
+def audited(
+    rank: Rank, *, faults: tuple[str, ...], base: dict[str, Any] | None = None, **changed: Any
+) -> dict[str, Any]:
     """A recipe of megatron-core's own container, trained with faults in it; what its audit finds."""
-    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    mup = {"base": BASE, "audit": "warn", "hparams": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}}
+    recomputed: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    mup = {
+        "base": {**BASE, **(base or {})},
+        "audit": "warn",
+        "hparams": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5},
+    }
     spoils = megatron_faults.ONE_RATE in faults
     with megatron_faults.planted(rank, faults) as audits:
         found = trained(rank, mup=mup, one_rate=spoils, **recomputed, **changed)

@@ -12,16 +12,16 @@ from typing import Any
 
 from benchmarks import contenders
 from benchmarks.harness import RESULTS, alternate, machine, ratios, spread
-from mup_megatron.audit.auditor import Auditor, Door
+from mup_megatron.audit.auditor import Auditor
 from mup_megatron.audit.update import Rates
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
 from mup_megatron.engines.optim import LearningRateSchedule
-from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.engines.setup import resolve
 from mup_megatron.model.build import build_model, parametrize
 from mup_megatron.parallel import runtime
 from mup_megatron.rules.horizon import betas
 from mup_megatron.telemetry.reading import Readings, usual_interval
+from mup_megatron.train.auditing import door_of
 
 _VOCABULARY, _RUNS = 4096, 30
 _LONGER = (1, 4)
@@ -41,13 +41,7 @@ def measure(longer: int, runs: int) -> dict[str, Any]:
     def plain() -> None:
         engine.step([bench.batch], rate)
 
-    door = Door(
-        chunks=engine.chunks,
-        named=engine.named,
-        gather=engine.gather,
-        groups=engine.groups,
-        optimizers=torch_optimizers(engine.optimizer),
-    )
+    door = door_of(engine)
 
     def audited() -> None:
         """All of its questions. Behind the first step their answers are wrong, and take as long."""

@@ -1,4 +1,6 @@
-"""The audit of a run's first steps: what tensors and optimizer have is what the table says. Public name: `Auditing`.
+"""The audit of a run's first steps: what tensors and optimizer have is what the table says.
+
+Public names: `Auditing`, `door_of`.
 
 Its questions are `audit/`'s. It asks again after every resume, but not for initial values, which are gone then.
 """
@@ -23,6 +25,17 @@ from mup_megatron.rules.table import Parametrization
 from mup_megatron.train.hooks import Hook, Step
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import write_whole
+
+
+def door_of(engine: Engine) -> Door:
+    """How an engine's run is asked."""
+    return Door(
+        chunks=engine.chunks,
+        named=engine.named,
+        gather=engine.gather,
+        groups=engine.groups,
+        optimizers=torch_optimizers(engine.optimizer),
+    )
 
 
 class Auditing(Hook):
@@ -50,15 +63,8 @@ class Auditing(Hook):
         say: Callable[[str], None],
     ) -> None:
         config = setup.config
-        door = Door(
-            chunks=engine.chunks,
-            named=engine.named,
-            gather=engine.gather,
-            groups=engine.groups,
-            optimizers=torch_optimizers(engine.optimizer),
-        )
         self._auditor: Auditor | None = Auditor(
-            door,
+            door_of(engine),
             parametrization,
             setup.layout,
             betas=betas(config),

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from mup_megatron.audit.auditor import Auditor, Door
+from mup_megatron.audit.auditor import Auditor
 from mup_megatron.audit.update import Rates
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.optim import LearningRateSchedule
-from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.model.global_names import named_modules, named_parameters
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import betas
+from mup_megatron.train.auditing import door_of
 from tests.helpers import bodies
 from tests.helpers.audit_faults import GROUPS, INITIAL, MATRICES, MULTIPLIERS, OF_LAYERS, STEPS, WHOLE_GROUPS
 from tests.helpers.breakages import break_
@@ -47,16 +47,9 @@ def audited(rank: Rank, *, config: Config, faults: tuple[str, ...] = (), broken:
                 of_groups = fault.table(of_groups)
         engine = bodies.build_engine(config, of_groups, chunks, layout)
         named = dict(engine.named)
-        door = Door(
-            chunks=engine.chunks,
-            named=engine.named,
-            gather=engine.gather,
-            groups=engine.groups,
-            optimizers=torch_optimizers(engine.optimizer),
-        )
         cpu = torch.device("cpu")
         decoupled = config.optimizer.name != "adam"
-        auditor = Auditor(door, table, layout, betas=betas(config), decoupled=decoupled, device=cpu)
+        auditor = Auditor(door_of(engine), table, layout, betas=betas(config), decoupled=decoupled, device=cpu)
         batches = Batches(build_datasets(config, prepare(config))[0], config, layout, rank.rank, cpu)
         schedule = LearningRateSchedule(config.training, config.hparams.lr)
         auditor.ask_initial_values()

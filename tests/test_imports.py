@@ -217,7 +217,7 @@ def test_light_imports(statement: str) -> None:
 
 
 def test_explain_does_without_deepspeed(repository: Path) -> None:
-    """Its imports, and others that a table needs nothing of, took a sixth of the command's time."""
+    """Nor does a table need what searches, draws or reads tokens."""
     heavy = ("deepspeed", "optuna", "pandas", "transformers", "matplotlib", "sentencepiece", "megatron.training")
     code = (
         "import sys; from mup_megatron import cli; status = cli.run(['explain', 'configs/demo.yaml']); "

@@ -16,7 +16,7 @@ import torch.distributed
 from mup_megatron.audit.update import ERROR
 
 _ERROR_OF_BFLOAT16 = 5e-2
-"""Share of a step that five steps of Newton and Schulz in bfloat16 may be off; 1 to 2 % were seen."""
+"""Share of a step that five steps of Newton and Schulz in bfloat16 may be off."""
 
 ERROR_OF_SOAP = 1e-2
 """The same of SOAP, whose products on CUDA are in TF32."""

@@ -32,7 +32,7 @@ def prepare_process() -> None:
     """Quiets upstream and applies the patches that this machine needs of megatron-core and torch.
 
     Idempotent; call before building anything. DeepSpeed's are `prepare_deepspeed`'s: a command that reads a config does
-    without its imports, half a second of them.
+    without DeepSpeed's imports.
 
     Without CUDA, packages that compute on CUDA alone are as good as not installed: megatron-core takes their optimizer
     and norm kernels where it can import them.

@@ -150,6 +150,30 @@ def tensor_peaks(_rank: Rank) -> list[float]:
     return [tensor_peak(two_at_once), tensor_peak(one_at_a_time)]
 
 
+def kept_bytes(_rank: Rank) -> dict[str, int]:
+    """What autograd keeps of a step for the backward pass, views counted once."""
+    from benchmarks import contenders
+
+    bench, kept = contenders.start(VOCABULARY, tiny=True), {}
+    for name in ("ours", "plain"):
+        contender = contenders.build(name, bench)
+        storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+        def keep(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            contender.step()
+        kept[name] = sum(storage.nbytes() for storage in storages.values())
+    return kept
+
+
+def test_a_step_keeps_no_more_than_plain(ranks: Ranks) -> None:
+    kept = ranks.run(1, kept_bytes)[0]
+    assert kept["ours"] <= kept["plain"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts tensors on the CPU")
 def test_tensors_are_counted_exactly(ranks: Ranks) -> None:
     assert ranks.run(1, tensor_peaks)[0] == pytest.approx([2.0, 1.0], abs=0.001)  # and the scalar's few bytes

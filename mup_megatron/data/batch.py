@@ -1,4 +1,4 @@
-"""What an engine sees of data. Public names: `Batch`, `Sample`, `BatchMaker`, `Family`."""
+"""What an engine sees of data. Public names: `Batch`, `Sample`, `BatchMaker`, `Family`, `sent`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class Batch(ABC):
     @abstractmethod
     def loss(self, output: Any) -> torch.Tensor:
         """The mean loss of the micro-batch, in nats per token that counts, from what the last stage returns."""
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device. From memory that is not pinned, a copy waits for all that the device does."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class BatchMaker(Protocol):

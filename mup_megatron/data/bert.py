@@ -15,7 +15,7 @@ import torch
 
 from mup_megatron.config import Config
 from mup_megatron.data import gpt
-from mup_megatron.data.batch import Batch, Sample
+from mup_megatron.data.batch import Batch, Sample, sent
 from mup_megatron.parallel.layout import Layout
 
 
@@ -73,7 +73,7 @@ class BertMaker:
     def batch(self, samples: Sequence[Sample]) -> BertBatch:
         """One micro-batch. Sequences are whole, so nothing is padding."""
         stacked = {
-            name: torch.stack([sample[name] for sample in samples]).to(self._device)
+            name: sent(torch.stack([sample[name] for sample in samples]), self._device)
             for name in ("tokens", "labels", "loss_mask", "types", "is_random")
             if name in samples[0]
         }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mup_megatron.config import Config
-from mup_megatron.data.batch import Batch, Sample
+from mup_megatron.data.batch import Batch, Sample, sent
 from mup_megatron.parallel.layout import Layout
 
 
@@ -76,7 +76,7 @@ class GPTMaker:
     def batch(self, samples: Sequence[Sample]) -> GPTBatch:
         """One micro-batch of the dataset's samples."""
         stacked = {
-            name: self._part(torch.stack([sample[name] for sample in samples])).to(self._device)
+            name: sent(self._part(torch.stack([sample[name] for sample in samples])), self._device)
             for name in ("tokens", "labels", "loss_mask", "position_ids")
         }
         return GPTBatch(attention_mask=self._attention_mask, **stacked)

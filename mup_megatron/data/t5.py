@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mup_megatron.config import Config
-from mup_megatron.data.batch import Batch, Sample
+from mup_megatron.data.batch import Batch, Sample, sent
 from mup_megatron.parallel.layout import Layout
 
 
@@ -79,7 +79,7 @@ class T5Maker:
 
     def batch(self, samples: Sequence[Sample]) -> T5Batch:
         """One micro-batch of the dataset's samples."""
-        stacked = {name: torch.stack([sample[name] for sample in samples]).to(self._device) for name in samples[0]}
+        stacked = {name: sent(torch.stack([sample[name] for sample in samples]), self._device) for name in samples[0]}
         encoder, decoder, cross = pair_masks(stacked["enc_mask"], stacked["labels"].shape[1])
         return T5Batch(
             encoder_tokens=stacked["text_enc"],

@@ -6,10 +6,10 @@ Public names: `Engine`, `StepResult`, `build_engine`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mup_megatron.engines.setup import Setup
+from mup_megatron.parallel.late import Late
 from mup_megatron.rules.table import Parametrization
 
 if TYPE_CHECKING:
@@ -25,17 +25,26 @@ WEIGHT = "weight"
 """What `Engine.gather` calls the parameter itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One optimizer step.
+    """One optimizer step, which the device may not have done yet.
 
     Args:
-        loss: nats per token, averaged over the global batch; the same on every rank.
+        loss: nats per token, averaged over the global batch; a scalar, the same on every rank.
         grad_norm: global gradient norm before clipping; the same on every rank.
     """
 
-    loss: float
-    grad_norm: float
+    def __init__(self, *, loss: torch.Tensor, grad_norm: torch.Tensor | float) -> None:
+        self._late = Late(loss, grad_norm)
+
+    @property
+    def loss(self) -> float:
+        """Waits for the device."""
+        return self._late.read()[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Waits for the device."""
+        return self._late.read()[1]
 
 
 class Engine(Protocol):

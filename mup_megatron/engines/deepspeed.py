@@ -95,10 +95,10 @@ class DeepSpeedEngine:
             self.engine.step()
         update_expert_bias(self.module)
         if norm is None:
-            norm = float(self.engine.get_global_grad_norm())
+            norm = self.engine.get_global_grad_norm()
         return StepResult(loss=self._data_parallel_mean(total), grad_norm=norm)
 
-    def _clip(self) -> float:
+    def _clip(self) -> torch.Tensor:
         limit = self._config.training.clip_grad
         return clip(self.gradient_parts(), self._parametrization, self._layout, limit, self.engine.device)
 
@@ -116,7 +116,7 @@ class DeepSpeedEngine:
         self.engine.eval()
         losses = torch.stack([self._loss(batch) for batch in micro_batches])
         self.engine.train()
-        return self._data_parallel_mean(losses.mean())
+        return float(self._data_parallel_mean(losses.mean()))
 
     @torch.no_grad()
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -169,7 +169,7 @@ class DeepSpeedEngine:
     def _loss(self, batch: Batch) -> torch.Tensor:
         return batch.loss(batch.forward(self.engine))
 
-    def _data_parallel_mean(self, value: torch.Tensor) -> float:
+    def _data_parallel_mean(self, value: torch.Tensor) -> torch.Tensor:
         value = value.detach().clone().float()
         torch.distributed.all_reduce(value, group=parallel_state.get_data_parallel_group())
-        return float(value / self._layout.data)
+        return value / self._layout.data

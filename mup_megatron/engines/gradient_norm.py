@@ -34,7 +34,7 @@ def clip(
     layout: Layout,
     limit: float,
     device: torch.device,
-) -> float:
+) -> torch.Tensor:
     """Scales gradients in place so that their norm over all ranks is at most `limit` (0: no limit). Collective.
 
     Args:
@@ -45,7 +45,8 @@ def clip(
         device: where ranks exchange sums.
 
     Returns:
-        The norm before clipping, the same on every rank; at the base shape both norms are the same.
+        The norm before clipping, a float64 scalar on `device`, the same on every rank; at the base shape both norms are
+        the same. The host does not wait for it: gradients below the limit are multiplied by 1.
     """
     invariant = parametrization.config.training.clip_norm == "invariant"
     rank, parts = torch.distributed.get_rank(), list(parts)
@@ -63,12 +64,21 @@ def clip(
             total += value.to(device) / part.holders
             start += chunk.numel()
     torch.distributed.all_reduce(total)
-    norm = float(total.sqrt())
-    factor = limit / (norm + 1e-6)
-    if limit and factor < 1.0:
+    norm = total.sqrt()
+    if limit:
+        factor = limit / (norm + 1e-6)
+        factor = torch.where(factor < 1.0, factor, 1.0)  # of a norm that is no number too
         for part in parts:
-            part.values.mul_(factor)
+            _scale(part.values, factor)
     return norm
+
+
+def _scale(values: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiplies in place. A scalar on a device would be rounded to the tensor's own type first."""
+    if values.dtype in (torch.float32, torch.float64):
+        values.mul_(factor)
+    else:
+        values.copy_(values.float().mul_(factor))
 
 
 def _plain(squares: torch.Tensor, tensor: TensorHyperparameters) -> torch.Tensor:

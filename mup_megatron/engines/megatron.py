@@ -85,9 +85,9 @@ class MegatronEngine:
             self.before_update()
         weighted = self._clip() if self._config.weighs_gradients else None
         _, norm, _ = self.optimizer.step()
-        return StepResult(loss=loss, grad_norm=float(norm) if weighted is None else weighted)
+        return StepResult(loss=loss, grad_norm=norm if weighted is None else weighted)
 
-    def _clip(self) -> float:
+    def _clip(self) -> torch.Tensor:
         """Clips by a weighted norm, which megatron-core does not know, before its step; the norm before."""
         device = next(self.chunks[0].parameters()).device
         limit = self._config.training.clip_grad
@@ -114,7 +114,7 @@ class MegatronEngine:
             wrapped.train()
             if gathers:
                 wrapped.enable_forward_pre_hook()
-        return loss
+        return float(loss)
 
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """What data-parallel ranks share of a parameter is put together; see engines.Engine."""
@@ -143,7 +143,7 @@ class MegatronEngine:
             # parameters, their nodes, DistributedDataParallel's hooks there, model, config.
             chunk.config.grad_scale_func = chunk.config.no_sync_func = None
 
-    def _run(self, micro_batches: Sequence[Batch], *, forward_only: bool) -> float:
+    def _run(self, micro_batches: Sequence[Batch], *, forward_only: bool) -> torch.Tensor:
         """Megatron's schedule over the micro-batches; the mean loss over the global batch, on every rank."""
         layout, training = self._layout, self._config.training
         iterators = [iter(micro_batches) for _ in self._wrapped]
@@ -161,7 +161,7 @@ class MegatronEngine:
             total += loss["loss"] / len(micro_batches)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         torch.distributed.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-        return float(total / (layout.data * layout.context))
+        return total / (layout.data * layout.context)
 
 
 def _forward(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:

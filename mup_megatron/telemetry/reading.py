@@ -130,7 +130,7 @@ class Readings:
                 self._on(module.register_forward_hook, functools.partial(self._see_output, name))
 
     def saw(self, grad_norm: float | None) -> None:
-        """Behind every step, before `after_update`: the norm before clipping; None where nobody knows it."""
+        """Of every step, in order, before the `result` of a reading of it: the norm before clipping; None: unknown."""
         limit = self._table.config.training.clip_grad
         if grad_norm is not None and limit:
             self._norms.append(grad_norm > limit)
@@ -154,10 +154,6 @@ class Readings:
         with self._understood():
             self._measure_updates()
         self._parts, self._open = [], False
-        if self._norms:
-            share = sum(self._norms) / len(self._norms)
-            self._sums.largest[Key(*CLIPPED)] = torch.tensor(share, dtype=torch.float64)
-            self._norms.clear()
         self._exchange = Exchange(self._sums, self._keys, self._device)
         self._sums = Sums()
 
@@ -197,8 +193,12 @@ class Readings:
         if self._exchange is None:
             return None
         exchange, self._exchange = self._exchange, None
-        found = {key[:2]: (numbers, count, most) for key, numbers, count, most in exchange.found()}
-        return dict(_told(found, self._table.config.model.moe_router_topk))
+        sums = {key[:2]: (numbers, count, most) for key, numbers, count, most in exchange.found()}
+        found = dict(_told(sums, self._table.config.model.moe_router_topk))
+        if self._norms:
+            found[CLIPPED] = sum(self._norms) / len(self._norms)
+            self._norms.clear()
+        return found
 
     def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Not experts: what goes through them depends on who dispatches tokens; the layer's output has all of it."""
@@ -216,7 +216,6 @@ class Readings:
             else:
                 yield Key(name, "output")
         yield Key(*SCHEDULE)
-        yield Key(*CLIPPED)
         for key, _ in self._copied():
             yield from (key._replace(quantity=sign + key.quantity) for sign in SIGNS)
         for name in self._table.tensors:
@@ -315,7 +314,7 @@ def _told(
         elif quantity == "update":
             if weight := mean(name, "weight"):
                 yield (name, "update over weight"), math.sqrt(mean(name, quantity) / weight)
-        elif quantity in ("rate", "decay", "schedule", "clipped"):
+        elif quantity in ("rate", "decay", "schedule"):
             yield (name, quantity), most
         else:
             yield (name, f"{quantity} rms"), math.sqrt(mean(name, quantity))

@@ -15,14 +15,14 @@ from pathlib import Path
 from mup_megatron.audit.auditor import Auditor, Door
 from mup_megatron.audit.update import Rates
 from mup_megatron.checkpoints.checkpoint import AUDIT
-from mup_megatron.engines import Engine
+from mup_megatron.engines import Engine, StepResult
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.engines.setup import Setup
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.horizon import betas
 from mup_megatron.rules.table import Parametrization
-from mup_megatron.train.hooks import Hook, Step
+from mup_megatron.train.hooks import Hook
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import write_whole
 
@@ -85,7 +85,7 @@ class Auditing(Hook):
             self._auditor.begin_step(self._done)
         return True
 
-    def after_step(self, step: Step) -> None:
+    def after_update(self, number: int, result: StepResult) -> None:
         """Asks for forward multipliers, groups and updates.
 
         Raises:
@@ -94,15 +94,16 @@ class Auditing(Hook):
         if self._auditor is None:
             return
         self._auditor.ask_multipliers()
-        if not math.isfinite(step.loss):  # the loop says so
+        if not math.isfinite(result.loss):  # the loop says so
             return
-        if step.lr == 0 or not math.isfinite(step.grad_norm):  # of a warm-up, or left out: nothing has moved
-            if self._rate(step.number):
-                self._auditor.begin_step(step.number)
+        rate = self._rate(number - 1)
+        if rate == 0 or not math.isfinite(result.grad_norm):  # of a warm-up, or left out: nothing has moved
+            if self._rate(number):
+                self._auditor.begin_step(number)
             return
-        auditor, self._auditor, rates = self._auditor, None, Rates(step.lr / self._peak)
+        auditor, self._auditor, rates = self._auditor, None, Rates(rate / self._peak)
         auditor.ask_groups(rates)
-        auditor.end_step(rates, step.number)
+        auditor.end_step(rates, number)
         audit = auditor.audit
         if self._rank.is_first:
             write_whole(self._path, json.dumps(audit.as_json(), indent=1))

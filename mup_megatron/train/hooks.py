@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from mup_megatron.engines import StepResult
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -79,8 +81,11 @@ class Hook:
     def before_step(self, number: int) -> None:
         """Before an optimizer step, after which so many updates are done."""
 
+    def after_update(self, number: int, result: StepResult) -> None:
+        """Directly behind an optimizer step, after which so many updates are done; to read its result is to wait."""
+
     def after_step(self, step: Step) -> None:
-        """After an optimizer step."""
+        """What a step was like: before an evaluation or a checkpoint behind it, otherwise behind the next one."""
 
     def asks(self) -> Ask:
         """What it asks behind a step; what any rank asks is done on all."""

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed
 
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches
-from mup_megatron.engines import Engine
+from mup_megatron.engines import Engine, StepResult
 from mup_megatron.engines.optim import LearningRateSchedule
+from mup_megatron.parallel.late import Late, Stopwatch
 from mup_megatron.parallel.ranks import stop_signal
 from mup_megatron.train.hooks import Ask, Evaluation, Hook, Step
 from mup_megatron.train.saver import Saver
+from mup_megatron.util.errors import UserError
 
 
 class Terminated(Exception):
@@ -34,8 +36,21 @@ class Diverged(Exception):
     """The loss is not a finite number; the last checkpoint stays as it is."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """An optimizer step that the device was given, and may not have done."""
+
+    number: int
+    lr: float
+    result: StepResult
+    watch: Stopwatch
+
+
 class Loop:
     """Steps, evaluations and checkpoints of one run, in their order. Collective.
+
+    What a step was like, and whether some rank asks to stop, is read behind the next step, so that a device never waits
+    for the host; at once where an evaluation, a checkpoint or the end is due.
 
     Args:
         config: the run.
@@ -59,6 +74,9 @@ class Loop:
         self._batches, self._evaluation = batches, evaluation
         self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
         self._tokens = config.training.global_batch_size * config.sample_tokens
+        self._device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
+        self._untold: _Update | None = None
+        self._asked: list[Late] = []
 
     def run(self, start: int) -> Evaluation | None:
         """Steps from `start` updates done to the last.
@@ -69,7 +87,7 @@ class Loop:
         Raises:
             Terminated: SIGTERM or Ctrl-C came before the last step; a checkpoint was written.
             Alarmed: a hook asked to stop; a checkpoint was written.
-        Diverged: the loss became infinite or no number.
+            Diverged: the loss became infinite or no number.
         """
         found = None
         with contextlib.ExitStack() as stack, stop_signal() as terminated:
@@ -79,42 +97,79 @@ class Loop:
             if not all(go_on):
                 return None
             for done in range(start + 1, self._training.train_steps + 1):
-                for hook in self._hooks:
-                    hook.before_step(done)
-                step = self._step(done)
-                for hook in self._hooks:
-                    hook.after_step(step)
-                if not math.isfinite(step.loss):
-                    raise Diverged(f"loss is {step.loss} at step {done}")
-                if self._is_due(done, self._training.eval_interval):
+                evaluates = self._is_due(done, self._training.eval_interval)
+                saves = self._is_due(done, self._training.checkpoint_interval)
+                waits = evaluates or saves or done == self._training.train_steps
+                self._update(done)
+                if waits:
+                    self._tell()
+                if evaluates:
                     found = Evaluation(step=done, measures={"eval_loss": self._evaluate()})
                     go_on = [hook.after_evaluation(found) for hook in self._hooks]
                     if not all(go_on):
                         return found
-                asked = _most([Ask.END if terminated() else Ask.NOTHING, *(hook.asks() for hook in self._hooks)])
-                if asked or self._is_due(done, self._training.checkpoint_interval):
-                    path = self._saver.save(done)
-                    for hook in self._hooks:
-                        hook.after_checkpoint(done, path)
-                    if asked >= Ask.STOP and done < self._training.train_steps:
-                        kind = Terminated if asked is Ask.END else Alarmed
-                        raise kind(f"saved step {done} to {path}")
+                asked = self._ask(terminated, waits=waits)
+                if asked or saves:
+                    self._tell()
+                    self._save(done, asked)
         return found
 
-    def _step(self, done: int) -> Step:
-        """One optimizer step, after which `done` are."""
-        began, lr = time.perf_counter(), self._schedule(done - 1)
+    def _update(self, done: int) -> None:
+        """One optimizer step, after which `done` are; meanwhile what the one before was like is told."""
+        for hook in self._hooks:
+            hook.before_step(done)
+        watch, lr = Stopwatch(self._device), self._schedule(done - 1)
         result = self._engine.step(self._batches[done - 1], lr)
-        seconds = time.perf_counter() - began
-        return Step(
-            number=done,
-            tokens=done * self._tokens,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
+        watch.stop()
+        self._tell()
+        self._untold = _Update(number=done, lr=lr, result=result, watch=watch)
+        try:
+            for hook in self._hooks:
+                hook.after_update(done, result)
+        except UserError:
+            self._tell()  # it was done all the same
+            raise
+
+    def _tell(self) -> None:
+        """What the last step was like, where that was not told yet. Raises Diverged."""
+        if self._untold is None:
+            return
+        update, self._untold = self._untold, None
+        seconds = update.watch.seconds()
+        step = Step(
+            number=update.number,
+            tokens=update.number * self._tokens,
+            loss=update.result.loss,
+            grad_norm=update.result.grad_norm,
+            lr=update.lr,
             seconds=seconds,
             tokens_per_second=self._tokens / seconds,
         )
+        for hook in self._hooks:
+            hook.after_step(step)
+        if not math.isfinite(step.loss):
+            raise Diverged(f"loss is {step.loss} at step {step.number}")
+
+    def _ask(self, terminated: Callable[[], bool], *, waits: bool) -> Ask:
+        """The most that any rank asked at the step before, or that it asks now where the loop waits. Collective.
+
+        All ranks must leave the loop at the same step.
+        """
+        asked = [Ask.END if terminated() else Ask.NOTHING, *(hook.asks() for hook in self._hooks)]
+        value = torch.full((), int(max(asked)), dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+        self._asked.append(Late(value))
+        read, self._asked = (self._asked, []) if waits else (self._asked[:-1], self._asked[-1:])
+        return Ask(int(max((number for late in read for number in late.read()), default=0)))
+
+    def _save(self, done: int, asked: Ask) -> None:
+        """A checkpoint, behind which the run may end. Raises Terminated or Alarmed where it does."""
+        path = self._saver.save(done)
+        for hook in self._hooks:
+            hook.after_checkpoint(done, path)
+        if asked >= Ask.STOP and done < self._training.train_steps:
+            kind = Terminated if asked is Ask.END else Alarmed
+            raise kind(f"saved step {done} to {path}")
 
     def _is_due(self, done: int, interval: int | None) -> bool:
         """What is done at an interval is done after the last step too; without an interval never."""
@@ -123,11 +178,3 @@ class Loop:
     def _evaluate(self) -> float:
         losses = [self._engine.evaluate(self._evaluation[number]) for number in range(self._training.eval_steps)]
         return sum(losses) / len(losses)
-
-
-def _most(asked: Sequence[Ask]) -> Ask:
-    """The most that is asked on any rank: all must leave the loop at the same step. Collective."""
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    value = torch.tensor(int(max(asked)), device=device)
-    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
-    return Ask(int(value))

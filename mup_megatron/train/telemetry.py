@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mup_megatron.checkpoints.checkpoint import TELEMETRY
 from mup_megatron.config import Config
-from mup_megatron.engines import Engine
+from mup_megatron.engines import Engine, StepResult
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.table import Parametrization
@@ -25,7 +24,7 @@ def interval_of(config: Config) -> int:
 
 
 class Telemetry(Hook):
-    """Reads the first step, every so many, and the last; what a step was found to be is written behind the next one.
+    """Reads the first step, every so many, and the last.
 
     Args:
         config: the run.
@@ -55,7 +54,6 @@ class Telemetry(Hook):
         self._interval, self._last = interval_of(config), config.training.train_steps
         self._readings = Readings(engine.chunks, engine, parametrization, layout, device_of(rank))
         self._file = SeriesFile(Path(config.run.dir) / TELEMETRY, done) if rank.is_first else None
-        self._read: int | None = None
 
     def before_step(self, number: int) -> None:
         """Begins a reading where one is due."""
@@ -63,35 +61,24 @@ class Telemetry(Hook):
             self._readings.begin()
             self._engine.before_update = self._readings.before_update
 
-    def after_step(self, step: Step) -> None:
-        """Writes the reading before, and sends this step's on its way."""
-        self._write()
-        self._readings.saw(step.grad_norm)
+    def after_update(self, number: int, result: StepResult) -> None:
+        """Sends the step's reading on its way."""
         if self._engine.before_update is not None:
             self._engine.before_update = None
             self._readings.after_update()
-            self._read = step.number
-            if not math.isfinite(step.loss):  # there is no next step, and every rank has the same loss
-                self._write()
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
-        """Writes what a checkpoint's run has been found to be."""
-        self._write()
-
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        self._engine.before_update = None
-        if kind is None:  # otherwise other ranks may be elsewhere
-            self._write()
-
-    def _write(self) -> None:
-        if self._read is None:
-            return
-        number, self._read = self._read, None
+    def after_step(self, step: Step) -> None:
+        """Writes the step's reading."""
+        self._readings.saw(step.grad_norm)
         found = self._readings.result()
         if problem := self._readings.problem():
             self._say(f"warning: gradients and updates are not measured ({problem})")
         if self._file is not None and found is not None:
-            self._file.write(number, found)
+            self._file.write(step.number, found)
             if self._look is not None:
-                self._look(number, found)
-            self._metrics.readings(number, {f"{quantity}/{name}": value for (name, quantity), value in found.items()})
+                self._look(step.number, found)
+            series = {f"{quantity}/{name}": value for (name, quantity), value in found.items()}
+            self._metrics.readings(step.number, series)
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        self._engine.before_update = None

@@ -68,7 +68,7 @@ def clipped(rank: Any, *, config: Any, chunk: int) -> tuple[float, int, list[flo
     with Largest() as seen:
         norm = gradient_norm.clip(parts, table, layout, 1.0, torch.device("cpu"))
     gradient_norm._CHUNK = before
-    return norm, seen.elements, [float(part.values.square().sum()) for part in parts]
+    return float(norm), seen.elements, [float(part.values.square().sum()) for part in parts]
 
 
 @pytest.mark.parametrize("kind", ["invariant", "global"])

@@ -93,6 +93,14 @@ MUTANTS = (
         "model/as_built/test_given_spec.py::test_other_layers",
     ),
     mutant(
+        "layers: attention copies keys and values",
+        "each layer keeps two more tensors for the backward pass than megatron-core's",
+        "model.layers.attention.MegatronAttention.forward",
+        "self.config.multi_latent_attention",
+        "True",
+        "test_benchmarks.py::test_a_step_keeps_no_more_than_plain",
+    ),
+    mutant(
         "as built: a digest of names alone",
         "values that were tuned with another base of a script's layers are taken",
         "model.as_built.chunks.digest_of",

@@ -149,9 +149,9 @@ def test_a_shard_of_noise_is_noticed(ranks: Ranks, tmp_path: Path, bands: Any) -
 def test_it_stops_behind_a_checkpoint(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
     """`watch.action: stop`; with `warn` the same run goes on to its end."""
     fault: dict[str, Any] = {"fault": "matrices at twice the rate", "begins": BEGINS}
-    with pytest.raises(RankError, match="Alarmed: saved step 22"):  # the reading of 21 is told behind the next step
+    with pytest.raises(RankError, match="Alarmed: saved step 23"):  # told behind 22, agreed on behind 23
         alarms_of(ranks, tmp_path, bands, "gpt3", changed={"watch__action": "stop"}, **fault)
-    assert (tmp_path / "target" / "checkpoints" / "step_00000022" / "mup.json").exists()
+    assert (tmp_path / "target" / "checkpoints" / "step_00000023" / "mup.json").exists()
     went_on = alarms_of(ranks, tmp_path, bands, "gpt3", changed={"watch__action": "warn"})
     assert [alarm["step"] for alarm in went_on] == [21] * len(went_on)  # those before it stopped are kept
     assert went_on

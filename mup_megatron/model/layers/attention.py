@@ -217,10 +217,12 @@ class MegatronAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """See upstream, and for the bias `SdpaAttention`; MLA's keys and values are views, which upstream refuses."""
+        """See upstream, and for the bias `SdpaAttention`."""
         self._bias = None if attention_bias is None else _of_last(attention_bias, query, key).to(query.dtype)
+        if self.config.multi_latent_attention:  # parts of one tensor, which upstream's `view` refuses
+            key, value = key.contiguous(), value.contiguous()
         try:
-            return super().forward(query, key.contiguous(), value.contiguous(), *args, **kwargs)
+            return super().forward(query, key, value, *args, **kwargs)
         finally:
             self._bias = None
 

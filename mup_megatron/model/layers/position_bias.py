@@ -107,15 +107,15 @@ class AlibiBias(torch.nn.Module):
         super().__init__()
         own = config.num_attention_heads // tp_group.size()
         slopes = alibi_slopes(config.num_attention_heads)[tp_group.rank() * own :][:own]
-        # Plain numbers, which bf16 does not round before they are multiplied.
-        self._slopes = [multiplier * slope for slope in slopes]
+        # No buffer, which bf16 would round before it is multiplied.
+        self._slopes = torch.tensor([multiplier * slope for slope in slopes], dtype=torch.float32, device="cpu")
         self._dtype = config.params_dtype
 
     def forward(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """As `RelativeBias.forward`."""
         distances = keys[None, :] - queries[:, None]
-        slopes = torch.tensor(self._slopes, dtype=torch.float32, device=keys.device)
-        return _causal((slopes[:, None, None] * distances).to(self._dtype)[None], distances)
+        self._slopes = self._slopes.to(keys.device)  # once: the host waits for it
+        return _causal((self._slopes[:, None, None] * distances).to(self._dtype)[None], distances)
 
 
 def _causal(bias: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Engines: who steps the model. One protocol, two implementations: deepspeed.py and megatron.py.
 
-Public names: `Engine`, `StepResult`, `build_engine`.
+Public names: `Engine`, `build_engine`, `WEIGHT`. It imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mup_megatron.engines.setup import Setup
-from mup_megatron.parallel.late import Late
 from mup_megatron.rules.table import Parametrization
 
 if TYPE_CHECKING:
@@ -17,34 +16,13 @@ if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     from mup_megatron.data.batch import Batch
+    from mup_megatron.engines.step_result import StepResult
     from mup_megatron.model.global_names import Named
     from mup_megatron.model.parts import Part
 
 
 WEIGHT = "weight"
 """What `Engine.gather` calls the parameter itself."""
-
-
-class StepResult:
-    """One optimizer step, which the device may not have done yet.
-
-    Args:
-        loss: nats per token, averaged over the global batch; a scalar, the same on every rank.
-        grad_norm: global gradient norm before clipping; the same on every rank.
-    """
-
-    def __init__(self, *, loss: torch.Tensor, grad_norm: torch.Tensor | float) -> None:
-        self._late = Late(loss, grad_norm)
-
-    @property
-    def loss(self) -> float:
-        """Waits for the device."""
-        return self._late.read()[0]
-
-    @property
-    def grad_norm(self) -> float:
-        """Waits for the device."""
-        return self._late.read()[1]
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from mup_megatron.data.batch import Batch
-from mup_megatron.engines import WEIGHT, StepResult
+from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.deepspeed_experts import announce_experts, mark_expert_groups
 from mup_megatron.engines.deepspeed_mpu import Mpu, sum_sequence_parallel_gradients
 from mup_megatron.engines.deepspeed_parts import gradient_parts, weight_parts
@@ -29,6 +29,7 @@ from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.engines.optim import MOMENTS, allocate, build_optimizer, parameter_groups, set_learning_rates
 from mup_megatron.engines.setup import Setup
 from mup_megatron.engines.setup.deepspeed import check_settings
+from mup_megatron.engines.step_result import StepResult
 from mup_megatron.model.global_names import named_parameters
 from mup_megatron.model.parts import Part
 from mup_megatron.rules.table import Parametrization

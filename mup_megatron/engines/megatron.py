@@ -20,13 +20,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from mup_megatron.data.batch import Batch
-from mup_megatron.engines import StepResult, fully_sharded
+from mup_megatron.engines import fully_sharded
 from mup_megatron.engines.experts import forget_logged_losses
 from mup_megatron.engines.gradient_norm import clip
 from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.engines.optim import megatron_overrides, set_learning_rates
 from mup_megatron.engines.optimizer_state import OptimizerState
 from mup_megatron.engines.setup import Setup
+from mup_megatron.engines.step_result import StepResult
 from mup_megatron.model.global_names import named_parameters
 from mup_megatron.model.parts import Part
 from mup_megatron.rules.table import Parametrization

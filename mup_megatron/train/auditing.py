@@ -15,10 +15,11 @@ from pathlib import Path
 from mup_megatron.audit.auditor import Auditor, Door
 from mup_megatron.audit.update import Rates
 from mup_megatron.checkpoints.checkpoint import AUDIT
-from mup_megatron.engines import Engine, StepResult
+from mup_megatron.engines import Engine
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.engines.optimizer_state import torch_optimizers
 from mup_megatron.engines.setup import Setup
+from mup_megatron.engines.step_result import StepResult
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.horizon import betas
 from mup_megatron.rules.table import Parametrization

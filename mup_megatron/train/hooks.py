@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from mup_megatron.engines import StepResult
+from mup_megatron.engines.step_result import StepResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,9 @@ import torch.distributed
 
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches
-from mup_megatron.engines import Engine, StepResult
+from mup_megatron.engines import Engine
 from mup_megatron.engines.optim import LearningRateSchedule
+from mup_megatron.engines.step_result import StepResult
 from mup_megatron.parallel.late import Late, Stopwatch
 from mup_megatron.parallel.ranks import stop_signal
 from mup_megatron.train.hooks import Ask, Evaluation, Hook, Step

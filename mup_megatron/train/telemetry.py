@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mup_megatron.checkpoints.checkpoint import TELEMETRY
 from mup_megatron.config import Config
-from mup_megatron.engines import Engine, StepResult
+from mup_megatron.engines import Engine
+from mup_megatron.engines.step_result import StepResult
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.rules.table import Parametrization

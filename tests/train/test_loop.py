@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mup_megatron
 from mup_megatron.config import load_config
-from mup_megatron.engines import StepResult
 from mup_megatron.engines.setup import resolve
+from mup_megatron.engines.step_result import StepResult
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.train import run
 from mup_megatron.train.hooks import Evaluation, Hook, Step

@@ -74,7 +74,7 @@ def draw(runs: int) -> dict[str, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = TensorSpec(shape=(4096, 4096), fan_in=1, fan_out=0, init=Init.WEIGHT, partition_dim=0)
-    tensor = torch.empty(init.local_shape(spec, 2), device=device)
+    tensor = torch.empty(spec.local_shape(2), device=device)
 
     def ours() -> None:
         init.fill(tensor, seed=1, name="w", spec=spec, std={None: 0.02}, rank=1, ranks=2)

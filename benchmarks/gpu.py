@@ -110,7 +110,7 @@ def check_init(device: torch.device) -> dict[str, Any]:
         init.fill(whole, seed=1, name="w", spec=spec, std=std)
         for ranks in (2, 4, 8):
             for rank in range(ranks):
-                part = torch.empty(init.local_shape(spec, ranks), device=device)
+                part = torch.empty(spec.local_shape(ranks), device=device)
                 init.fill(part, seed=1, name="w", spec=spec, std=std, rank=rank, ranks=ranks)
                 wrong += int((part != _slice(whole, partition_dim, stride, rank, ranks)).sum())
     return {"passed": wrong == 0, "values_that_differ": wrong}

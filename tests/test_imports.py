@@ -207,6 +207,7 @@ def test_mathematics_without_torch(repository: Path, name: str) -> None:
         "import mup_megatron.megatron_training.script",
         "import mup_megatron.slurm.job",
         "import mup_megatron.tuning.study",
+        "import mup_megatron.report.page",
     ],
 )
 def test_light_imports(statement: str) -> None:

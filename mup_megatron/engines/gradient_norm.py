@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed
 
-from mup_megatron.model.init import local_rows, local_shape
+from mup_megatron.model.init import local_rows
 from mup_megatron.model.parts import Part, counts
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
@@ -92,7 +92,7 @@ def _weighted(squares: torch.Tensor, start: int, tensor: TensorHyperparameters, 
     if spec.fused is None:
         return squares.sum() * weights[None]
     # A block consists of whole rows, so squares are summed per row. The part may begin and end within a row.
-    columns = math.prod(local_shape(spec, ranks)[1:])
+    columns = math.prod(spec.local_shape(ranks)[1:])
     first, last = start // columns, -(-(start + squares.numel()) // columns)
     whole = squares.new_zeros((last - first) * columns)
     whole[start - first * columns :][: squares.numel()] = squares

@@ -28,7 +28,6 @@ from mup_megatron.config import Optimizer
 from mup_megatron.engines import WEIGHT, Engine
 from mup_megatron.engines.optim import MOMENTS, SQUARES, moment_shape
 from mup_megatron.engines.saved_weights import BUFFER, COMMON, damaged, saved_shapes
-from mup_megatron.model import init
 from mup_megatron.model.global_names import named_buffers, named_parameters
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.shapes import Init, TensorSpec
@@ -173,7 +172,7 @@ def _load(
             if saved.get(key) != spec.shape:
                 found = f"of shape {list(saved[key])}" if key in saved else "missing"
                 raise UserError(f"{directory}: {key} is {found}; expected {list(spec.shape)}")
-            empty = torch.empty(init.local_shape(spec, layout.slice_of(spec, rank)[1]))
+            empty = torch.empty(spec.local_shape(layout.slice_of(spec, rank)[1]))
             shards.update(_shards(key, empty, spec, layout, rank))
     try:
         loaded = dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)

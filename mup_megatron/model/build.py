@@ -122,7 +122,7 @@ def dry_run(parametrization: Parametrization, layout: Layout, rank: int) -> list
     chunks = _chunks(parametrization, layout, rank, torch.device("meta"))
     for name, parameter in named_parameters(chunks):
         spec = parametrization.tensors[name].shape.spec
-        if tuple(parameter.shape) != init.local_shape(spec, layout.slice_of(spec, rank)[1]):
+        if tuple(parameter.shape) != spec.local_shape(layout.slice_of(spec, rank)[1]):
             raise UserError(f"{name}: {tuple(parameter.shape)} on rank {rank} is no share of {spec.shape}")
     return chunks
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mup_megatron.config import Config, growing_sizes
-from mup_megatron.model.init import local_shape
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules import horizon
 from mup_megatron.rules.shapes import InfDim, Init, expert_number, layer_number
@@ -75,7 +74,7 @@ def holds(config: Config, layout: Layout, rank: int, name: str) -> bool:
 def parameters_on(parametrization: Parametrization, layout: Layout, rank: int) -> int:
     """How many parameters a rank holds, whole ones where ZeRO splits them further."""
     return sum(
-        math.prod(local_shape(shape.spec, layout.slice_of(shape.spec, rank)[1]))
+        math.prod(shape.spec.local_shape(layout.slice_of(shape.spec, rank)[1]))
         for name, shape in parametrization.shapes.items()
         if holds(parametrization.config, layout, rank, name)
     )
@@ -128,7 +127,7 @@ def _parameter(name: str, tensor: TensorHyperparameters, layout: Layout) -> dict
     return {
         "name": name,
         "global_shape": list(shape.spec.shape),
-        "local_shape": list(local_shape(shape.spec, layout.slice_of(shape.spec, 0)[1])),
+        "local_shape": list(shape.spec.local_shape(layout.slice_of(shape.spec, 0)[1])),
         "base_shape": list(shape.base_shape),
         "growing": [dim.grows for dim in shape.infshape],
         "fan_in": shape.fan_in.dim,
@@ -306,7 +305,7 @@ def _rows(tensors: list[TensorHyperparameters], layout: Layout, *, unit: bool) -
         row = (
             without_numbers(shape.name),
             _sizes(shape.spec.shape),
-            _sizes(local_shape(shape.spec, layout.slice_of(shape.spec, 0)[1])),
+            _sizes(shape.spec.local_shape(layout.slice_of(shape.spec, 0)[1])),
             _sizes(shape.base_shape),
             *cells,
         )

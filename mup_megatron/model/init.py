@@ -3,7 +3,7 @@
 Upstream's own init depends on the layout (docs/upstream.md), so that no two layouts start from the same weights. Here
 the global tensor is drawn in chunks of its flattened index range, each from a generator of its own; a rank draws only
 the chunks that its slice touches. Values are bitwise the same in every layout on one kind of device (CPU, CUDA).
-Public names: `fill`, `local_shape`, `local_slice`.
+Public names: `fill`, `local_slice`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ def local_ranges(size: int, stride: int, rank: int, ranks: int) -> list[tuple[in
     return [(piece * (rank + i * ranks), piece * (rank + i * ranks + 1)) for i in range(stride)]
 
 
-def local_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
-    """Shape of the slice that each of `ranks` ranks holds (`Layout.slice_of`)."""
-    return tuple(size // ranks if i == spec.partition_dim else size for i, size in enumerate(spec.shape))
-
-
 def local_slice(whole: torch.Tensor, spec: TensorSpec, rank: int, ranks: int) -> torch.Tensor:
     """The slice of a whole tensor that one of `ranks` ranks holds (`Layout.slice_of`)."""
     dim = spec.partition_dim
@@ -59,7 +54,7 @@ def fill(
     """Fills a rank's slice of a parameter; one whose layer drew its own values keeps them.
 
     Args:
-        tensor: the slice, of shape `local_shape(spec, ranks)`, on its device.
+        tensor: the slice, of shape `spec.local_shape(ranks)`, on its device.
         seed: the run's.
         name: global name of the parameter.
         spec: its TensorSpec.
@@ -67,8 +62,8 @@ def fill(
         rank: tensor-parallel rank.
         ranks: tensor-parallel size.
     """
-    if tuple(tensor.shape) != local_shape(spec, ranks):
-        raise ValueError(f"{name} has local shape {tuple(tensor.shape)}, expected {local_shape(spec, ranks)}")
+    if tuple(tensor.shape) != spec.local_shape(ranks):
+        raise ValueError(f"{name} has local shape {tuple(tensor.shape)}, expected {spec.local_shape(ranks)}")
     if spec.init in (Init.ZEROS, Init.ONES):
         tensor.fill_(1.0 if spec.init is Init.ONES else 0.0)
         return

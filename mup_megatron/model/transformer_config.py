@@ -1,6 +1,6 @@
 """megatron-core's TransformerConfig of a model, from the run's config, the forward multipliers and the layout.
 
-Public names: `core_config`, `fuses_activation`, `ACTIVATIONS`, `INIT_METHODS`, `YARN`.
+Public names: `core_config`, `expert_settings`, `fuses_activation`, `ACTIVATIONS`, `INIT_METHODS`, `YARN`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def core_config(
     made = kind(
         **{name: getattr(model, name) for name in _ALIKE},
         **_attention(model),
-        **_experts(model),
+        **expert_settings(model),
         **_layout(config, layout, cuda=fused),
         ffn_hidden_size=model.ffn_size,
         num_query_groups=model.query_groups,
@@ -147,7 +147,7 @@ def _attention(model: Model) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names}
 
 
-def _experts(model: Model) -> dict[str, Any]:
+def expert_settings(model: Model) -> dict[str, Any]:
     """TransformerConfig's fields of a mixture of experts."""
     if model.num_moe_experts is None:
         return {}

@@ -10,7 +10,7 @@ import html
 import math
 
 from mup_megatron.report.run_data import Run
-from mup_megatron.tuning.budget import short_count
+from mup_megatron.util.progress import short_count
 
 _WORDS = {
     "µP": "the maximal update parametrization (Tensor Programs V, arXiv 2203.03466): init and learning rate of every "

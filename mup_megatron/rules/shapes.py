@@ -106,6 +106,10 @@ class TensorSpec:
         if self.fused and sum(self.fused.fan_outs.values()) != self.shape[0]:
             raise ValueError(f"blocks {self.fused.fan_outs} do not add up to {self.shape[0]} rows")
 
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
+        """Shape of the slice that each of `ranks` ranks holds (`Layout.slice_of`)."""
+        return tuple(size // ranks if i == self.partition_dim else size for i, size in enumerate(self.shape))
+
     def fixed_fan_out_of(self, block: str | None) -> FixedFanOut | None:
         """The rule of one block, as `fixed_fan_out`."""
         return dict(self.block_fixed_fan_out).get(block or "", self.fixed_fan_out)

@@ -21,6 +21,7 @@ from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of, without_fitted
 from mup_megatron.util.errors import ConfigError
+from mup_megatron.util.progress import short_count
 
 # Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
 # ones, whose steps are mostly overhead, far less: no bound in either direction.
@@ -321,14 +322,6 @@ def guidance(config: Config) -> list[str]:
         "steps": (tuning_steps(config), 5000),
     }
     return [f"{name} {size} < {least}" for name, (size, least) in sizes.items() if size < least]
-
-
-def short_count(number: float) -> str:
-    """A count with three digits: 3.72 M, 175 B."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g}"
 
 
 def _bytes(number: float) -> str:

@@ -1,4 +1,7 @@
-"""Progress for people: a bar on a terminal, plain lines elsewhere. Public names: `Progress`, `time_left`, `about`."""
+"""Progress for people: a bar on a terminal, plain lines elsewhere.
+
+Public names: `Progress`, `time_left`, `about`, `short_count`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,14 @@ import math
 import sys
 import time
 from typing import Any
+
+
+def short_count(number: float) -> str:
+    """A count with three digits: 3.72 M, 175 B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
 
 
 def time_left(done: float, seconds: float, remaining: float) -> str:

@@ -19,7 +19,7 @@ def spec(
 
 
 def filled(s: TensorSpec, rank: int = 0, ranks: int = 1, name: str = "w", seed: int = 1, std: dict | None = None):
-    tensor = torch.empty(init.local_shape(s, ranks))
+    tensor = torch.empty(s.local_shape(ranks))
     init.fill(tensor, seed=seed, name=name, spec=s, std=std or {None: 0.5}, rank=rank, ranks=ranks)
     return tensor.numpy()
 

@@ -22,7 +22,6 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mup_megatron.model import init
 from mup_megatron.model.architectures.gpt import attach
 from mup_megatron.model.as_built.tensors import stride_of
 from mup_megatron.model.global_names import global_names
@@ -136,7 +135,7 @@ def _record(model: LanguageModule, parametrization: Parametrization, layout: Lay
                 f"{name}: rank {rank} has it, the unsharded model does not; expected the same tensors in every layout"
             )
         spec = row.shape.spec
-        share = init.local_shape(spec, layout.slice_of(spec, rank)[1])
+        share = spec.local_shape(layout.slice_of(spec, rank)[1])
         if tuple(parameter.shape) != share or not _split_alike(parameter, spec):
             raise UserError(
                 f"{name}: {_told(parameter)} on rank {rank}, where {_said(spec)}; expected a layer that tells upstream "

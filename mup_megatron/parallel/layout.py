@@ -61,6 +61,11 @@ class Layout:
     fully_sharded: bool = False
     pipeline_before_data: bool = False
 
+    def replicas(self, expert: bool) -> int:
+        """How many ranks of a stage hold the same tensors: of experts, or the others."""
+        split = self.expert * self.expert_tensor if expert else self.tensor
+        return self.world_size // (self.pipeline * split)
+
     def tensor_rank(self, rank: int) -> int:
         """Tensor-parallel rank of a global rank."""
         return rank % self.tensor
@@ -78,6 +83,11 @@ class Layout:
         """Pipeline stage of a global rank."""
         replicas = 1 if self.pipeline_before_data else self.data
         return rank // (self.tensor * self.context * replicas) % self.pipeline
+
+    def first_rank(self, stage: int) -> int:
+        """Lowest global rank of a pipeline stage."""
+        replicas = 1 if self.pipeline_before_data else self.data
+        return stage * self.tensor * self.context * replicas
 
     def expert_tensor_rank(self, rank: int) -> int:
         """Tensor-parallel rank inside the experts."""
@@ -103,8 +113,7 @@ class Layout:
         """
         first = spec.partition_dim is not None or self.slice_of(spec, rank)[0] == 0
         if spec.expert:
-            replicas = self.world_size // (self.pipeline * self.expert * self.expert_tensor)
-            stages = self.pipeline if self.pipeline_before_data else 1
+            replicas, stages = self.replicas(True), self.pipeline if self.pipeline_before_data else 1
             return first and rank // (self.expert_tensor * self.expert * stages) % replicas == number % replicas
         return first and self.context_rank(rank) == 0 and self.data_rank(rank) == number % self.data
 

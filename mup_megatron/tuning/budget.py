@@ -1,6 +1,7 @@
 """An estimate, before anything is trained, of what tuning and pretraining cost: tokens, FLOPs, share, time.
 
-Public names: `plan`, `Plan`, `flops_per_token`, `six_nd`, `device_hours`, `guidance`.
+Public names: `plan`, `Plan`, `flops_per_token`, `attention_flops`, `readout_flops`, `six_nd`, `device_hours`,
+`guidance`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.shapes import Init
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
+from mup_megatron.tuning.shares import shares
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of, without_fitted
 from mup_megatron.util.errors import ConfigError
 from mup_megatron.util.progress import short_count
@@ -118,25 +120,22 @@ def flops_per_token(parametrization: Parametrization) -> float:
     if model.family == "t5":
         return _flops_of_a_pair(parametrization) / config.sample_tokens
     predicted = model.mtp_num_layers or 0
-    weights, of_experts = 0, 0
-    for shape in parametrization.shapes.values():
-        if len(shape.spec.shape) < 2 or shape.spec.init is Init.EMBEDDING:
-            continue
-        size = math.prod(shape.spec.shape)
-        if shape.spec.expert:
-            of_experts += size
-        else:
-            weights += size * (1 + predicted) if shape.spec.readout else size
-    if model.share_embeddings_and_output_weights:
-        embedding = parametrization.shapes[WORD_EMBEDDINGS].spec.shape
-        weights += math.prod(embedding) * (1 + predicted)
-    active = of_experts * model.moe_router_topk / (model.num_moe_experts or 1)
+    products = 6.0 * sum(share.products for share in shares(parametrization))
+    readouts = (1 + predicted) * readout_flops(parametrization)
+    return products + (model.num_layers + predicted) * attention_flops(config) + readouts
+
+
+def attention_flops(config: Config) -> float:
+    """Of one layer's scores and context, on one token; as `flops_per_token`."""
+    model = config.model
     value_size = (model.v_head_dim or 0) if model.multi_latent_attention else model.head_size
-    heads = (model.num_layers + predicted) * model.num_attention_heads
-    attention = 3 * heads * (model.head_size + value_size) * config.training.seq_length
-    if model.family == "bert":  # no score is masked
-        attention *= 2
-    return 6.0 * (weights + active) + attention
+    flops = 3.0 * model.num_attention_heads * (model.head_size + value_size) * config.training.seq_length
+    return 2 * flops if model.family == "bert" else flops  # which masks no score
+
+
+def readout_flops(parametrization: Parametrization) -> float:
+    """Of the logits of one token, tied or not; as `flops_per_token`."""
+    return 6.0 * math.prod(parametrization.shapes[WORD_EMBEDDINGS].spec.shape)
 
 
 def _flops_of_a_pair(parametrization: Parametrization) -> float:

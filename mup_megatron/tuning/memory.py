@@ -1,6 +1,6 @@
 """Bytes on the fullest process of a run: weights, gradients and optimizer state; activations.
 
-Public names: `state_bytes`, `activation_bytes`.
+Public names: `state_bytes`, `activation_bytes`, `element_bytes`.
 """
 
 from __future__ import annotations
@@ -10,34 +10,40 @@ from collections.abc import Sequence
 
 from mup_megatron.config import Config
 from mup_megatron.engines.optim import SQUARES, moment_shape
-from mup_megatron.model.explain import holds, parameters_on
+from mup_megatron.model.explain import holds
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.tuning.shares import Share, on_stage, shares
 
 
-def state_bytes(parametrization: Parametrization, layout: Layout) -> int:
+def state_bytes(parametrization: Parametrization, layout: Layout, held: Sequence[Share] | None = None) -> int:
     """Bytes of weights, gradients and optimizer state on the process that holds most of them; no activations.
 
     Per parameter (ZeRO, arXiv 1910.02054, section 3.1, with this project's fp32 beside its bf16): weights 2 or 4,
     gradients as much (4 in Megatron's buffers), Adam's two moments 8 (taken for Muon too), SGD's momentum 4, bf16's
     master copy 4. SOAP keeps four more squares of float32 per matrix, two over its rows and two over its columns.
-    What is split over data-parallel ranks is divided by their number, experts' state (whose replicas are fewer) too.
+    What is split over data-parallel ranks is divided by their number, experts' by that of the ranks with the same ones.
+
+    Args:
+        parametrization: of the run.
+        layout: how ranks split the model.
+        held: `shares(parametrization)`, where they are made already.
     """
-    config = parametrization.config
+    config, held = parametrization.config, held or shares(parametrization)
     bf16 = config.training.precision == "bf16"
     buffers = config.parallel.engine == "megatron" and not layout.fully_sharded
     weights, gradients = (2, 4 if buffers else 2) if bf16 else (4, 4)
     state = (4 if config.optimizer.name == "sgd" else 8) + (4 if bf16 else 0)
-    replicas = layout.data * layout.context
     stage = 3 if layout.fully_sharded else layout.zero_stage
     split = [stage >= 1 or layout.distributed_optimizer or layout.layer_wise, stage >= 2, stage >= 3]
-    each = sum(size / (replicas if over else 1) for size, over in zip((state, gradients, weights), split, strict=True))
-    stages = range(0, layout.world_size, layout.world_size // layout.pipeline)
-    over = replicas if split[0] else 1
+    sizes = list(zip((state, gradients, weights), split, strict=True))
+    each = [sum(size / (layout.replicas(expert) if over else 1) for size, over in sizes) for expert in (False, True)]
+    over = layout.replicas(False) if split[0] else 1
     return round(
         max(
-            parameters_on(parametrization, layout, rank) * each + _squares(parametrization, layout, rank) / over
-            for rank in stages
+            sum(share.elements_on(layout) * each[share.expert] for share in on_stage(held, config, layout, stage))
+            + _squares(parametrization, layout, layout.first_rank(stage)) / over
+            for stage in range(layout.pipeline)
         )
     )
 
@@ -69,7 +75,7 @@ def activation_bytes(parametrization: Parametrization, layout: Layout) -> int:
         held = sum(_chunks_under_way(layout, stage) / len(chunks) * _layers(config, layout, chunk) for chunk in chunks)
         if stage == layout.pipeline - 1:
             readouts = 1 + (config.model.mtp_num_layers or 0)
-            element = _element(config)
+            element = element_bytes(config)
             ends = 2 * element * config.model.hidden_size / _sequence(layout)
             held += readouts * (ends + 4 * vocabulary / layout.tensor)
         most = max(most, held * tokens)
@@ -84,7 +90,7 @@ def _of_a_pair(parametrization: Parametrization, layout: Layout) -> float:
     """
     config = parametrization.config
     source, target = config.training.seq_length, config.training.decoder_length
-    hidden = _element(config) * config.model.hidden_size / _sequence(layout)
+    hidden = element_bytes(config) * config.model.hidden_size / _sequence(layout)
     vocabulary = parametrization.shapes["embedding.word_embeddings.weight"].spec.shape[0]
     ffn = _ffn(config, layout, experts=False)
     encoder = source * (_attention(config, layout, source) + ffn)
@@ -104,7 +110,7 @@ def _cross_attention(config: Config, layout: Layout) -> float:
     model, source, target = config.model, config.training.seq_length, config.training.decoder_length
     heads = model.num_attention_heads / layout.tensor
     outside = target * 2 * model.hidden_size / _sequence(layout)
-    kept = _element(config) * (outside + 2 * (source + target) * heads * model.head_size)
+    kept = element_bytes(config) * (outside + 2 * (source + target) * heads * model.head_size)
     kept += target * _scores(config, heads * source)
     return kept + (target * model.hidden_size / _sequence(layout) if model.hidden_dropout else 0)
 
@@ -117,7 +123,8 @@ def _chunks_under_way(layout: Layout, stage: int) -> int:
     return min(layout.micro_batches * chunks, ahead + 1)
 
 
-def _element(config: Config) -> int:
+def element_bytes(config: Config) -> int:
+    """Of a weight or an activation."""
     return 2 if config.training.precision == "bf16" else 4
 
 
@@ -130,7 +137,7 @@ def _layers(config: Config, layout: Layout, layers: Sequence[int]) -> float:
     """Bytes per token that the layers of a chunk keep."""
     experts, length = config.model.expert_layers, config.training.seq_length
     whole = [_attention(config, layout, length) + _ffn(config, layout, experts[layer]) for layer in layers]
-    return sum(_recomputed(config, whole, _element(config) * config.model.hidden_size / _sequence(layout)))
+    return sum(_recomputed(config, whole, element_bytes(config) * config.model.hidden_size / _sequence(layout)))
 
 
 def _recomputed(config: Config, whole: Sequence[float], kept: float) -> tuple[float, float]:
@@ -152,7 +159,7 @@ def _recomputed(config: Config, whole: Sequence[float], kept: float) -> tuple[fl
 
 def _attention(config: Config, layout: Layout, keys: int) -> float:
     """Bytes per token of a self-attention block over so many keys: norm, projections, scores, dropout."""
-    model, element, split = config.model, _element(config), layout.tensor
+    model, element, split = config.model, element_bytes(config), layout.tensor
     outside = 2 * model.hidden_size / _sequence(layout)  # the inputs of the norm and of the first projections
     heads = model.num_attention_heads
     if model.multi_latent_attention:
@@ -167,7 +174,7 @@ def _attention(config: Config, layout: Layout, keys: int) -> float:
 
 def _scores(config: Config, count: float) -> float:
     """Bytes of so many attention scores: their softmax, which dropout keeps once more, and its mask."""
-    model, element = config.model, _element(config)
+    model, element = config.model, element_bytes(config)
     if model.core_attention not in ("auto", "megatron") or config.training.recompute_granularity == "selective":
         return 0.0
     return count * (element + (element + 1 if model.attention_dropout else 0))
@@ -175,7 +182,7 @@ def _scores(config: Config, count: float) -> float:
 
 def _ffn(config: Config, layout: Layout, experts: bool) -> float:
     """Bytes per token of a feed-forward block, dense or of experts: norm, projections, activation, dropout."""
-    model, element = config.model, _element(config)
+    model, element = config.model, element_bytes(config)
     outside = 2 * model.hidden_size / _sequence(layout)
     drop = model.hidden_dropout and model.hidden_size / _sequence(layout)
     wide = 4 if model.gated_linear_unit else 2  # of the FFN size: before, within and after the activation

@@ -135,6 +135,30 @@ def test_bytes_per_process_by_hand() -> None:
     assert found(4, **keys) == (split / 2 + whole) * (2 + 2 + 12) / 2  # no buffers of megatron-core's
 
 
+def test_bytes_of_experts_by_hand() -> None:
+    """bf16, four experts over two ranks each of the four: two replicas of an expert share its state, four the rest's."""
+    keys = {"parallel__engine": "megatron", "parallel__expert_model_parallel_size": 2, "training__precision": "bf16"}
+    config = make(MOE, "llama", training__micro_batch_size=1, parallel__tensor_model_parallel_size=1, **keys)
+    attention, readout = 96 * 3 * 64 + 64 * 96, 384 * 96
+    dense = 2 * attention + 2 * readout + 3 * 96 * 128 + 3 * 96 * 48 + 4 * 96 + 96 + 5 * 96  # gains of five norms
+    experts = 4 * 3 * 96 * 80
+    found = state_bytes(parametrize(config, 375), resolve_layout(config, 4))
+    assert found == dense * (2 + 4 + 12 / 4) + experts / 2 * (2 + 4 + 12 / 2)
+
+
+def test_bytes_of_the_fullest_stage_in_either_order_of_ranks() -> None:
+    """The last of two stages has three of four layers: also where the next ranks are in the next stage."""
+    keys = {"parallel__engine": "megatron", "parallel__pipeline_model_parallel_size": 2, "model__num_layers": 4}
+    keys |= {"parallel__tensor_model_parallel_size": 1, "parallel__num_layers_in_last_pipeline_stage": 3}
+    config = make(MIXED, "llama", training__micro_batch_size=1, **keys)
+    replicas_first, stages_first = (
+        state_bytes(parametrize(each, 375), resolve_layout(each, 4))
+        for each in (config, derive(config, {"parallel.use_tp_pp_dp_mapping": True}))
+    )
+    layer = 96 * 128 + 64 * 96 + 3 * 96 * 160 + 2 * 96
+    assert replicas_first == stages_first == (3 * layer + 384 * 96 + 96) * (4 + 4 + 8 / 2)
+
+
 def test_bytes_under_soap_by_hand() -> None:
     """Of each matrix of two layers, two float32 squares over its rows and two over its columns beside two moments."""
     config = make(

@@ -239,21 +239,40 @@ def plan(
         float | None, typer.Option(min=1e-3, help="Peak of one device, TFLOP/s: 989 for an H100 in bf16.")
     ] = None,
     utilization: Annotated[float, typer.Option(min=1e-3, max=1, help="Share of it that training reaches (MFU).")] = 0.4,
+    device_memory: Annotated[
+        float | None, typer.Option(min=1e-3, help="Memory of one device, GB: then layouts are compared.")
+    ] = None,
+    node_bandwidth: Annotated[
+        float, typer.Option(min=1e-3, help="What a device sends within its node, GB/s: 450 for an H100's NVLink.")
+    ] = 450,
+    network_bandwidth: Annotated[
+        float, typer.Option(min=1e-3, help="What it sends to other nodes, GB/s: 50 for 400 Gb/s.")
+    ] = 50,
     as_json: AsJson = False,
 ) -> None:
     """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
+    if device_memory and not device_tflops:
+        raise UserError("--device-memory: layouts are compared by the time of a step; expected --device-tflops too")
     setup = laid_out(config, overrides, world_size)
     settings, layout = setup.config, setup.layout
     from mup_megatron.data.ahead import problem_ahead
     from mup_megatron.data.prepare import known_vocab_size
-    from mup_megatron.tuning import budget
+    from mup_megatron.tuning import better_layout, budget, scaling
 
-    planned = budget.plan(settings, known_vocab_size(settings), layout.world_size, measure=True, layout=layout)
+    vocab_size = known_vocab_size(settings)
+    planned = budget.plan(settings, vocab_size, layout.world_size, measure=True, layout=layout)
     hours = budget.device_hours(planned, device_tflops, utilization) if device_tflops else None
+    device = None
+    if device_tflops:
+        wires = {"within": node_bandwidth * 1e9, "between": network_bandwidth * 1e9}
+        node = settings.slurm.gpus_per_node
+        device = scaling.Device(tflops=device_tflops, utilization=utilization, node=node, **wires)
+    memory = device_memory and device_memory * 1e9
+    step, said = better_layout.on_paper(budget.priced(settings, vocab_size), layout, device, memory)
     if as_json:
-        show({**planned.as_json(), **({"device_hours": hours} if hours else {})}, as_json, [])
+        show({**planned.as_json(), **({"device_hours": hours} if hours else {}), **step}, as_json, [])
         return
-    print("\n".join(budget.lines(settings, planned)))
+    print("\n".join([*budget.lines(settings, planned), *said]))
     if hours:
         print(
             f"device-hours at {utilization:.0%} of {device_tflops:g} TFLOP/s: tuning {hours['tuning']:.3g}, target "

@@ -1,6 +1,6 @@
 """An estimate, before anything is trained, of what tuning and pretraining cost: tokens, FLOPs, share, time.
 
-Public names: `plan`, `Plan`, `flops_per_token`, `attention_flops`, `readout_flops`, `six_nd`, `device_hours`,
+Public names: `plan`, `Plan`, `priced`, `flops_per_token`, `attention_flops`, `readout_flops`, `six_nd`, `device_hours`,
 `guidance`.
 """
 
@@ -23,7 +23,7 @@ from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.shares import shares
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of, without_fitted
 from mup_megatron.util.errors import ConfigError
-from mup_megatron.util.progress import short_count
+from mup_megatron.util.progress import short_bytes, short_count
 
 # Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
 # ones, whose steps are mostly overhead, far less: no bound in either direction.
@@ -170,8 +170,6 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
 
     A model whose layers are a script's own costs what megatron-core's own of the same sizes would.
     """
-    from mup_megatron.model.build import parametrize
-
     tuning, steps = config.tuning, tuning_steps(config)
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
     stops = rungs(config)
@@ -182,9 +180,7 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         going /= tuning.reduction_factor
     repetitions = tuning.repeat_best * tuning.repeat_seeds
     whole = repetitions + tuning.descent.trials  # of which halving stops none
-    proxy_parametrization, target_parametrization = (
-        parametrize(derive(one, {"model.as_built": None, **without_fitted(one)}), vocab_size) for one in (proxy, config)
-    )
+    proxy_parametrization, target_parametrization = (priced(one, vocab_size) for one in (proxy, config))
     return Plan(
         trials=tuning.trials,
         repetitions=repetitions,
@@ -198,6 +194,13 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         activations=None if layout is None else activation_bytes(target_parametrization, layout),
         descent=tuning.descent.trials,
     )
+
+
+def priced(config: Config, vocab_size: int) -> Parametrization:
+    """The model whose cost is counted, as `plan`."""
+    from mup_megatron.model.build import parametrize
+
+    return parametrize(derive(config, {"model.as_built": None, **without_fitted(config)}), vocab_size)
 
 
 def check_share(config: Config, budget: Plan) -> None:
@@ -301,8 +304,8 @@ def lines(config: Config, budget: Plan) -> list[str]:
     )
     if budget.state is not None and budget.activations is not None:
         rows.append(
-            f"target, per process: {_bytes(budget.state)} of weights, gradients and optimizer state at most, about "
-            f"{_bytes(budget.activations)} of activations"
+            f"target, per process: {short_bytes(budget.state)} of weights, gradients and optimizer state at most, "
+            f"about {short_bytes(budget.activations)} of activations"
         )
     if below := guidance(config):
         rows.append(f"warning: trials below what Tensor Programs V advises (appendix D): {', '.join(below)}")
@@ -323,8 +326,6 @@ def guidance(config: Config) -> list[str]:
     return [f"{name} {size} < {least}" for name, (size, least) in sizes.items() if size < least]
 
 
-def _bytes(number: float) -> str:
-    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"
 
 
 def _duration(hours: float | None) -> str:

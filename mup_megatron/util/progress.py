@@ -1,6 +1,6 @@
 """Progress for people: a bar on a terminal, plain lines elsewhere.
 
-Public names: `Progress`, `time_left`, `about`, `short_count`.
+Public names: `Progress`, `time_left`, `about`, `short_count`, `short_bytes`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ def short_count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def short_bytes(number: float) -> str:
+    """Bytes with three digits: 3.72 MB, 175 GB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e6:.3g} MB"
 
 
 def time_left(done: float, seconds: float, remaining: float) -> str:

@@ -136,7 +136,7 @@ def test_bytes_per_process_by_hand() -> None:
 
 
 def test_bytes_of_experts_by_hand() -> None:
-    """bf16, four experts over two ranks each of the four: two replicas of an expert share its state, four the rest's."""
+    """bf16, two of four experts on each of four ranks: two ranks share an expert's state, four that of the rest."""
     keys = {"parallel__engine": "megatron", "parallel__expert_model_parallel_size": 2, "training__precision": "bf16"}
     config = make(MOE, "llama", training__micro_batch_size=1, parallel__tensor_model_parallel_size=1, **keys)
     attention, readout = 96 * 3 * 64 + 64 * 96, 384 * 96

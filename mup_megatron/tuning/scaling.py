@@ -95,17 +95,18 @@ class Stage:
 
         DeepSpeed's stages 1 and 2 all-reduce whole gradients (its default, use_multi_rank_bucket_allreduce), stage 2
         after each micro-batch. Stage 3 and FSDP2 gather weights forward and backward, and scatter gradients, for each
-        micro-batch. Of megatron-core's optimizers that step experts and all else, each gathers the weights of both.
+        micro-batch. Of megatron-core's optimizers that step experts and all else, each gathers the weights of both,
+        unless the forward pass gathers them (`overlap_param_gather`).
         """
-        layout, size = self._layout, self._element
+        layout, size, parallel = self._layout, self._element, self._config.parallel
         if layout.fully_sharded or layout.zero_stage == 3:
             return 3 * size * layout.micro_batches
-        if self._config.parallel.engine == "deepspeed":
+        if parallel.engine == "deepspeed":
             times = layout.micro_batches if layout.zero_stage == 2 else 1
             return 2 * size * times + (size if layout.zero_stage else 0)
         if layout.distributed_optimizer:
-            experts = layout.expert > 1 and any(share.expert for share in self._held)
-            return _FLOAT32 + size * (2 if experts else 1)
+            both = layout.expert > 1 and any(share.expert for share in self._held)
+            return _FLOAT32 + size * (2 if both and not parallel.overlap_param_gather else 1)
         return 2 * _FLOAT32 + (size if layout.layer_wise else 0)
 
     def _tensor(self) -> float:

@@ -4,10 +4,35 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
+_SCALING = "tuning/test_scaling.py"
 _RECORD = "tuning/test_record.py"
 _STUDY = "tuning/test_study.py"
 
 MUTANTS = (
+    mutant(
+        "plan: a ring sends all of it",
+        "that one of n parts is there already is forgotten",
+        "tuning.scaling._ring",
+        "(ranks - 1) / ranks",
+        "1.0",
+        f"{_SCALING}::test_what_ranks_send_and_compute",
+    ),
+    mutant(
+        "plan: inputs are gathered once",
+        "the backward pass gathers them no second time under sequence parallelism",
+        "tuning.scaling.Stage._tensor",
+        "(3, 2) if parts else (2, 1)",
+        "(2, 2) if parts else (2, 1)",
+        f"{_SCALING}::test_what_ranks_send_and_compute",
+    ),
+    mutant(
+        "plan: experts' state over all replicas",
+        "ranks that hold other experts share the optimizer's state of these",
+        "parallel.layout.Layout.replicas",
+        "self.expert * self.expert_tensor if expert else self.tensor",
+        "self.tensor",
+        "tuning/test_budget.py::test_bytes_of_experts_by_hand",
+    ),
     mutant(
         "record: of another family",
         "values of another family are transferred",

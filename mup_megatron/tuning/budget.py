@@ -326,8 +326,6 @@ def guidance(config: Config) -> list[str]:
     return [f"{name} {size} < {least}" for name, (size, least) in sizes.items() if size < least]
 
 
-
-
 def _duration(hours: float | None) -> str:
     if hours is None:
         return "unknown"

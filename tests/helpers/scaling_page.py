@@ -22,10 +22,10 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.tuning.better_layout import choices
 from mup_megatron.tuning.budget import attention_flops
-from mup_megatron.util.progress import short_bytes
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.scaling import KINDS, Device, Stage, step_of
 from mup_megatron.tuning.shares import shares
+from mup_megatron.util.progress import short_bytes
 from tests.helpers import traffic
 from tests.helpers.configs import MIXED, VOCABULARY, make
 from tests.helpers.distributed import Ranks

@@ -66,7 +66,7 @@ MUTANTS = (
     mutant(
         "alarms: a run that is to stop goes on",
         "a run that does not look as it should trains to its end",
-        "train.loop.Loop.run",
+        "train.loop.Loop._save",
         "asked >= Ask.STOP",
         "asked > Ask.STOP",
         "telemetry/test_alarms.py::test_it_stops_behind_a_checkpoint",

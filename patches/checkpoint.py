@@ -47,10 +47,10 @@ def _no_server(symbol: str, parameters: tuple[str, ...], needed: str) -> Patch:
         versions=">=0.16.1,<0.21",
         symbol=f"megatron.core.dist_checkpointing.strategies.filesystem_async:{symbol}",
         parameters=parameters,
-        why="every rank spawns a server process for a queue that only asynchronous saves need; it re-imports the main "
-        "script, and outlives a rank that is killed",
+        why="every rank spawns a server process for a queue that only saves in another process need; it re-imports the "
+        "main script, and outlives a rank that is killed",
         lower_rung="the queue is made unconditionally in prepare_write_data; no argument chooses it",
-        until="megatron-core makes the queue only for asynchronous saves",
+        until="megatron-core makes the queue only for saves in another process",
         when="always",
         wrap=_plain_queue,
         needed=needed,

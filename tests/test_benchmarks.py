@@ -83,6 +83,21 @@ def test_contenders_step_side_by_side(ranks: Ranks) -> None:
     }
 
 
+def checkpoints_measured(_rank: Rank) -> dict[str, Any]:
+    from benchmarks import checkpoints
+
+    return checkpoints.measure(VOCABULARY, runs=2, tiny=True)
+
+
+def test_checkpoints_are_written_in_both_ways(ranks: Ranks) -> None:
+    """A run that waits stands still for all of it; the parts of the other way are those that it is said to have."""
+    seconds = ranks.run(1, checkpoints_measured)[0]["seconds"]
+    assert seconds["waiting"]["min"] > seconds["writing"]["min"] > 0
+    parts = seconds["copying"]["min"] + seconds["finishing"]["min"]
+    assert 0 < parts <= seconds["standing still"]["min"]
+    assert {each["runs"] for each in seconds.values()} == {2}
+
+
 def broken_native(_rank: Rank) -> tuple[float, float, list[str]]:
     """The native contender's multiplier, that of one whose multiplication was taken out, and what the check says."""
     from benchmarks import contenders

@@ -245,15 +245,16 @@ class Checkpoints:
         return [found[step] for step in sorted(found)]
 
 
-def hash_files(directory: Path, share: tuple[int, int] = (0, 1)) -> dict[str, str]:
+def hash_files(directory: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
     """SHA-256 of the files in a folder, by name.
 
     Args:
         directory: the folder.
-        share: (i, n): only every n-th file, from the i-th on.
+        known: of files that were hashed before.
     """
-    files = sorted(path for path in directory.iterdir() if path.is_file())
-    return {path.name: sha256_of(path) for path in files[share[0] :: share[1]]}
+    sums = dict(known or {})
+    left = (path for path in directory.iterdir() if path.is_file() and path.name not in sums)
+    return sums | {path.name: sha256_of(path) for path in left}
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:

@@ -54,6 +54,7 @@ _FREE = (
     "training.eval_steps",
     "training.checkpoint_interval",
     "training.checkpoints_kept",
+    "training.async_save",
     "training.recompute_granularity",
     "training.recompute_method",
     "training.recompute_num_layers",

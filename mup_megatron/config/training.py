@@ -175,6 +175,9 @@ class Training(Section):
     Unit: optimizer steps."""
     checkpoints_kept: Positive = 2
     """Newest checkpoints that are kept; older ones are removed. Unit: checkpoints."""
+    async_save: bool = False
+    """Whether the run trains on while a checkpoint is written, from copies of this rank's slices in host memory. A stop
+    waits for the checkpoint that is being written."""
 
     @property
     def decoder_length(self) -> int:

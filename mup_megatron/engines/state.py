@@ -1,7 +1,7 @@
 """Weights and optimizer state in files that know no layout: megatron-core's dist_checkpointing, keyed by global names.
 
-Public names: `save_state`, `state_bytes`, `load_state`, `load_weights`. saved_weights.py reads the files without a
-model.
+Public names: `Saving`, `begin_state`, `save_state`, `state_bytes`, `load_state`, `load_weights`. saved_weights.py reads
+the files without a model.
 
 Both engines hand out, parameter by parameter, the whole of what they hold of this rank's slice (`Engine.gather`), and
 take it back (`Engine.scatter`). What is written is the global tensor's slice under a key such as
@@ -13,8 +13,9 @@ and not a `Setup` alone, since a control's parametrization is not the one that i
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,9 +35,33 @@ from mup_megatron.rules.shapes import Init, TensorSpec
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters, is_copied
 from mup_megatron.util.errors import UserError
 
+# From 0.17 on megatron-core saves asynchronously by means of another package, where it is not told to use its own.
+_OWN = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A state that is copied, and not yet written.
+
+    Args:
+        write: writes this rank's files, and returns them. Not collective: a thread can do it while the model trains.
+        finish: writes the index of all ranks' files, once every rank's are written. Collective. Raises torch's
+            CheckpointException where they could not be written on some rank.
+    """
+
+    write: Callable[[], list[Path]]
+    finish: Callable[[], None]
+
 
 def save_state(engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path) -> None:
-    """Writes what the engine holds into an existing empty folder. Collective.
+    """Writes what the engine holds into an existing empty folder. Collective."""
+    saving = begin_state(engine, parametrization, layout, rank, directory)
+    saving.write()
+    saving.finish()
+
+
+def begin_state(engine: Engine, parametrization: Parametrization, layout: Layout, rank: int, directory: Path) -> Saving:
+    """Copies what the engine holds, to be written into an existing empty folder. Collective.
 
     Each slice is written by one rank; data-parallel ranks, which all hold it, take turns.
     """
@@ -47,17 +72,38 @@ def save_state(engine: Engine, parametrization: Parametrization, layout: Layout,
         copied = is_copied(name) and layout.pipeline_rank(rank) > 0
         if layout.writes(rank, spec, number) and not copied:
             for kind, value in whole.items():
-                shards.update(_shards(f"{kind}.{name}", value.detach().cpu(), _spec_of(kind, spec), layout, rank))
+                shards.update(_shards(f"{kind}.{name}", _copy(value), _spec_of(kind, spec), layout, rank))
     for number, (name, buffer) in enumerate(named_buffers(engine.chunks)):
         spec = _buffer_spec(buffer)
         if layout.writes(rank, spec, number):
-            shards.update(_shards(f"{BUFFER}.{name}", buffer.detach().float().cpu(), spec, layout, rank))
+            shards.update(_shards(f"{BUFFER}.{name}", _copy(buffer.float()), spec, layout, rank))
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    dist_checkpointing.save(shards, str(directory), strategy)
-    if rank == 0 and not (directory / COMMON).is_file():
-        # megatron-core 0.19 keeps what is common, which is nothing here, as bytes that it unpickles when it loads;
-        # where there is a common.pt, as 0.16 writes it, it takes that, and safely.
-        torch.save({}, directory / COMMON)
+    request = dist_checkpointing.save(shards, str(directory), strategy, async_sharded_save=True, **_OWN)
+    # The rank, what it writes, and the queue that gets the outcome; none of them where it writes nothing.
+    arguments = [*request.async_fn_args]
+    if request.preload_fn is not None:
+        arguments[1] = request.preload_fn()
+
+    def write() -> list[Path]:
+        if request.async_fn is None:
+            return []
+        request.async_fn(*arguments)
+        return [Path(file) for file, _, _ in arguments[1]]
+
+    def finish() -> None:
+        for finalize in request.finalize_fns:
+            finalize()
+        if rank == 0 and not (directory / COMMON).is_file():
+            # megatron-core 0.19 keeps what is common, which is nothing here, as bytes that it unpickles when it loads;
+            # where there is a common.pt, as 0.16 writes it, it takes that, and safely.
+            torch.save({}, directory / COMMON)
+
+    return Saving(write=write, finish=finish)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """In this process's memory, and its own there: the next step changes the tensor."""
+    return value.detach().to("cpu", copy=True)
 
 
 def state_bytes(parametrization: Parametrization, optimizer: Optimizer) -> int:

@@ -10,6 +10,7 @@ import datetime
 import gc
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -220,12 +221,18 @@ def point_to_point(*, split: bool, interleaved: bool, cuda: bool) -> dict[str, b
     }
 
 
-def save_random_state(directory: Path, rank: int) -> None:
-    """Writes the states of the generators that dropout draws from, of this rank, as safetensors."""
+def save_random_state(directory: Path, rank: int) -> Callable[[], Path]:
+    """Takes the states of the generators that dropout draws from, of this rank; returns what writes them to a file."""
     from safetensors.torch import save
 
-    # Not save_file, which leaves a file that its owner alone may read, whatever the umask says.
-    (directory / _random_file(rank)).write_bytes(save(_random_states()))
+    path, states = directory / _random_file(rank), save(_random_states())
+
+    def write() -> Path:
+        # Not save_file, which leaves a file that its owner alone may read, whatever the umask says.
+        path.write_bytes(states)
+        return path
+
+    return write
 
 
 def load_random_state(directory: Path, layout: Layout, rank: int, seed: int, step: int, *, same: bool) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -94,6 +95,7 @@ class Loop:
         with contextlib.ExitStack() as stack, stop_signal() as terminated:
             for hook in self._hooks:
                 stack.enter_context(hook)
+            stack.enter_context(self._finishing())
             go_on = [hook.before_run() for hook in self._hooks]
             if not all(go_on):
                 return None
@@ -109,11 +111,44 @@ class Loop:
                     go_on = [hook.after_evaluation(found) for hook in self._hooks]
                     if not all(go_on):
                         return found
-                asked = self._ask(terminated, waits=waits)
+                asked, is_written = self._ask(terminated, waits=waits)
+                if is_written:
+                    self._finish()
                 if asked or saves:
                     self._tell()
                     self._save(done, asked)
         return found
+
+    @contextlib.contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """At its end a checkpoint that is being written becomes whole. Where a rank fails alone, it is lost."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, Diverged) or torch.distributed.get_world_size() == 1:
+                self._finish()
+            raise
+        self._finish()
+
+    def _save(self, done: int, asked: Ask) -> None:
+        """Writes the checkpoint of a step, or begins to. Raises Terminated and Alarmed, as `run`."""
+        self._finish()
+        self._saver.begin(done)
+        if self._training.async_save and asked < Ask.STOP:
+            return
+        path = self._finish()
+        if asked >= Ask.STOP and done < self._training.train_steps:
+            kind = Terminated if asked is Ask.END else Alarmed
+            raise kind(f"saved step {done} to {path}")
+
+    def _finish(self) -> Path | None:
+        """Makes the checkpoint whole that is being written; where it is, None if there is none."""
+        finished = self._saver.finish()
+        if finished is None:
+            return None
+        for hook in self._hooks:
+            hook.after_checkpoint(*finished)
+        return finished[1]
 
     def _update(self, done: int) -> None:
         """One optimizer step, after which `done` are; meanwhile what the one before was like is told."""
@@ -151,26 +186,19 @@ class Loop:
         if not math.isfinite(step.loss):
             raise Diverged(f"loss is {step.loss} at step {step.number}")
 
-    def _ask(self, terminated: Callable[[], bool], *, waits: bool) -> Ask:
-        """The most that any rank asked at the step before, or that it asks now where the loop waits. Collective.
+    def _ask(self, terminated: Callable[[], bool], *, waits: bool) -> tuple[Ask, bool]:
+        """The most that any rank asks, and whether all have written their checkpoint; of the step before. Collective.
 
-        All ranks must leave the loop at the same step.
+        Where the loop waits it is of this step too. What follows from it, all ranks do at the same step.
         """
-        asked = [Ask.END if terminated() else Ask.NOTHING, *(hook.asks() for hook in self._hooks)]
-        value = torch.full((), int(max(asked)), dtype=torch.float64, device=self._device)
-        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
-        self._asked.append(Late(value))
+        asks = [Ask.END if terminated() else Ask.NOTHING, *(hook.asks() for hook in self._hooks)]
+        own = (int(max(asks)), int(not self._saver.is_written()))
+        most = torch.stack([torch.full((), each, dtype=torch.float64, device=self._device) for each in own])
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        self._asked.append(Late(*most))
         read, self._asked = (self._asked, []) if waits else (self._asked[:-1], self._asked[-1:])
-        return Ask(int(max((number for late in read for number in late.read()), default=0)))
-
-    def _save(self, done: int, asked: Ask) -> None:
-        """A checkpoint, behind which the run may end. Raises Terminated or Alarmed where it does."""
-        path = self._saver.save(done)
-        for hook in self._hooks:
-            hook.after_checkpoint(done, path)
-        if asked >= Ask.STOP and done < self._training.train_steps:
-            kind = Terminated if asked is Ask.END else Alarmed
-            raise kind(f"saved step {done} to {path}")
+        found = [late.read() for late in read]
+        return Ask(int(max((asked for asked, _ in found), default=0))), bool(found) and not found[-1][1]
 
     def _is_due(self, done: int, interval: int | None) -> bool:
         """What is done at an interval is done after the last step too; without an interval never."""

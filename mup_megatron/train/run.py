@@ -280,13 +280,14 @@ class _Run:
         return found.loss if watching is None else watching.judged(found)
 
     def _saver(self, engine: Engine, checkpoints: Checkpoints) -> Saver:
-        from mup_megatron.engines.state import save_state, state_bytes
+        from mup_megatron.engines.state import Saving, begin_state, state_bytes
 
         config, parametrization, rank = self.setup.config, self.parametrization, self.rank
 
-        def write(folder: Path) -> None:
-            save_state(engine, parametrization, self.setup.layout, rank.rank, folder)
-            runtime.save_random_state(folder, rank.rank)
+        def begin(folder: Path) -> Saving:
+            saving = begin_state(engine, parametrization, self.setup.layout, rank.rank, folder)
+            random_state = runtime.save_random_state(folder, rank.rank)
+            return dataclasses.replace(saving, write=lambda: [*saving.write(), random_state()])
 
         size = state_bytes(parametrization, config.optimizer)
-        return Saver(checkpoints, write, size, self.manifest, config.training.global_batch_size, rank)
+        return Saver(checkpoints, begin, size, self.manifest, config.training.global_batch_size, rank)

@@ -43,9 +43,8 @@ _BRACKETS = (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
 def _deciding(config: Config) -> dict[str, Any]:
     """What decides the outcome of a study, by dotted key, as a storage gives it back; the number of trials may grow."""
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path())
-    training = proxy.training.model_dump(
-        exclude={"train_steps", "log_interval", "checkpoint_interval", "checkpoints_kept", "eval_interval"}
-    )
+    checkpoints = {"checkpoint_interval", "checkpoints_kept", "async_save"}
+    training = proxy.training.model_dump(exclude={"train_steps", "log_interval", "eval_interval", *checkpoints})
     sections = {
         "proxy": proxy.model.model_dump(exclude={*Model.PLAIN_KERNELS}),
         "hparams": {**config.hparams.model_dump(exclude={"per_tensor"}), **flat(config.hparams.per_tensor)},

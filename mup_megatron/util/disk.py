@@ -67,6 +67,8 @@ def reason(
     number, failed = _number(error)
     if number is None and not failed:
         return None
+    if number is None:
+        number = _probe(where, _BLOCK)  # while the disk is as it was
     undo()
     if number is None and (number := _probe(where, needed())) is None:
         return None

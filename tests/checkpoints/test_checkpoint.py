@@ -45,6 +45,7 @@ def test_a_manifest_is_readable_and_complete() -> None:
         {"run__name": "other"},
         {"training__log_interval": 5},
         {"training__checkpoints_kept": 7},
+        {"training__async_save": True},
         {"training__train_steps": 30, "training__lr_decay_steps": 20},
         {"slurm__nodes": 4},
         {"parallel__zero_stage": 2},

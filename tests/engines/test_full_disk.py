@@ -26,6 +26,7 @@ from mup_megatron.checkpoints.checkpoint import Checkpoints
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.prepare import prepare
+from mup_megatron.engines.state import state_bytes
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.telemetry.alarms import Alarms, write_alarms
@@ -265,15 +266,49 @@ def test_checkpoint(tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, pro
     assert len(losses(small.path / "run")) == 4
 
 
+@pytest.mark.parametrize(
+    ("processes", "background"),
+    [(1, "true"), pytest.param(1, "false", marks=pytest.mark.slow), pytest.param(2, "true", marks=pytest.mark.slow)],
+)
+def test_a_disk_that_is_full_before_a_checkpoint_is_written(
+    tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, processes: int, background: str
+) -> None:
+    """There is room for what it holds, and not for its files: that shows while it is written, and ends the same."""
+    small = disk(64000)
+    path = train_file(tmp_path, small.path / "run")
+    words = ["train", str(path), "parallel.tensor_model_parallel_size=1", f"training.async_save={background}"]
+    ((status, _, err), *_) = ranks.run(processes, bodies.command, arguments=[*words, "training.train_steps=2"])
+    assert status == 0, err
+    checkpoints = Checkpoints(small.path / "run" / "checkpoints", 2)
+    (first,) = checkpoints.newest_first()
+    config = load_config(path)
+    size = state_bytes(parametrize(config, prepare(config).vocab_size), config.optimizer)
+    assert sum(file.stat().st_size for file in first.iterdir()) > size + 80_000
+    small.leave(size // 1024 + 40)
+    ends = ranks.run(processes, bodies.command, arguments=words)
+    assert {status for status, _, _ in ends} == {2}
+    for _, _, err in ends:
+        assert f"{checkpoints.partial(4)}: no space left on device while writing the checkpoint of step 4 (more" in err
+        assert "Traceback" not in err
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step_00000002"]
+    assert checkpoints.problem(first) is None
+    small.resize(64000)
+    ((status, out, err), *_) = ranks.run(processes, bodies.command, arguments=words)
+    assert status == 0, err
+    assert f"resumed from {first} at step 2" in out
+    assert len(losses(small.path / "run")) == 4
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_limit_that_is_met_while_a_checkpoint_is_written(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "background"), [(1, "false"), (2, "false"), (2, "true")])
+def test_a_limit_that_is_met_while_a_checkpoint_is_written(tmp_path: Path, processes: int, background: str) -> None:
     """As a quota: nothing tells of it before. The writer's CheckpointException is no Exception."""
     path = train_file(tmp_path, tmp_path / "run")
     prepare(load_config(path))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
     start = limit + "from mup_megatron.cli import main; main()"
-    words = "--nproc-per-node", str(processes), "parallel.tensor_model_parallel_size=1"
+    settings = "parallel.tensor_model_parallel_size=1", f"training.async_save={background}"
+    words = "--nproc-per-node", str(processes), *settings
     result = run(sys.executable, "-c", start, "train", path, *words)
     assert result.returncode == 2, result.stderr
     partial = tmp_path / "run" / "checkpoints" / "step_00000002.partial"

@@ -37,4 +37,20 @@ MUTANTS = (
         "torch.as_tensor(float(total) / (layout.data * layout.context))",
         "train/test_loop.py::test_no_step_waits_for_the_device[megatron-changed2]",
     ),
+    mutant(
+        "saver: what is written is no copy",
+        "a checkpoint in the background holds what later steps made of the weights",
+        "engines.state._copy",
+        'value.detach().to("cpu", copy=True)',
+        "value.detach().cpu()",
+        "train/test_saving.py::test_it_is_what_a_run_that_waits_writes[deepspeed, one process]",
+    ),
+    mutant(
+        "loop: the end does not wait for the checkpoint",
+        "a run ends, and the checkpoint that is being written never becomes whole",
+        "train.loop.Loop.run",
+        "stack.enter_context(self._finishing())",
+        "None",
+        "train/test_saving.py::test_a_run_ends_with_its_checkpoints_whole[goes on]",
+    ),
 )

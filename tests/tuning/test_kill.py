@@ -31,9 +31,13 @@ from tests.helpers.distributed import Ranks
 STEPS, INTERVAL = 24, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "deepspeed TP 2": {"parallel__tensor_model_parallel_size": 2},
-    "megatron DP 2": {"parallel__engine": "megatron", "parallel__tensor_model_parallel_size": 1},
+    "megatron DP 2": {
+        "parallel__engine": "megatron",
+        "parallel__tensor_model_parallel_size": 1,
+        "training__async_save": True,
+    },
     "megatron TP 2": {"parallel__engine": "megatron", "parallel__tensor_model_parallel_size": 2},
-    "deepspeed DP 2": {"parallel__tensor_model_parallel_size": 1},
+    "deepspeed DP 2": {"parallel__tensor_model_parallel_size": 1, "training__async_save": True},
 }
 
 

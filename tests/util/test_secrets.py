@@ -184,7 +184,7 @@ def test_random_states_obey_the_umask(tmp_path: Path, umask: int) -> None:
     upstream.prepare_process()
     before = os.umask(umask)
     try:
-        runtime.save_random_state(tmp_path, 3)
+        runtime.save_random_state(tmp_path, 3)()
     finally:
         os.umask(before)
     (path,) = tmp_path.iterdir()

@@ -152,8 +152,12 @@ def ended(rank: Rank, *, path: Path, does: str) -> tuple[str, list[tuple[Any, ..
         try:
             run.train(resolve(load_config(path), 1), rank)
         except Exception as error:
-            return type(error).__name__, HEARD[4:]
-    return "", HEARD[4:]
+            return type(error).__name__, _behind_two_steps()
+    return "", _behind_two_steps()
+
+
+def _behind_two_steps() -> list[tuple[Any, ...]]:
+    return [event for event in HEARD if event[0] not in ("begin", "update")][4:]
 
 
 FIRST, LAST = ("checkpoint", 2, "step_00000002"), ("checkpoint", 4, "step_00000004")

@@ -137,7 +137,7 @@ def test_dry_run(path: Path) -> None:
 
     from mup_megatron.engines.deepspeed_mpu import Mpu
 
-    upstream.prepare_process()
+    upstream.prepare_deepspeed()
     config = resolve_auto(load_config(path))
     layout = resolve_layout(config, world_size(config))
     parametrization = parametrize(config, known_vocab_size(config))

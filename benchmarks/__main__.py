@@ -1,4 +1,5 @@
-"""`./dev bench`: ours against plain megatron-core and its native MuP. Writes benchmarks/results/; 4 minutes.
+"""`./dev bench`: ours against plain megatron-core and its native MuP. Writes benchmarks/results/; about 20
+minutes, once the machine is quiet.
 
 `--quick` sees whether it works, and writes nothing; `--table` only makes the table anew from the JSON files.
 """
@@ -6,12 +7,41 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
+from typing import Any, NamedTuple
 
 from benchmarks import table
-from benchmarks.harness import absent, machine, write
+from benchmarks.harness import absent, machine, wait_for_quiet, write
 from benchmarks.start import explain, first_steps, in_child
+
+
+class Cell(NamedTuple):
+    """What steps are compared on.
+
+    Args:
+        architecture: `gpt3`, `llama` or `moe`.
+        engine: `deepspeed` or `megatron`.
+        vocabulary: before padding.
+        tensor: tensor-parallel ranks, each with one thread.
+        share: of the rounds; a large vocabulary's steps are long, and alike.
+    """
+
+    architecture: str
+    engine: str
+    vocabulary: int
+    tensor: int
+    share: float = 1.0
+
+
+CELLS = (
+    Cell("gpt3", "deepspeed", 4096, 1),
+    Cell("gpt3", "deepspeed", 50304, 1, 0.4),
+    Cell("gpt3", "deepspeed", 4096, 2),
+    Cell("gpt3", "megatron", 4096, 1),
+    Cell("gpt3", "megatron", 4096, 2),
+    Cell("llama", "deepspeed", 4096, 1),
+    Cell("moe", "megatron", 4096, 1),
+)
 
 
 def main() -> None:
@@ -19,33 +49,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="./dev bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=11, help="counted runs of a step, of init (default 11)")
+    parser.add_argument("--runs", type=int, default=100, help="rounds of steps (default 100)")
     parser.add_argument("--rounds", type=int, default=3, help="processes for each start-up, `explain` too (default 3)")
-    parser.add_argument("--quick", action="store_true", help="2 runs, 1 round, one vocabulary; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="2 runs, 1 round, two cells; writes nothing")
     parser.add_argument("--table", action="store_true", help="measure nothing; make the table from the JSON files")
     arguments = parser.parse_args()
     if arguments.table:
         print(table.write())
         return
     runs, rounds = (2, 1) if arguments.quick else (arguments.runs, arguments.rounds)
-    began, load = time.monotonic(), os.getloadavg()[0]
+    cells = CELLS[3:5] if arguments.quick else CELLS
     vocabularies = (4096,) if arguments.quick else (4096, 50304)
+    before = wait_for_quiet(0.0 if arguments.quick else 1200.0)
+    began = time.monotonic()
     measured = {
         "absent": absent(),
-        "steps": [in_child("steps", str(vocabulary), str(runs)) for vocabulary in vocabularies],
+        "steps": [_steps(cell, runs) for cell in cells],
         "first_steps": [first_steps(vocabulary, rounds) for vocabulary in vocabularies],
-        "init": in_child("draw", str(runs)),
+        "init": in_child("draw", str(min(runs, 11))),
         "explain": explain(rounds),
     }
     result = {
         "machine": machine(),
-        "load": {"before": load, "after": os.getloadavg()[0]},
+        "busy": {"before": before, "after": wait_for_quiet(0.0)},
         "seconds": round(time.monotonic() - began),
         **measured,
     }
     print(table.one(result))
     if not arguments.quick:
         print(f"{write(result)}, {table.write()}")
+
+
+def _steps(cell: Cell, runs: int) -> Any:
+    print(f"steps: {cell.architecture}, {cell.engine}, vocabulary {cell.vocabulary}, TP {cell.tensor}", flush=True)
+    words = (cell.architecture, cell.engine, str(cell.vocabulary), str(max(2, round(runs * cell.share))))
+    return in_child("steps", *words, ranks=cell.tensor)
 
 
 if __name__ == "__main__":

@@ -101,12 +101,13 @@ def main() -> None:
     if kind == "steps":
         from benchmarks.steps import measure
 
-        result = measure(int(words[0]), runs=int(words[1]))
+        result = measure(words[0], words[1], int(words[2]), runs=int(words[3]))
     elif kind == "first-step":
         result = first_step(words[0], int(words[1]), began=float(words[2]), tensors=words[3:] == ["tensors"])
     else:
         result = draw(int(words[0]))
-    Path(out).write_text(json.dumps(result), encoding="utf-8")
+    if os.environ.get("RANK", "0") == "0":
+        Path(out).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,18 @@ from typing import Any
 
 import deepspeed
 import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from benchmarks.native import native_groups, native_model
 from benchmarks.plain import plain_groups, plain_model
 from mup_megatron.config import Config, parse_config
 from mup_megatron.data.gpt import GPTBatch
-from mup_megatron.engines.deepspeed import DeepSpeedEngine
+from mup_megatron.engines import build_engine
 from mup_megatron.engines.deepspeed_mpu import Mpu
+from mup_megatron.engines.megatron_config import ddp_config, optimizer_config
 from mup_megatron.engines.optim import build_optimizer, set_learning_rates
 from mup_megatron.engines.setup import resolve, resolve_auto
 from mup_megatron.engines.setup.deepspeed import deepspeed_config
@@ -30,6 +34,12 @@ from mup_megatron.parallel import runtime, upstream
 from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.parallel.ranks import Rank
 
+# What an architecture has besides; the base has a quarter of the sizes, and as many experts.
+_MORE: dict[str, dict[str, int | float]] = {
+    "gpt3": {},
+    "llama": {"num_query_groups": 4},
+    "moe": {"num_query_groups": 4, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
+}
 # Layers, hidden size, heads, sequence, micro-batch; the base has a quarter of the width.
 _SIZES = {"cpu": (4, 256, 8, 128, 8), "cuda": (12, 768, 12, 2048, 8)}
 _TINY = (2, 64, 4, 16, 2)
@@ -64,6 +74,7 @@ class Bench:
         """Sizes and layout, for the record."""
         model, training = self.config.model, self.config.training
         return {
+            "architecture": "moe" if model.num_moe_experts else model.architecture,
             "engine": self.config.parallel.engine,
             "layout": str(self.layout),
             "precision": training.precision,
@@ -75,18 +86,43 @@ class Bench:
         }
 
 
-def start(vocabulary: int, engine: str = "deepspeed", tiny: bool = False, longer: int = 1) -> Bench:
-    """Starts the process groups of one rank. `tiny` is for tests; sequences are so many times as long."""
+def start(
+    vocabulary: int,
+    engine: str = "deepspeed",
+    architecture: str = "gpt3",
+    *,
+    rank: Rank | None = None,
+    tiny: bool = False,
+    longer: int = 1,
+) -> Bench:
+    """Starts the process groups, of one rank or, tensor parallel, of those that a launcher started.
+
+    Args:
+        vocabulary: before padding.
+        engine: `deepspeed` or `megatron`.
+        architecture: `gpt3`, `llama` or `moe`.
+        rank: of a launcher.
+        tiny: for tests.
+        longer: sequences are so many times as long.
+    """
+    rank = rank or Rank()
     upstream.prepare_process()
     layers, hidden, heads, sequence, batch = _TINY if tiny else _SIZES["cuda" if torch.cuda.is_available() else "cpu"]
     sequence *= longer
-    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    more = dict(_MORE[architecture])
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, **more}
+    base = {"hidden_size": hidden // 4, "num_attention_heads": heads // 4}
+    if "num_query_groups" in more:
+        sizes |= {"num_query_groups": heads // 2, "ffn_hidden_size": 3 * hidden}
+        base |= {"num_query_groups": max(1, heads // 8), "ffn_hidden_size": 3 * hidden // 4}
+    if architecture == "moe":
+        sizes["moe_ffn_hidden_size"], base["moe_ffn_hidden_size"] = hidden, hidden // 4
     config = resolve_auto(
         parse_config(
             {
                 "run": {"dir": tempfile.gettempdir()},
-                "model": {"architecture": "gpt3", **sizes},
-                "base": {"hidden_size": hidden // 4, "num_attention_heads": heads // 4},
+                "model": {"architecture": "gpt3" if architecture == "gpt3" else "llama", **sizes},
+                "base": base,
                 "hparams": {"lr": 1e-3, "weight_decay": 0.1},
                 "training": {
                     "global_batch_size": batch,
@@ -94,15 +130,20 @@ def start(vocabulary: int, engine: str = "deepspeed", tiny: bool = False, longer
                     "seq_length": sequence,
                     "train_steps": 1,
                 },
-                "parallel": {"engine": engine, "deepspeed_config": str(_DEEPSPEED)},
+                "parallel": {
+                    "engine": engine,
+                    "tensor_model_parallel_size": rank.world_size,
+                    **({"deepspeed_config": str(_DEEPSPEED)} if engine == "deepspeed" else {}),
+                },
                 "data": {"corpus": "stdlib", "tokenizer": {"vocab_size": vocabulary}},
             }
         )
     )
-    layout = resolve_layout(config, 1)
-    device = runtime.start_distributed(layout, Rank(), config.run.seed)
+    layout = resolve_layout(config, rank.world_size)
+    device = runtime.start_distributed(layout, rank, config.run.seed)
     shape = (batch, sequence)
-    tokens = torch.randint(0, vocabulary, (batch, sequence + 1), device=device)
+    same = torch.Generator(device=device).manual_seed(1)
+    tokens = torch.randint(0, vocabulary, (batch, sequence + 1), device=device, generator=same)
     return Bench(
         config=config,
         vocabulary=vocabulary,
@@ -122,11 +163,14 @@ def build(name: str, bench: Bench) -> Contender:
     """The contender `ours`, `plain` or `native`, ready for its first step."""
     if name == "ours":
         parametrization = parametrize(bench.config, bench.vocabulary)
-        chunks = build_model(parametrization, bench.layout, 0, bench.device)
-        ours = DeepSpeedEngine(resolve(bench.config, 1), parametrization, chunks)
+        world = bench.layout.world_size
+        chunks = build_model(parametrization, bench.layout, torch.distributed.get_rank(), bench.device)
+        ours = build_engine(resolve(bench.config, world), parametrization, chunks)
         return Contender(model=chunks[0], step=lambda: ours.step([bench.batch], bench.config.hparams.lr).loss)
     build_theirs, group = {"plain": (plain_model, plain_groups), "native": (native_model, native_groups)}[name]
     model = build_theirs(bench.config, bench.vocabulary, bench.layout, bench.device)
+    if bench.config.parallel.engine == "megatron":
+        return Contender(model=model, step=_in_megatron(model, bench))
     return Contender(model=model, step=_in_deepspeed(model, group(model, bench.config), bench))
 
 
@@ -149,5 +193,42 @@ def _in_deepspeed(model: GPTModel, groups: Iterable[dict[str, Any]], bench: Benc
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
+
+    return step
+
+
+def _in_megatron(model: GPTModel, bench: Bench) -> Callable[[], float]:
+    """Upstream's model under upstream's engine: what megatron.training's train_step does of it."""
+    settings = ddp_config(bench.config, bench.layout)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    optimizer = get_megatron_optimizer(
+        optimizer_config(bench.config, bench.layout), [wrapped], use_gloo_process_groups=False
+    )
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    batch, training = bench.batch, bench.config.training
+
+    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = (losses.float() * batch.loss_mask).sum() / batch.loss_mask.sum()
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides the first in place
+
+    def forward(_batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        return model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels), loss_of
+
+    def step() -> float:
+        wrapped.train()
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        (found,) = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=wrapped,
+            num_microbatches=1,
+            seq_length=training.seq_length,
+            micro_batch_size=training.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+        return float(found["loss"])
 
     return step

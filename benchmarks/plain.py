@@ -18,7 +18,7 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mup_megatron.config import Config
-from mup_megatron.model.transformer_config import ACTIVATIONS
+from mup_megatron.model.transformer_config import ACTIVATIONS, expert_settings
 from mup_megatron.parallel.layout import Layout
 
 
@@ -27,7 +27,9 @@ def plain_model(config: Config, vocab_size: int, layout: Layout, device: torch.d
     sizes = config.model
     model = GPTModel(
         config=plain_config(config, layout, device, **more),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=sizes.normalization),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=sizes.num_moe_experts, normalization=sizes.normalization
+        ),
         **_of_language_model(config, vocab_size),
     )
     return model.to(device)
@@ -89,6 +91,7 @@ def plain_config(config: Config, layout: Layout, device: torch.device, **more: A
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         tensor_model_parallel_size=layout.tensor,
+        **expert_settings(sizes),
         **more,
     )
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CONTENDERS, absent, in_turn, over, spread
+from benchmarks.harness import contenders_of, in_turn, over, spread
 from mup_megatron.config import load_config
 from mup_megatron.parallel.layout import smallest_world
 
@@ -19,16 +19,24 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 _EXPLAINED = ("configs/gpt3/175b.yaml", "configs/deepseek/v3-671b.yaml", "configs/llama/1t.yaml")
 
 
-def in_child(*words: str) -> Any:
+def in_child(*words: str, ranks: int = 0) -> Any:
     """What `python -m benchmarks.child` measures.
+
+    Args:
+        words: for it.
+        ranks: processes that a launcher starts, with one thread each; 0: one process, with all processors.
 
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "benchmarks.child", str(out), *words]
-        ended = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=False)  # noqa: S603
+        launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+        command = [sys.executable, *launched, "-m", "benchmarks.child", str(out), *words]
+        environment = {**os.environ, **({"OMP_NUM_THREADS": "1"} if ranks else {})}
+        ended = subprocess.run(  # noqa: S603
+            command, cwd=_REPOSITORY, env=environment, capture_output=True, text=True, check=False
+        )
         if ended.returncode:
             raise RuntimeError(f"{' '.join(words)} failed:\n" + "\n".join(ended.stderr.splitlines()[-20:]))
         return json.loads(out.read_text(encoding="utf-8"))
@@ -36,7 +44,7 @@ def in_child(*words: str) -> Any:
 
 def first_steps(vocabulary: int, rounds: int) -> dict[str, Any]:
     """Start-up and peak memory of each contender, each a process of its own, in turn; ours over each, pair by pair."""
-    names = [name for name in CONTENDERS if name not in absent()]
+    names = contenders_of()
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(rounds):
         for name in in_turn(names, number):

@@ -9,47 +9,49 @@ import torch
 
 from benchmarks import contenders
 from benchmarks.contenders import Bench, Contender
-from benchmarks.harness import CONTENDERS, absent, alternate, over, ratios, spread
+from benchmarks.harness import alternate_clocks, contenders_of, over, ratios, spread
 from benchmarks.native import logits_multiplier
 from mup_megatron.parallel import runtime
-
-# A body of some tenths of a second: long enough for the clock, short enough that neighbours disturb a pair alike.
-_STEPS_A_RUN = {4096: 2}
+from mup_megatron.parallel.ranks import read_rank
 
 
-def measure(vocabulary: int, runs: int) -> dict[str, Any]:
-    """`compare` in process groups of its own."""
-    bench = contenders.start(vocabulary)
-    result = compare(bench, runs, steps_a_run=_STEPS_A_RUN.get(vocabulary, 1))
+def measure(architecture: str, engine: str, vocabulary: int, runs: int) -> dict[str, Any]:
+    """`compare` in process groups of its own, of as many tensor-parallel ranks as a launcher started."""
+    bench = contenders.start(vocabulary, engine, architecture, rank=read_rank())
+    result = compare(bench, runs)
     runtime.stop_distributed()
     return result
 
 
-def compare(bench: Bench, runs: int, steps_a_run: int = 1) -> dict[str, Any]:
-    """Seconds per step of each contender and ours over each, pair by pair.
+def compare(bench: Bench, runs: int) -> dict[str, Any]:
+    """Seconds per step of each contender and ours over each, pair by pair; CPU seconds too.
 
     `plain_again` is the plain contender a second time in every round: its ratio to itself is the noise.
     """
-    built = {name: contenders.build(name, bench) for name in CONTENDERS if name not in absent()}
+    config = bench.config
+    with_native = config.parallel.engine == "deepspeed" and config.model.architecture == "gpt3"
+    names = contenders_of(native=with_native and bench.layout.world_size == 1)
+    built = {name: contenders.build(name, bench) for name in names}
     multipliers = {name: logits_multiplier(contender.model, contender.step) for name, contender in built.items()}
     check_logits(multipliers, bench.width)
 
     def run(contender: Contender) -> None:
-        for _ in range(steps_a_run):
-            contender.step()
+        contender.step()
         if bench.device.type == "cuda":
             torch.cuda.synchronize()
 
     bodies = {name: functools.partial(run, contender) for name, contender in built.items()}
-    seconds = alternate({**bodies, "plain_again": bodies["plain"]}, runs, warmup=2)
+    seconds, cpu_seconds = alternate_clocks({**bodies, "plain_again": bodies["plain"]}, runs, warmup=2)
     again = ratios(seconds, "plain_again", "plain")
-    del seconds["plain_again"]
+    del seconds["plain_again"], cpu_seconds["plain_again"]
     return {
         "vocabulary": bench.vocabulary,
         **bench.describe(),
+        "threads": torch.get_num_threads(),
         "logits_multiplied_by": {name: round(multiplier, 6) for name, multiplier in multipliers.items()},
-        "seconds_per_step": {name: spread([s / steps_a_run for s in values]) for name, values in seconds.items()},
+        "seconds_per_step": {name: spread(values) for name, values in seconds.items()},
         "ours_over": over(seconds),
+        "cpu_ours_over": over(cpu_seconds),
         "plain_again_over_plain": again,
     }
 

@@ -6,20 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import LEAST, RESULTS
 
 _HEAD = """# Benchmarks
 
 Made by `./dev bench` (`./dev bench --table` from the JSON files beside this page, which say more). Ours is a model in
-this project's µP; plain is megatron-core's GPTModel in the standard parametrization; native is the same with `use_mup`,
-megatron-core's own MuP. Same sizes, layout, engine and batch. A cell is a median (least to most); a ratio is taken pair
-by pair, the runs of a round against each other.
+this project's µP; plain is megatron-core's model in the standard parametrization; native is the same with `use_mup`,
+megatron-core's own MuP. Same sizes, layout, engine and batch.
 
-Steps run in one process in turn; `plain / plain` is plain against itself in the same rounds: the noise. Start-up, from
-process start to the end of the first step, and peak memory over two steps are measured in a process for each. Tensors
-are counted exactly, whatever the allocator does; the resident set is what was added to that after the imports. Plain
-and native are not charged for importing this project.
+Steps run in one process in turn, one thread a rank, after the machine was left alone; a ratio is taken pair by pair,
+the runs of a round against each other, and stands with the 95 % interval of its median. `plain / plain` is plain
+against itself in the same rounds: the noise. The last column says of ours / plain what the interval allows to say.
+Start-up, from process start to the end of the first step, and peak memory over two steps are measured in a process for
+each; such a cell is a median (least to most). Tensors are counted exactly, whatever the allocator does; the resident
+set is what was added to that after the imports. Plain and native are not charged for importing this project.
 """
+_GOAL = 1.01
+"""Of ours / plain, a step's."""
 
 
 def write(folder: Path = RESULTS) -> Path:
@@ -39,30 +42,33 @@ def page(folder: Path = RESULTS) -> str:
 def one(result: dict[str, Any]) -> str:
     """The tables of one result."""
     first = result["steps"][0]
-    names = list(first["seconds_per_step"])
+    names = list(result["first_steps"][0]["seconds"])
     others = [name for name in names if name != "ours"]
     versions = ", ".join(f"{package} {version}" for package, version in result["machine"]["versions"].items())
     where = (
         ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cores']} cores, {result['machine']['processor']}"
     )
     lines = [
-        f"{result['machine']['date']}; {where}; Python {result['machine']['python']}, {versions}; load before"
-        f" {result['load']['before']:.1f}, after {result['load']['after']:.1f} (quiet: below 1 before, and not above"
-        f" {result['machine']['cores']} after). {first['num_layers']} layers, hidden size {first['hidden_size']} (base"
-        f" {first['base_hidden_size']}), sequence {first['seq_length']}, micro-batch {first['micro_batch_size']},"
-        f" {first['precision']}, {first['engine']}, {first['layout']}.",
+        f"{result['machine']['date']}; {where}; Python {result['machine']['python']}, {versions}. Others took"
+        f" {result['busy']['before']:.0%} of the processors before, {result['busy']['after']:.0%} after."
+        f" {first['num_layers']} layers, hidden size {first['hidden_size']} (base {first['base_hidden_size']}),"
+        f" sequence {first['seq_length']}, micro-batch {first['micro_batch_size']}, {first['precision']}.",
         *(f"\nNo {name}: {reason}." for name, reason in result["absent"].items()),
         "",
-        *_row("", *names, *(f"ours / {name}" for name in others), "plain / plain"),
-        *_rule(2 + len(names) + len(others)),
+        *_row("a step", "rounds", "plain, seconds", "ours / plain", "CPU time", "plain / plain", f"at most {_GOAL}?"),
+        *_rule(7),
     ]
     for steps in result["steps"]:
-        lines += _row(
-            f"seconds a step, vocabulary {steps['vocabulary']}",
-            *(_cell(steps["seconds_per_step"][name]) for name in names),
-            *(_cell(steps["ours_over"][name], 3) for name in others),
-            _cell(steps["plain_again_over_plain"], 3),
-        )
+        ratio, again = steps["ours_over"]["plain"], steps["plain_again_over_plain"]
+        cells = (_with_interval(each) for each in (ratio, steps["cpu_ours_over"]["plain"], again))
+        what = f"{steps['architecture']}, {steps['engine']}, {steps['layout']}, vocabulary {steps['vocabulary']}"
+        plain = f"{steps['seconds_per_step']['plain']['median']:.3f}"
+        lines += _row(what, str(ratio["runs"]), plain, *cells, verdict(ratio))
+        if "native" in steps["ours_over"]:
+            native, cpu = (_with_interval(steps[kind]["native"]) for kind in ("ours_over", "cpu_ours_over"))
+            plain = f"{steps['seconds_per_step']['native']['median']:.3f}"
+            lines += _row("— against native", str(ratio["runs"]), plain, native, cpu, "", "")
+    lines += ["", *_row("", *names, *(f"ours / {name}" for name in others)), *_rule(1 + len(names) + len(others))]
     for start in result["first_steps"]:
         vocabulary = start["vocabulary"]
         for kind, what in (("tensors", "peak of tensors"), ("resident", "peak resident set")):
@@ -70,20 +76,18 @@ def one(result: dict[str, Any]) -> str:
                 f"{what}, MiB, vocabulary {vocabulary}",
                 *(_cell(start["peak_mebibytes"][kind][name], 0) for name in names),
                 *(_cell(start["peak_ours_over"][kind][name], 3) for name in others),
-                "",
             )
         lines += _row(
             f"seconds to the first step's end, vocabulary {vocabulary}",
             *(_cell(start["seconds"][name]["total"], 2) for name in names),
             *(_cell(start["seconds_ours_over"][name], 3) for name in others),
-            "",
         )
         for phase in ("upstream_imports", "our_imports", "build", "first_step"):
             cells = (
                 "not charged" if phase == "our_imports" and name != "ours" else _cell(start["seconds"][name][phase], 2)
                 for name in names
             )
-            lines += _row(f"— {phase.replace('_', ' ')}", *cells, *("" for _ in others), "")
+            lines += _row(f"— {phase.replace('_', ' ')}", *cells, *("" for _ in others))
     draw = result["init"]
     lines += [
         "",
@@ -104,6 +108,19 @@ def one(result: dict[str, Any]) -> str:
         peak = _cell(explain["peak_mebibytes"], 0)
         lines += _row(config, str(explain["processes"]), *(_cell(spread, 2) for spread in spreads), peak)
     return "\n".join(lines) + "\n"
+
+
+def verdict(ratio: dict[str, float]) -> str:
+    """Whether a ratio keeps to the goal, as far as its interval tells it from the noise."""
+    if ratio["runs"] < LEAST:
+        return "too few rounds"
+    if ratio["high"] <= _GOAL:
+        return "yes"
+    return "no" if ratio["low"] > _GOAL else "not told from the noise"
+
+
+def _with_interval(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
 
 
 def _cell(spread: dict[str, float], digits: int = 3) -> str:

@@ -32,6 +32,11 @@ def absent() -> dict[str, str]:
     return {"native": f"megatron-core {version} has no native MuP: TransformerConfig.use_mup came with 0.17"}
 
 
+def has_plain_experts() -> bool:
+    """Whether plain experts train on a CPU: 0.16's router names a function of Transformer Engine that is not there."""
+    return Version(importlib.metadata.version("megatron-core")) >= Version("0.17")
+
+
 def contenders_of(*, native: bool = True) -> list[str]:
     """Those that this installation has."""
     return [name for name in CONTENDERS if name not in absent() and (native or name != "native")]

@@ -38,9 +38,9 @@ class Late:
 
 
 def _scalar(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """A copy in float64. A kernel fills in a number of the host; to copy it from the host is to wait."""
+    """In float64. A kernel fills in a number of the host; to copy it from the host is to wait."""
     if torch.is_tensor(value):
-        return value.detach().to(device, torch.float64, copy=True)
+        return value.detach().to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
 
 

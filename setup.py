@@ -13,6 +13,7 @@ setup(
     package_dir=INSIDE,
     package_data={
         "mup_megatron.patches": ["*/series", "*/*.patch"],
+        "mup_megatron.report": ["*.js"],
         "mup_megatron.util.shipped.configs": ["**/*.yaml", "**/*.json"],
         "mup_megatron.util.shipped.launch": ["**/*.sh", "**/*.sbatch"],
     },

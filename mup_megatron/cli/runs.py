@@ -28,7 +28,7 @@ from mup_megatron.cli.common import (
     stopped,
 )
 from mup_megatron.cli.megatron import default_workers, read_command
-from mup_megatron.config import derive
+from mup_megatron.config import Config, derive
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_yaml, write_output
 
@@ -60,6 +60,9 @@ def explain(
         str | None, typer.Option(metavar="FILE", help="Also write the base shapes as a .bsh file.")
     ] = None,
     band: Annotated[bool, typer.Option("--band", help="Also show what the proxy says each series may be.")] = False,
+    page: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write a page on which sizes are moved, instead.")
+    ] = None,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
     setup = laid_out(config, overrides, world_size)
@@ -74,7 +77,11 @@ def explain(
     from mup_megatron.rules.base_shapes import base_shapes_text
     from mup_megatron.telemetry.band import band_of
 
-    parametrization = setup.parametrization(known_vocab_size(settings))
+    vocabulary = known_vocab_size(settings)
+    if page is not None:
+        _write_explorer(Path(page), settings, vocabulary)
+        return
+    parametrization = setup.parametrization(vocabulary)
     if save_base_shapes:
         text = base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
         write_output(Path(save_base_shapes), text, "--save-base-shapes")
@@ -88,6 +95,15 @@ def explain(
     print_table(parametrization, layout, console(200), rank)
     if on is not None:
         show(None, False, lines_of(on))
+
+
+def _write_explorer(path: Path, config: Config, vocabulary: int) -> None:
+    """Writes the page of `explain --html`."""
+    from mup_megatron.model.build import parametrize
+    from mup_megatron.report.document import write_document
+    from mup_megatron.report.explorer import explorer_page
+
+    print(write_document(path, explorer_page(config, lambda moved: parametrize(moved, vocabulary))))
 
 
 @app.command(epilog="Example: mup-megatron horizon configs/demo.yaml tuning.train_steps=100")

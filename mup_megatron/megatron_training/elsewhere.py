@@ -29,10 +29,11 @@ from mup_megatron.megatron_training.telemetry import standard_tensors, unread_na
 from mup_megatron.megatron_training.translate import config_of, stages_of
 from mup_megatron.megatron_training.tuning_config import write_tuning_config
 from mup_megatron.model.build import parametrize
-from mup_megatron.model.explain import print_table, without_numbers
+from mup_megatron.model.explain import print_table
 from mup_megatron.model.transformer_config import core_config
 from mup_megatron.parallel.layout import Layout, resolve_layout
 from mup_megatron.patches.megatron_training import ELSEWHERE_PATCHES
+from mup_megatron.rules.shapes import without_numbers
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
 

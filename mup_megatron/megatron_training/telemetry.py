@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mup_megatron.checkpoints.manifest import base_shapes_of
-from mup_megatron.model.explain import without_numbers
 from mup_megatron.model.global_names import named_parameters
+from mup_megatron.rules.shapes import without_numbers
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.tuning.family import digest
 from mup_megatron.util.errors import UserError

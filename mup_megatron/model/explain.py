@@ -1,6 +1,6 @@
 """What the parametrization does to every tensor, under the config's layout: for people a table, for programs JSON.
 
-Public names: `explain`, `holds`, `parameters_on`, `print_table`, `without_numbers`, `shown_init`. No process group is
+Public names: `explain`, `holds`, `parameters_on`, `print_table`, `shown_init`. No process group is
 started, no weight allocated.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from mup_megatron.config import Config, growing_sizes
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules import horizon
-from mup_megatron.rules.shapes import InfDim, Init, expert_number, layer_number
+from mup_megatron.rules.shapes import InfDim, Init, expert_number, layer_number, without_numbers
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters, is_copied
 
 
@@ -328,11 +328,6 @@ def shown_init(parameter: Mapping[str, Any]) -> str:
     if isinstance(std, Mapping):
         return _blocks({block: f"{value:.4g}" for block, value in std.items()})
     return f"{std:.4g}" if std else parameter.get("init", "0")
-
-
-def without_numbers(name: str) -> str:
-    """A parameter's name with the numbers of layer and expert left out."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _ratio(dim: InfDim) -> str:

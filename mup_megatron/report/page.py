@@ -9,13 +9,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.model.explain import shown_init, without_numbers
+from mup_megatron.model.explain import shown_init
 from mup_megatron.report.document import curves, document, layout_of, table, write_document
 from mup_megatron.report.opening import opening
 from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
+from mup_megatron.rules.shapes import without_numbers
 from mup_megatron.tuning.objective import objective_of
 from mup_megatron.tuning.record import StudyRecord, TrialRecord
 from mup_megatron.util.files import as_yaml, read_bytes

@@ -1,6 +1,6 @@
 """The rules applied to the tensors of a model, which makes the table (table.py).
 
-Public names: `apply_rules`, `Rules`, `base_std`.
+Public names: `apply_rules`, `Rules`, `base_std`, `orthogonalised`, `larger_side_growth`.
 """
 
 from __future__ import annotations
@@ -263,14 +263,11 @@ def _epsilon(rule: formulas.UpdateRule, ratios: formulas.Ratios) -> Fraction | f
 def _muon_rate(shape: TensorShape) -> Fraction | float:
     """Rate multiplier of a matrix under megatron-core's Muon in scale mode `spectral`.
 
-    What upstream orthogonalises at once is a matrix to the rule: query, key and value of the fused QKV each by itself,
-    any other tensor whole, whatever blocks it holds (emerging_optimizers.py, TensorParallelMuon.orthogonalize). The
-    update then has the spectral norm sqrt(larger side), whose growth from the base is divided out.
+    The update of what upstream orthogonalises at once has the spectral norm sqrt(larger side), whose growth from the
+    base is divided out.
     """
-    blocks = shape.blocks or {}
-    matrices = list(blocks.items()) if "query" in blocks else [("", shape.fan_out)]
     # Exact, so that equal rates are equal: the square of a multiplier, but for the fan-in that all matrices share.
-    squares = {name: dim.ratio / _larger_side_growth(dim, shape.fan_in) for name, dim in matrices}
+    squares = {name: dim.ratio / larger_side_growth(dim, shape.fan_in) for name, dim in orthogonalised(shape).items()}
     if len(set(squares.values())) > 1:
         rates = {name: math.sqrt(square / shape.fan_in.ratio) for name, square in squares.items()}
         raise UserError(
@@ -278,13 +275,23 @@ def _muon_rate(shape: TensorShape) -> Fraction | float:
             + ", ".join(f"×{rate:.4g} for the {name}" for name, rate in rates.items())
             + "; expected adamw, or blocks that grow together"
         )
-    rows = matrices[0][1]
+    rows = next(iter(orthogonalised(shape).values()))
     return formulas.learning_rate(
-        "muon", m_in=shape.fan_in.ratio * _larger_side_growth(rows, shape.fan_in), m_out=rows.ratio
+        "muon", m_in=shape.fan_in.ratio * larger_side_growth(rows, shape.fan_in), m_out=rows.ratio
     )
 
 
-def _larger_side_growth(rows: InfDim, columns: InfDim) -> Fraction:
+def orthogonalised(shape: TensorShape) -> dict[str, InfDim]:
+    """Rows of each matrix that upstream's Muon orthogonalises at once, by block.
+
+    These are query, key and value of the fused QKV each by itself, and any other tensor whole (""), whatever blocks it
+    holds (emerging_optimizers.py, TensorParallelMuon.orthogonalize).
+    """
+    blocks = shape.blocks or {}
+    return blocks if "query" in blocks else {"": shape.fan_out}
+
+
+def larger_side_growth(rows: InfDim, columns: InfDim) -> Fraction:
     """How the larger side of a matrix grows from its base."""
     return Fraction(max(rows.dim, columns.dim), max(rows.base_dim or rows.dim, columns.base_dim or columns.dim))
 

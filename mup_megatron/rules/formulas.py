@@ -12,17 +12,21 @@
 | learning rate, Muon, SOAP (spectral norm) | (m_out/m_in)^1/2 / A              | `learning_rate`      |
 | Adam's epsilon (added to sqrt(v))         | A / m_out                         | `epsilon`            |
 | SOAP's epsilon, in its eigenbasis         | A (m_in/m_out)^1/2                | `basis_epsilon`      |
-| decoupled weight decay, `independent`     | 1 / (learning-rate multiplier)    | `weight_decay`       |
+| decoupled weight decay, p = 1, 1/2, 0 for `independent`, `sqrt`, `coupled` | (rate's multiplier)^-p | `weight_decay` |
 | weight in the invariant gradient norm     | m_out / (A² m_in)                 | `gradient_norm`      |
 | all of Adam's, over batch and tokens      | powers of their ratios            | `horizon_factors`    |
 | experts and router, more experts          | m_out counts all experts' rows    | `of_experts`         |
+| readout's output, A                       | 1 / m_in                          | `readout_multiplier` |
+| attention logits                          | sqrt(d_base) / d                  | `softmax_scale`      |
+| residual branches, rate and epsilon in them, over depth | m_L^-α, m_L^(α-1), m_L^-α | `depth_factors`  |
 
 Sources: Tensor Programs V (arXiv 2203.03466), Table 8 and appendices B and D; the spectral condition (2310.17813) for
 Muon; Qiu et al. (2512.05620) for SOAP; Everett et al. (2407.05872) for epsilon; Wang & Aitchison (2405.13698) for
 weight decay; CompleteP (2505.01618) for depth; Malladi et al. (2205.10287) for batch; Bjorck et al. (2409.19913) for
-tokens; Jiang et al. (2601.20205) for experts. Ratios are exact fractions, so that equal multipliers are equal to the
-last bit and a model at its base shape is Megatron's own. This module imports neither torch, nor megatron-core, nor
-DeepSpeed.
+tokens; Jiang et al. (2601.20205) for experts.
+
+Ratios are exact fractions, so that equal multipliers are equal to the last bit and a model at its base shape is
+Megatron's own. This module imports neither torch, nor megatron-core, nor DeepSpeed.
 """
 
 from __future__ import annotations

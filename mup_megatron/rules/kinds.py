@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mup_megatron.config import Config
 from mup_megatron.config.per_tensor import is_pattern
-from mup_megatron.rules.shapes import Init, TensorShape
+from mup_megatron.rules.shapes import Init, TensorShape, without_numbers
 from mup_megatron.util.errors import UserError
 
 _KEY = "hparams.per_tensor"
@@ -140,7 +140,7 @@ def check_entries(config: Config, shapes: Mapping[str, TensorShape]) -> None:
         return
     kinds: dict[tuple[int, str], TensorShape] = {}
     for name, shape in shapes.items():  # a tensor of each sort; a pattern sees every name
-        kinds.setdefault((id(shape.spec), _without_numbers(name)), shape)
+        kinds.setdefault((id(shape.spec), without_numbers(name)), shape)
     for entry, factors in config.hparams.per_tensor.items():
         candidates = shapes.values() if is_pattern(entry) else kinds.values()
         named = [shape for shape in candidates if any(names(entry, shape, block) for block in shape.fan_outs)]
@@ -167,7 +167,3 @@ def is_decayed(config: Config, shape: TensorShape) -> bool:
 
 def _is_qk_norm(name: str) -> bool:
     return "q_layernorm." in name or "k_layernorm." in name
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

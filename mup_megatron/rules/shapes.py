@@ -213,6 +213,11 @@ def expert_number(name: str) -> int | None:
     return int(parts[parts.index("local_experts") + 1]) if "local_experts" in parts else None
 
 
+def without_numbers(name: str) -> str:
+    """A global name with the numbers of layer and expert left out, as a star each."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def join_shapes(
     target: Mapping[str, TensorSpec], base: Mapping[str, TensorSpec], enlarged: Mapping[str, TensorSpec]
 ) -> dict[str, TensorShape]:

@@ -16,8 +16,9 @@ from typing import Any
 
 from mup_megatron.config import Config, derive
 from mup_megatron.config.per_tensor import split_name
-from mup_megatron.model.explain import explain, without_numbers
+from mup_megatron.model.explain import explain
 from mup_megatron.parallel.layout import Layout
+from mup_megatron.rules.shapes import without_numbers
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.tuning.family import digest, digested
 from mup_megatron.tuning.fitted import Fitted, told

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mup_megatron.config import Config
-from mup_megatron.model.explain import holds, without_numbers
+from mup_megatron.model.explain import holds
 from mup_megatron.parallel.layout import Layout
-from mup_megatron.rules.shapes import TensorShape, layer_number
+from mup_megatron.rules.shapes import TensorShape, layer_number, without_numbers
 from mup_megatron.rules.table import Parametrization
 
 

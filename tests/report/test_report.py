@@ -6,10 +6,8 @@ import dataclasses
 import html
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ from mup_megatron.checkpoints.run_directory import CONTROLS
 from mup_megatron.report.page import write_page
 from mup_megatron.report.run_data import Curve, Run
 from mup_megatron.report.summary import _verdict
+from tests.helpers.browser import browse, look, measure, needs_browser
 from tests.helpers.commands import metrics
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 # Appended to a copy of the page: hovers over the first trial, then writes down what the browser sees.
 PROBE = """
@@ -43,39 +40,6 @@ window.addEventListener("load", () => setTimeout(() => {
   }, 800);
 }, 300));
 </script></body>"""
-CATCH = "<head><script>const errors = []; addEventListener('error', (e) => errors.push(e.message));</script>"
-
-
-def browse(page: Path, folder: Path, *options: str) -> str:
-    """The document that Debian's chromium made of a page."""
-    command = [str(CHROMIUM), "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    command += [
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-quic",
-        f"--user-data-dir={folder / 'profile'}",
-    ]
-    command += ["--virtual-time-budget=20000", "--window-size=1100,2600"]
-    if os.getuid() == 0:
-        command.append("--no-sandbox")
-    result = subprocess.run(
-        [*command, *options, page.as_uri()], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def look(page: Path, folder: Path, script: str = PROBE) -> dict[str, Any]:
-    """What the browser sees on a page."""
-    probed = folder / "probed.html"
-    probed.write_text(page.read_text().replace("<head>", CATCH, 1).replace("</body>", script))
-    document = browse(probed, folder, "--dump-dom")
-    found = re.search(r'<pre id="seen">(.*?)</pre>', document, re.DOTALL)
-    assert found, document[-2000:]
-    return json.loads(html.unescape(found.group(1)))
-
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
 
 
 @needs_browser
@@ -83,7 +47,7 @@ def test_the_page_in_a_browser(whole: Path, tmp_path: Path, capsys: pytest.Captu
     assert cli.run(["report", str(whole / "run")]) == 0
     page = Path(capsys.readouterr().out.strip())
     assert page == whole / "run" / "report.html"
-    seen = look(page, tmp_path)
+    seen = look(page, tmp_path, PROBE)
     assert seen["errors"] == []
     assert seen["fetched"] == 0
     record = json.loads((whole / "run" / "transfer.json").read_text())
@@ -99,53 +63,12 @@ def test_the_page_in_a_browser(whole: Path, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "page.png").stat().st_size > 50_000
 
 
-# In an iframe as wide as a screen: what lies outside it, and what of a picture lies under its toolbar.
-MEASURE = """
-<script>
-window.addEventListener("load", () => setTimeout(() => {
-  const wide = [], name = (e) => e.id || e.textContent.slice(0, 40) || e.tagName;
-  if (document.documentElement.scrollWidth > innerWidth) wide.push(`page ${document.documentElement.scrollWidth}`);
-  for (const e of document.querySelectorAll("h1, h2, p, li, img, pre, details, .wide, .js-plotly-plot, .main-svg"))
-    if (e.getBoundingClientRect().right > innerWidth + 0.5) wide.push(name(e));
-  const scrolled = [...document.querySelectorAll(".wide")].filter((e) => e.scrollWidth > e.clientWidth).map(name);
-  const covered = [], boxes = (plot, what) => [...plot.querySelectorAll(what)].map((e) => e.getBoundingClientRect());
-  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
-  for (const plot of document.querySelectorAll(".js-plotly-plot")) {
-    const bars = boxes(plot, ".modebar"), legends = boxes(plot, ".legend"), titles = boxes(plot, ".g-xtitle text");
-    const ticks = boxes(plot, ".xtick text");
-    const any = (some, others) => some.some((one) => others.some((other) => meet(one, other)));
-    if (any(bars, [...legends, ...titles])) covered.push(`${plot.id} toolbar`);
-    if (any(titles, [...ticks, ...legends])) covered.push(`${plot.id} title`);
-  }
-  const plots = document.querySelectorAll(".js-plotly-plot .main-svg").length;
-  parent.postMessage(JSON.stringify({width: innerWidth, wide, scrolled, covered, plots}), "*");
-}, 500));
-</script></body>"""
-
-
-def measure(page: Path, folder: Path, width: int) -> dict[str, Any]:
-    """What does not fit on a screen of a width; chromium's own window is never narrower than 500 pixels."""
-    inner = folder / "inner.html"
-    inner.write_text(page.read_text().replace("</body>", MEASURE))
-    outer = folder / "outer.html"
-    outer.write_text(
-        "<body><script>addEventListener('message', (e) => { const seen = document.createElement('pre');"
-        "seen.id = 'seen'; seen.textContent = e.data; document.body.appendChild(seen); });</script>"
-        f"<iframe src='inner.html' width='{width}' height='2000' style='border: 0'></iframe></body>"
-    )
-    found = re.search(r'<pre id="seen">(.*?)</pre>', browse(outer, folder, "--dump-dom"), re.DOTALL)
-    assert found
-    seen = json.loads(html.unescape(found.group(1)))
-    assert seen["width"] == width
-    assert seen["plots"] >= 3
-    return seen
-
-
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_the_screen(whole: Path, tmp_path: Path, width: int) -> None:
     """On a phone tables may scroll by themselves, with their first column in place; the page never does."""
     seen = measure(write_page(whole / "run"), tmp_path, width)
+    assert seen["plots"] >= 3
     assert seen["wide"] == []
     assert seen["covered"] == []
     if width == 1280:

@@ -8,6 +8,21 @@ _HAND = "rules/test_rules.py"
 _TABLE = "rules/test_parametrization.py"
 
 MUTANTS = (
+    mutant(
+        "laws: the smallest block decides",
+        "a page of sizes shows the epsilon of the block that grows least",
+        "rules.laws.TensorLaws.at",
+        "max(own['m_out'] for own in blocks.values())",
+        "min(own['m_out'] for own in blocks.values())",
+        "rules/test_laws.py::test_laws_are_the_table[gpt3]",
+    ),
+    decorated(
+        "laws: a sum is taken for a product",
+        "a part of a head is moved as if the head were that part times something",
+        "rules.measured_laws._is_product",
+        "lambda f: lambda *a: True",
+        "rules/test_laws.py::test_laws_are_the_table[latent attention]",
+    ),
     decorated(
         "rule: init without g",
         "an output-like tensor starts as a hidden one does",

@@ -1,0 +1,173 @@
+"""The page of `explain --html`: what it computes is the table's, in a real browser; what it shows fits a screen."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mup_megatron import cli
+from mup_megatron.config import Config, derive
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel import upstream
+from mup_megatron.report.explorer import RULES, explorer_page
+from mup_megatron.rules import formulas
+from mup_megatron.rules.laws import Laws
+from mup_megatron.rules.measured_laws import laws_of
+from mup_megatron.rules.table import Parametrization
+from tests.helpers.browser import look, measure, needs_browser
+from tests.helpers.configs import MIXED, VOCABULARY, make
+from tests.rules.test_laws import CONFIGS, FACTORS, heads_under_muon
+
+COMMAND = "explain configs/qwen3/30b-a3b.yaml --html docs/examples/explain.html"
+"""How the committed page is made."""
+
+SEEN = """
+  const seen = document.createElement("pre");
+  seen.id = "seen";
+  seen.textContent = JSON.stringify({result, errors, fetched: performance.getEntriesByType("resource").length});
+  document.body.appendChild(seen);
+</script></body>"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prepared() -> None:
+    upstream.prepare_process()
+
+
+def table_of(config: Config) -> Parametrization:
+    return parametrize(config, VOCABULARY)
+
+
+def page_of(config: Config, folder: Path) -> Path:
+    page = folder / "page.html"
+    page.write_text(explorer_page(config, table_of))
+    return page
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """What the page computes with."""
+    line = next(line for line in page.read_text().splitlines() if "const DATA = " in line)
+    data: dict[str, Any] = json.loads(line.partition("const DATA = ")[2].rstrip(";"))
+    return data
+
+
+@needs_browser
+@pytest.mark.parametrize("case", ["gpt3", "experts", "depth, batch and tokens", "Muon"])
+def test_the_page_computes_the_table(case: str, tmp_path: Path) -> None:
+    """Every number of every parametrization at 100 random sizes, as rules/laws.py has it, which is the table."""
+    config = CONFIGS[case]()
+    page, rng = page_of(config, tmp_path), random.Random(0)
+    sizes = laws_of(config, table_of).sizes
+    draws = [{size: float(rng.choice(FACTORS)) for size in sizes} for _ in range(100)]
+    script = (
+        f"<script>const draws = {json.dumps(draws)};\n"
+        "const result = Object.fromEntries(Object.entries(DATA.laws).map(([name, laws]) =>\n"
+        "  [name, draws.map((ratios) => laws.tensors.map((tensor) => valuesAt(tensor, ratios)))]));" + SEEN
+    )
+    seen = look(page, tmp_path, script)
+    assert seen["errors"] == []
+    assert seen["fetched"] == 0
+    names = ["mup", "standard", "fan_in"] + (["one_ratio"] if config.optimizer.name == "adamw" else [])
+    assert list(seen["result"]) == names
+    for name in ("mup", "standard", "fan_in"):
+        laws = laws_of(derive(config, {"parametrization.name": name}), table_of)
+        for ratios, found in zip(draws, seen["result"][name], strict=True):
+            check(laws, ratios, found)
+
+
+def check(laws: Laws, ratios: dict[str, float], found: list[dict[str, Any]]) -> None:
+    for tensor, values in zip(laws.tensors, found, strict=True):
+        assert values["refused"] == tensor.is_refused(ratios)
+        for name, value in tensor.at(ratios).items():
+            assert values[name] == pytest.approx(value, rel=1e-12), (tensor.name, name, ratios)
+
+
+@needs_browser
+def test_a_size_is_moved(tmp_path: Path) -> None:
+    """By hand: FFN 160 to 320 beside a base of 64: the second layer's rate is 8e-3 / 5, its init 0.05 / 2 / sqrt(5)."""
+    script = (
+        """<script>
+  const slider = document.getElementById("model.ffn_hidden_size number");
+  slider.value = 320;
+  slider.dispatchEvent(new Event("change"));
+  const rows = [...document.querySelectorAll("#tensors tr")];
+  const row = rows.find((row) => row.textContent.includes("linear_fc2.weight"));
+  row.querySelector("td[data-quantity=lr]").click();
+  const result = {
+    cells: [...row.querySelectorAll("td")].map((cell) => cell.innerText),
+    chosen: document.getElementById("chosen").innerText,
+    hover: row.querySelector("td[data-quantity=lr]").title,
+  };"""
+        + SEEN
+    )
+    seen = look(page_of(make(MIXED), tmp_path), tmp_path, script)
+    assert seen["errors"] == []
+    name, shape, m_in, m_out, init, rate, eps, decay, multiplier = seen["result"]["cells"]
+    assert (name, shape, m_in, m_out) == ("decoder.layers.*.mlp.linear_fc2.weight", "96 × 320", "×5", "×1.5")
+    assert init.split() == ["0.01118", "×0.4472", "0.025"]  # and standard's below
+    assert rate.split() == ["0.0016", "×0.2", "0.008"]
+    assert eps.split() == ["6.667e-9", "×0.6667", "1e-8"]
+    assert decay.split() == ["0.5", "×5", "0.1"]
+    assert multiplier == "1"
+    assert seen["result"]["hover"].startswith("η · 1 / (A m_in)   (formulas.learning_rate)")
+    assert "goes as ffn_hidden_size^-1" in seen["result"]["chosen"]
+    assert (
+        "megatron-core's MuP: one ratio, hidden size / base hidden size\t0.005333\tgoes as hidden_size^-1"
+        in (seen["result"]["chosen"])
+    )
+
+
+@needs_browser
+def test_blocks_that_would_need_rates_of_their_own(tmp_path: Path) -> None:
+    script = (
+        """<script>
+  const said = () => document.getElementById("tensors").innerText.split("refused: its blocks would need rates").length;
+  const before = said() - 1;
+  set("model.kv_channels", 32);
+  const result = [before, said() - 1];"""
+        + SEEN
+    )
+    assert look(page_of(heads_under_muon(), tmp_path), tmp_path, script)["result"] == [0, 1]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_the_screen(repository: Path, tmp_path: Path, width: int) -> None:
+    seen = measure(repository / "docs" / "examples" / "explain.html", tmp_path, width)
+    assert seen["wide"] == []
+    if width == 1280:
+        assert seen["scrolled"] == []
+
+
+def test_the_rules_are_the_formulas_own() -> None:
+    """Every rule that a cell may name stands once in the table of formulas.py, with a function that is there."""
+    lines = [line for line in (formulas.__doc__ or "").splitlines() if line.startswith("|")]
+    for of in RULES.values():
+        for begin in of.values():
+            (line,) = [line for line in lines if line.startswith(f"| {begin}")]
+            assert hasattr(formulas, line.split("`")[-2])
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(json.loads(make(MIXED, run__name="a </script> b").model_dump_json())))
+    page = tmp_path / "page.html"
+    assert cli.run(["explain", str(config), "model.vocab_size=384", "--html", str(page)]) == 0
+    assert capfd.readouterr().out.strip() == str(page)
+    assert page.read_text().count("</script>") == 3  # of the head, the page and the figures, none of a name
+    assert cli.run(["explain", str(config), "model.vocab_size=384", "--html", str(tmp_path / "no" / "page.html")]) == 2
+    assert "page.html: cannot write the page" in capfd.readouterr().err
+
+
+def test_the_committed_page(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository)
+    committed = repository / "docs" / "examples" / "explain.html"
+    command = [*COMMAND.split()[:-1], str(tmp_path / "page.html")]
+    assert cli.run(command) == 0
+    assert data_of(tmp_path / "page.html") == data_of(committed)
+    assert (tmp_path / "page.html").read_text() == committed.read_text()

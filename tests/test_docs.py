@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.links import PAGES, ROOT, defines, links
+from tests.helpers.links import PAGES, ROOT, anchors, defines, links
+from tests.helpers.sentences import sentences
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -29,6 +30,18 @@ def test_links_to_files_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_to_headings_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
+        goal = page.parent / target if target else page
+        assert anchor in anchors(goal.read_text()), f"{target}#{anchor}"
+
+
+def test_a_heading_becomes_an_anchor() -> None:
+    text = "# 7. What must hold, and is tested\n\n    # a comment\n\n```text\n## an output\n```\n## `explain`: two\n"
+    assert anchors(text) == {"7-what-must-hold-and-is-tested", "explain-two"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
     """Paths from the repository's root, as `tests/rules/test_rules.py` and `mup_megatron/rules/formulas.py`."""
@@ -38,9 +51,9 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 def test_named_tests_exist(repository: Path) -> None:
     source = "".join(path.read_text() for path in (repository / "tests").rglob("*.py"))
-    text = (repository / "docs" / "parametrization.md").read_text()
-    for name in re.findall(r"`((?:test|no)_\w+)`", text):
-        assert f"def {name}(" in source, name
+    names = re.findall(r"`((?:test|no)_\w+)`", (repository / "docs" / "rules-checked.md").read_text())
+    assert len(names) > 20
+    assert not [name for name in names if f"def {name}(" not in source]
 
 
 WRITTEN = [
@@ -54,3 +67,21 @@ def test_prose_is_wrapped(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "    ", "!["))]
     assert not [line for line in long if len(re.sub(r"\[[^]]*\]\([^)]*\)|`[^`]*`", "", line)) > 60]
+
+
+FIRST_READ = {"README", "tutorial", "faq", "usage", "glossary", "megatron"}
+FIRST_READ |= {"megatron-details", "parametrization", "rules-checked", "not-built"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem in FIRST_READ], ids=lambda page: page.name)
+def test_no_sentence_is_long(page: Path) -> None:
+    """At most 40 words, so that a reader with English as a second language need not begin again."""
+    assert not [sentence for sentence in sentences(page.read_text()) if len(sentence.split()) > 40]
+
+
+def test_a_long_sentence_is_seen() -> None:
+    """Of 41 words, over two lines and around a link; an item ends a sentence, and what is no prose does not count."""
+    long = f"- One. Two {'word ' * 19}\n[two words](page.md#a-b) {'word ' * 18}`a b c`."
+    other = f"| {'cell ' * 50}|\n\n    {'code ' * 50}\n\n```text\n{'out ' * 50}\n```\n# {'head ' * 50}\n"
+    assert [len(sentence.split()) for sentence in sentences(other + long)] == [2, 41]
+    assert [len(sentence.split()) for sentence in sentences(f"- {'word ' * 30}\n" * 2)] == [31, 31]

@@ -77,6 +77,6 @@ def _soap(config: Config) -> dict[str, Any]:
     """Plain SOAP: its two matrices are averages of G Gᵀ and Gᵀ G, as in the runs that its rule was verified on.
 
     megatron-core's own default, KL-Shampoo, clamps the eigenvalues of these matrices at Adam's epsilon, and no rule is
-    known for that (docs/parametrization.md, section 2).
+    known for that (docs/not-built.md).
     """
     return {"soap_use_kl_shampoo": False, "soap_shampoo_beta": betas(config)[1]}

@@ -121,7 +121,7 @@ def exists(rule: Rule, version: str) -> bool:
 
 
 def as_markdown() -> str:
-    """The options as tables, refused ones first: what docs/megatron.md holds."""
+    """The options as tables, refused ones first: what docs/reports/megatron-options.md holds."""
     lines = ["| impossible | why, and what to do instead |", "| --- | --- |"]
     lines += [f"| {_spelled(names)} | {why} |" for names, why in IMPOSSIBLE]
     lines += ["", "| not supported | why |", "| --- | --- |"]

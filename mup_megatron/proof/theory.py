@@ -14,7 +14,7 @@ the models at hand, n_in by n_out (arXiv 2203.03466, Table 8 and appendix D.1):
 
 Activations and their changes keep their size; the gradient with respect to the residual stream goes as 1/hidden size,
 that with respect to logits as 1. Each dimension has a slope of its own over the family, which is 1 only for the
-dimension that slopes are taken over. There are two exceptions (docs/parametrization.md, section 7):
+dimension that slopes are taken over. There are two exceptions (docs/proof.md):
 
 - The output of an output-like tensor falls as n_in^-1/2 in the first steps. So does everything in the same branch that
   is computed from it: logits, router logits, k and v of fixed KV heads and their attention, an FFN of fixed size, and

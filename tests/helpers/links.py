@@ -23,3 +23,10 @@ def links(page: Path) -> Iterator[tuple[str, Path]]:
 def defines(path: Path, symbol: str) -> bool:
     """Whether a file defines a function, a class or a name of this kind."""
     return re.search(rf"^\s*(?:(?:def|class) {symbol}\b|{symbol}\b.*=)", path.read_text(), re.MULTILINE) is not None
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind # on a page: its headings, as GitHub and the offline site write them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

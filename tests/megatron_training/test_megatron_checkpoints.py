@@ -1,4 +1,4 @@
-"""What plain Megatron says of a checkpoint in µP, beside what docs/megatron.md says that it says."""
+"""What plain Megatron says of a checkpoint in µP, beside what docs/megatron-details.md says that it says."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ SIZES = {
     "grown": "hidden_size: 32\nnum_attention_heads: 2\n",
     "at its base": "hidden_size: 64\nnum_attention_heads: 4\n",
 }
-_PART = "**Checkpoints and plain Megatron.**"
+_PAGE = ROOT / "docs" / "megatron-details.md"
+_PART = "\n## Checkpoints and plain Megatron\n"
 
 
 def ways() -> list[tuple[str, str, str]]:
     """Of each way to load in the table: the checkpoint's name, the options, and what is said of the message."""
-    part = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8").partition(_PART)[2].partition("\n**")[0]
+    part = _PAGE.read_text(encoding="utf-8").partition(_PART)[2].partition("\n## ")[0]
     found: list[tuple[str, str, str]] = []
     for line in part.splitlines():
         if line.startswith("| `--"):
@@ -73,6 +74,6 @@ def test_its_message_is_the_docs(name: str, options: str, said: str, ranks: Rank
 
 def test_the_format_that_has_no_names(ranks: Ranks, saved: Path, tmp_path: Path) -> None:
     """The control: without names of their own the weights are taken, as the page says, and the run goes on."""
-    part = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8").partition(_PART)[2].partition("\n**")[0]
+    part = _PAGE.read_text(encoding="utf-8").partition(_PART)[2].partition("\n## ")[0]
     assert "It does not stop with `--ckpt-format torch`" in part
     assert len(plain(ranks, tmp_path, "--load", str(saved / "torch"), "--ckpt-format", "torch", "--finetune")) == 3

@@ -350,8 +350,8 @@ def test_optimizer_configs() -> None:
 
 
 def test_the_documentation_has_the_table(repository: Path) -> None:
-    """`python -m mup_megatron.megatron_training.option_table` writes it anew."""
-    text = (repository / "docs" / "megatron.md").read_text()
+    """`python -m mup_megatron.megatron_training.option_table` prints it."""
+    text = (repository / "docs" / "reports" / "megatron-options.md").read_text()
     _, _, after = text.partition("<!-- options -->\n")
     table, _, _ = after.partition("<!-- /options -->\n")
     assert table == option_table.as_markdown()

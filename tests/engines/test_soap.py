@@ -48,9 +48,9 @@ def config_of(model: str, split: Split, **overrides: Any) -> Any:
     return config
 
 
-# Float32 decides the eigenvectors of tiny eigenvalues, and a sum in another order makes others of them. A large epsilon
-# keeps what becomes of that out of the losses, which then differ by 6e-6 at most in 20 steps; gradient norms still
-# differ by 6e-5, and are not compared.
+# In float32 rounding decides the eigenvectors of tiny eigenvalues, and a sum in another order gives others. A large
+# epsilon keeps that out of the losses, which then differ by 6e-6 at most in 20 steps; gradient norms still differ by
+# 6e-5, and are not compared.
 LARGE = {"optimizer__soap_eps": 0.1}
 
 

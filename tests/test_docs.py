@@ -30,7 +30,11 @@ def test_links_to_files_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / name / "README.md" for name in ("docs/evidence", "patches"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_links_to_headings_exist(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
         goal = page.parent / target if target else page

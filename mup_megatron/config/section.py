@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 # Bounds are far beyond what anybody trains; past them numbers overflow, and tables fill the memory.
 Positive = Annotated[int, Field(gt=0, le=2**53)]
@@ -27,6 +27,8 @@ Repetitions = Annotated[int, Field(ge=0, le=1_000_000)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """NumPy's end at 2**32; repetitions count up from the run's."""
 Size = Ranks | Literal["auto"]
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""Beside a Literal with `off`, which YAML reads as false where it has no quotes."""
 
 
 class Section(BaseModel):

@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mup_megatron.config.section import NonNegative, Positive, PositiveFloat, Ranks, Repetitions, Section, Seed, Width
+from mup_megatron.config.section import (
+    OFF,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Ranks,
+    Repetitions,
+    Section,
+    Seed,
+    Width,
+)
 
 
 class Run(Section):
@@ -21,7 +31,7 @@ class Run(Section):
     samples: list[str] = []
     """Prompts that the model goes on from, with the most likely tokens, at every evaluation of the target: printed and
     kept in samples.jsonl. An empty prompt begins a document. A token takes one evaluation pass, for all prompts."""
-    audit: Literal["stop", "warn", "off"] = "stop"
+    audit: Annotated[Literal["stop", "warn", "off"], OFF] = "stop"
     """What is done where a tensor has another initial value, group, rate, epsilon, decay or update than the table says,
     at the first step that moves anything, of the run and after a resume: the run stops before the next step and names
     the tensor (`stop`), or says so and goes on (`warn`); or nobody looks (`off`). audit.json has every number."""
@@ -36,7 +46,7 @@ class Run(Section):
 class Watch(Section):
     """What is done when a run's readings leave the band that the proxy's best runs had (docs/watching.md)."""
 
-    action: Literal["warn", "save", "stop", "off"] = "warn"
+    action: Annotated[Literal["warn", "save", "stop", "off"], OFF] = "warn"
     """What an alarm does: it is said (`warn`), said behind a checkpoint of the step (`save`), or the run is saved and
     ends with exit status 4 (`stop`); or nobody looks (`off`). alarms.jsonl has every alarm."""
     band: str | None = None

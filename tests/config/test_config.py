@@ -165,6 +165,15 @@ def test_bad(keys: dict[str, Any], sentence: str) -> None:
     assert sentence in problem(**keys)
 
 
+def test_off_without_quotes(tmp_path: Path) -> None:
+    """YAML reads it as false, in a file and on the command line."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(changed()) + "watch: {action: off}\n")
+    config = load_config(path, parse_overrides(["run.audit=off"]))
+    assert (config.run.audit, config.watch.action) == ("off", "off")
+    assert "expected one of 'stop', 'warn' or 'off', found True" in problem(run__audit=True)
+
+
 def test_a_depth_rule_off_or_unused_needs_no_base_depth() -> None:
     assert parse_config(changed()).num_layers_base == 2
     assert parse_config(changed(parametrization={"name": "standard", "depth": "completep"})).num_layers_base == 2

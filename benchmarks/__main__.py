@@ -11,8 +11,9 @@ import time
 from typing import Any, NamedTuple
 
 from benchmarks import table
-from benchmarks.harness import absent, has_plain_experts, machine, wait_for_quiet, write
+from benchmarks.harness import absent, has_plain_experts, wait_for_quiet, write
 from benchmarks.start import explain, first_steps, in_child
+from mup_megatron.util.provenance import machine
 
 
 class Cell(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import contenders
-from benchmarks.harness import RESULTS, in_turn, machine, ratios, spread
+from benchmarks.harness import RESULTS, in_turn, ratios, spread
 from mup_megatron.checkpoints.checkpoint import Checkpoints
 from mup_megatron.checkpoints.manifest import make_manifest
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
@@ -32,6 +32,7 @@ from mup_megatron.model.build import build_model, parametrize
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.train.saver import Saver
+from mup_megatron.util.provenance import machine
 
 _VOCABULARIES, _RUNS, _WARMUP = (8192, 50304), 15, 2
 _TARGET = 0.05

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed
 
-from benchmarks.harness import RESULTS, machine
+from benchmarks.harness import RESULTS
 from mup_megatron.config import Config, derive, load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup import resolve
@@ -23,6 +23,7 @@ from mup_megatron.parallel.ranks import Rank
 from mup_megatron.telemetry.forecast import BINS, FIRST, Forecast, LossOfProxy, bins_of
 from mup_megatron.telemetry.losses import LossAlarms, LossBins
 from mup_megatron.train.run import train
+from mup_megatron.util.provenance import machine
 
 _STEPS, _RATE, _SEEDS = 200, 0.006, (1235, 1236)
 _RATES = [_RATE * 2 ** (octave / 2) for octave in range(-4, 5)]

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import alternate, machine, ratios, spread
+from benchmarks.harness import alternate, ratios, spread
 from mup_megatron.checkpoints.run_directory import CONTROLS
 from mup_megatron.config import parse_config
 from mup_megatron.data.gpt import GPTBatch
@@ -36,6 +36,7 @@ from mup_megatron.parallel.ranks import Rank
 from mup_megatron.report.run_data import read_run
 from mup_megatron.rules.shapes import Fused, Init, TensorSpec
 from mup_megatron.tuning.process import environment
+from mup_megatron.util.provenance import machine
 
 # Dense bf16 peak of the tensor cores, FLOP/s, by device name; MFU is left out for others.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}

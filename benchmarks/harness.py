@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import json
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +18,6 @@ CONTENDERS = ("ours", "plain", "native")
 LEAST = 6
 """Values of which the least and the most hold the median with 95 % confidence."""
 _QUIET, _LOOK_SECONDS = 0.05, 3.0
-_PACKAGES = ("torch", "megatron-core", "deepspeed")
 
 
 def absent() -> dict[str, str]:
@@ -40,28 +36,6 @@ def has_plain_experts() -> bool:
 def contenders_of(*, native: bool = True) -> list[str]:
     """Those that this installation has."""
     return [name for name in CONTENDERS if name not in absent() and (native or name != "native")]
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what a result was measured."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "date": str(datetime.date.today()),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "gpus": gpus,
-        "python": platform.python_version(),
-        "versions": {package: importlib.metadata.version(package) for package in _PACKAGES},
-    }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def spread(values: list[float]) -> dict[str, float]:

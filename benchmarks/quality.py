@@ -21,10 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine
 from mup_megatron.config import load_config
 from mup_megatron.data.english import ENGLISH
 from mup_megatron.report.pictures import load_pyplot, save_figure
+from mup_megatron.util.files import sha256_of
+from mup_megatron.util.provenance import provenance
 
 CONFIG = "configs/proof/quality.yaml"
 RUNS = Path("runs/quality")
@@ -193,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [judge(name, keys, seed) for seed in range(1, asked.seeds + 1) for name, keys in MODELS.items()]
     found = reasons(runs)
     result = {
-        "machine": machine(),
+        "provenance": provenance(sha256_of(RUNS / "text" / "train.jsonl")),
         "seeds": asked.seeds,
         "steps": load_config(CONFIG).training.train_steps,
         "passed": not found,

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from benchmarks import contenders
-from benchmarks.harness import RESULTS, alternate, machine, ratios, spread
+from benchmarks.harness import RESULTS, alternate, ratios, spread
 from mup_megatron.audit.auditor import Auditor
 from mup_megatron.audit.update import Rates
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
@@ -22,6 +22,7 @@ from mup_megatron.parallel import runtime
 from mup_megatron.rules.horizon import betas
 from mup_megatron.telemetry.reading import Readings, usual_interval
 from mup_megatron.train.auditing import door_of
+from mup_megatron.util.provenance import machine
 
 _VOCABULARY, _RUNS = 4096, 30
 _LONGER = (1, 4)

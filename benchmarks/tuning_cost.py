@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config, derive, load_config
+from mup_megatron.data.record import tokens_digest
 from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.outcome import Trial
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.study import Study
+from mup_megatron.util.provenance import provenance
 
 GOAL = 0.005
 METHODS: dict[str, tuple[str, str, int]] = {
@@ -236,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seeds": asked.seeds,
         "searches": searches,
         "tables": [list(_named(record)) for record in records],
+        "provenance": provenance(tokens_digest(config)),
     }
     (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     draw(searches, result["best"], asked.output / "cost.png")

@@ -39,6 +39,7 @@ from mup_megatron.proof.question import Question
 from mup_megatron.proof.stability import as_json, judge, lines
 from mup_megatron.report.stability import draw_stability
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.provenance import provenance
 
 Pictures = tuple[torch.Tensor, torch.Tensor]
 """Of shape (pictures, 1, height, width), mean about 0 and deviation about 1, and the class of each."""
@@ -239,7 +240,12 @@ def experiment(asked: argparse.Namespace) -> dict[str, Any]:
         "measured": "training loss (nats per picture)",
         "axis": "width",
     }
-    result |= {"of": asked.kind, "data": asked.data.partition("=")[0], "steps": asked.steps, "torch": torch.__version__}
+    result |= {
+        "of": asked.kind,
+        "data": asked.data.partition("=")[0],
+        "steps": asked.steps,
+        "provenance": provenance(None),
+    }
     result = as_json(result)
     if found.writes:
         print(file=sys.stderr)

@@ -1,7 +1,7 @@
 """prepared.json: whose data a folder holds, and what its files are.
 
-Public names: `Prepared`, `read_record`, `begin_record`, `write_record`, `refuse_other_data`, `RECORD`, `TRAINED`,
-`LOCK`, `FORMAT`. The record names files of its own folder, and no path: what it says is true from every
+Public names: `Prepared`, `read_record`, `tokens_digest`, `begin_record`, `write_record`, `refuse_other_data`, `RECORD`,
+`TRAINED`, `LOCK`, `FORMAT`. The record names files of its own folder, and no path: what it says is true from every
 working directory.
 """
 
@@ -12,7 +12,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mup_megatron.data.corpus import Corpus
+from mup_megatron.config import Config
+from mup_megatron.data.corpus import Corpus, data_directory
 from mup_megatron.data.whole import File, is_partial, write
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_object
@@ -65,6 +66,12 @@ def read_record(corpus: Corpus, digest: str) -> Prepared | None:
         return None
     whole = all(os.path.exists(prefix + suffix) for prefix in prepared.blend[0] for suffix in (".bin", ".idx"))
     return prepared if whole and (trained is None or os.path.exists(trained)) else None
+
+
+def tokens_digest(config: Config) -> str | None:
+    """SHA-256 of the prepared tokens; None of existing datasets, and before they are made."""
+    files = read_object(data_directory(config) / RECORD).get("files", {})
+    return files["corpus.bin"]["sha256"] if "corpus.bin" in files else None
 
 
 def begin_record(directory: Path, digest: str) -> None:

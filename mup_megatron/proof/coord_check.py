@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from mup_megatron.config import Config, derive
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
+from mup_megatron.data.record import tokens_digest
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.engines.setup import refuse, resolve_auto
 from mup_megatron.model.build import parametrize
@@ -36,6 +37,7 @@ from mup_megatron.rules.horizon import applied
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
+from mup_megatron.util.provenance import provenance
 
 _TOKENS = 16
 """Of a sequence, in the check's own batch."""
@@ -85,7 +87,8 @@ def coord_check(
         measurements, tables = _measure(family, measured, rank, asked, say)
     theory = Theory(tables, [member.size for member in family], regime.axis)
     slopes = {each.label: slopes_of(measurements, each.label, family, theory, regime.axis) for each in measured}
-    return as_json({**_result(asked, keys, family, measurements, slopes), "config": config.model_dump()}, _DIGITS)
+    said = {**_result(asked, keys, family, measurements, slopes), "config": config.model_dump()}
+    return as_json({**said, "provenance": provenance(tokens_digest(config))}, _DIGITS)
 
 
 def _result(

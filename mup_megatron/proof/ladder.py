@@ -17,7 +17,7 @@ from typing import Any
 
 from mup_megatron.config import Config, derive
 from mup_megatron.data.parts import times_read
-from mup_megatron.data.record import Prepared
+from mup_megatron.data.record import Prepared, tokens_digest
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
 from mup_megatron.proof.grid import Grid, Job, Outcome, ended
@@ -31,6 +31,7 @@ from mup_megatron.tuning.loss_law import AXES
 from mup_megatron.tuning.proxy_band import band_of_runs
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
+from mup_megatron.util.provenance import provenance
 
 
 def ladder(config: Config, asked: Ladder, grid: Grid) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def ladder(config: Config, asked: Ladder, grid: Grid) -> dict[str, Any]:
         "dropped": dropped,
         **ended(runs.outcomes),
         "config": config.model_dump(),
+        "provenance": provenance(tokens_digest(config)),
         **facts(config, list(made.values()), {name: getattr(next(iter(made)), name) for name in AXES}),
     }
     found: dict[str, Any] = as_json(result)

@@ -17,10 +17,12 @@ from typing import Any
 from mup_megatron.checkpoints.run_directory import write_whole
 from mup_megatron.config import Config, derive
 from mup_megatron.data.prepare import data_directory
+from mup_megatron.data.record import tokens_digest
 from mup_megatron.parallel import upstream
 from mup_megatron.proof.grid import Grid, Job, comparable
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json, as_yaml, read_text
+from mup_megatron.util.provenance import provenance
 
 REVERSED, LARGE, SMALL = "small, reversed", "large, standard", "small, standard"
 _SMOOTH = 5
@@ -95,7 +97,8 @@ def reverse(config: Config, rates: Sequence[float], seeds: int, grid: Grid, *, c
         run = {"model": label, "lr": lr, "seed": seed, "state": outcome.state, "reason": outcome.reason}
         risen = rise(losses) if outcome.state == "complete" else None
         curves.append({**run, "rise": risen, "losses": losses})
-    return as_json({"curves": curves, "small": small.model_dump(), "config": config.model_dump()})
+    configs = {"small": small.model_dump(), "config": config.model_dump()}
+    return as_json({"curves": curves, **configs, "provenance": provenance(tokens_digest(config))})
 
 
 def rise(losses: Sequence[float]) -> float:

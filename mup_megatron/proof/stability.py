@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mup_megatron.config import Config, derive
+from mup_megatron.data.record import tokens_digest
 from mup_megatron.parallel import upstream
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import Grid, Job, Outcome, comparable, ended
@@ -34,6 +35,7 @@ from mup_megatron.tuning.megatron_command import MegatronCommand
 from mup_megatron.tuning.space import key_of, stretched
 from mup_megatron.util.errors import ConfigError, UserError
 from mup_megatron.util.files import as_json
+from mup_megatron.util.provenance import provenance
 
 BOUNDS = {"octaves": 0.5, "cost": 0.005}
 """A judged parametrization passes where the smallest size's optimum is at most so far from the largest's (or within two
@@ -145,7 +147,9 @@ def _result(
         name: {factor: Curve(values=asked.values, losses=list(each.values())) for factor, each in held.items()}
         for name, held in losses.items()
     }
-    return as_json({**judge(curves, sizes, asked), **ended(outcomes), "config": config.model_dump()})
+    said = {**judge(curves, sizes, asked), **ended(outcomes), "config": config.model_dump()}
+    found: dict[str, Any] = as_json({**said, "provenance": provenance(tokens_digest(config))})
+    return found
 
 
 def judge(curves: Mapping[str, Mapping[int, Curve]], sizes: Mapping[int, int], asked: Question) -> dict[str, Any]:

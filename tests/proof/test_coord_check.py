@@ -28,6 +28,7 @@ from mup_megatron.proof.told import lines
 from mup_megatron.proof.verdict import Slope, fit, judge, overall
 from mup_megatron.rules import formulas, horizon
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.provenance import KEYS
 from tests.helpers import bodies, proof_bodies
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
@@ -58,6 +59,8 @@ def check(ranks: Ranks, config: Config, count: int = 1, **options: Any) -> dict[
 def test_mup_passes_and_standard_fails(ranks: Ranks, architecture: str) -> None:
     result = check(ranks, config_of(architecture), compare=True)
     assert result["verdict"] == "passed", lines(result)
+    assert set(KEYS) <= set(result["provenance"])
+    assert len(result["provenance"]["text"]) == 64
     assert not result["silent"]
     assert not result["not_finite"]
     standard = [name for name, each in result["verdicts"]["standard"].items() if each["verdict"] == "out of bounds"]

@@ -25,6 +25,7 @@ from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
 from mup_megatron.report.ladder import draw_ladder
 from mup_megatron.tuning.loss_law import AXES
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.provenance import KEYS
 from tests.helpers.configs import MIXED, make, pipeline_file
 
 BATCH, TOKENS, START = 0.4, -0.3, 2.0**-8
@@ -367,6 +368,7 @@ def test_real_runs_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert [[rung[name] for name in AXES] for rung in first["rungs"]][-1] == [2, 4, 1, 1]
     assert first["steps"]["batch-2-tokens-4-width-1"] == 16
     assert first["failed"] == []
+    assert set(KEYS) <= set(first["provenance"])
     assert cli.run(command) in (0, 1, 3)
     again = json.loads(capsys.readouterr().out)
     assert again == first

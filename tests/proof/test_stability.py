@@ -25,6 +25,7 @@ from mup_megatron.proof.reverse import rise, small_model
 from mup_megatron.report.stability import title
 from mup_megatron.tuning.space import one_process
 from mup_megatron.util.errors import ConfigError, UserError
+from mup_megatron.util.provenance import KEYS
 from tests.helpers import bodies
 from tests.helpers.commands import Background, losses, metrics, mup, until
 from tests.helpers.configs import MIXED, make
@@ -224,6 +225,7 @@ def test_the_exit_status(
     assert cli.run(words) == status
     written = json.loads((tmp_path / "out" / "lr-width.json").read_text())
     assert written["verdict"] == {0: "passed", 1: "failed", 3: "undecided"}[status]
+    assert set(KEYS) <= set(written["provenance"])
     assert (tmp_path / "out" / "lr-width.png").stat().st_size > 10_000
 
 
@@ -333,6 +335,7 @@ def test_the_reverse_command(tmp_path: Path) -> None:
     assert "large, standard, lr 1e+30, seed 7: diverged after" in result.stdout
     found = json.loads((tmp_path / "out" / "reverse.json").read_text())
     assert [len(curve["losses"]) for curve in found["curves"] if curve["lr"] == 4e-3] == [6, 6, 6]
+    assert set(KEYS) <= set(found["provenance"])
     assert (tmp_path / "out" / "reverse.png").stat().st_size > 10_000
     again = mup("train", tmp_path / "out" / "reverse.yaml", "hparams.lr=4e-3", f"run.dir={tmp_path / 'again'}")
     assert again.returncode == 0, again.stderr

@@ -92,12 +92,17 @@ def test_it_is_short_and_in_order() -> None:
 
 
 def test_every_document_is_in_the_index() -> None:
-    """docs/README.md leads to every page of docs/ in one step, and the first page leads to it."""
+    """docs/README.md leads to every page of docs/ in one step, the evidence's overview to those of its folder."""
     docs = ROOT / "docs"
-    index = re.findall(r"\]\((?!https?:)([^)#]+)", (docs / "README.md").read_text(encoding="utf-8"))
-    reached = {(docs / target).resolve() for target in index}
-    pages = {path.resolve() for path in docs.rglob("*.md")} - {(docs / "README.md").resolve()}
+    indexes = (docs / "README.md", docs / "evidence" / "README.md")
+    reached = {
+        (index.parent / target).resolve()
+        for index in indexes
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", index.read_text(encoding="utf-8"))
+    }
+    pages = {path.resolve() for path in docs.rglob("*.md")} - {docs / "README.md"}
     assert not sorted(str(path.relative_to(ROOT)) for path in pages - reached)
+    assert docs / "evidence" / "README.md" in reached
     assert "](docs/README.md)" in README
 
 

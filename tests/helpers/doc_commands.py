@@ -17,7 +17,7 @@ from mup_megatron.config import Config, parse_yaml
 from mup_megatron.util.errors import UserError
 from tests.helpers.links import PAGES, ROOT
 
-ALL_PAGES = (*PAGES, ROOT / "docs" / "evidence" / "README.md", ROOT / "patches" / "README.md")
+ALL_PAGES = (*PAGES, ROOT / "patches" / "README.md")
 PROGRAMS = ("mup-megatron", "deepspeed", "torchrun", "sbatch", "bash", "python", "./dev")
 # Other people's programs, whose command lines are theirs.
 FOREIGN = ("optuna-dashboard", "tensorboard", "pip", "sudo", "git", "apt-get")

@@ -1,0 +1,166 @@
+"""Stable optima over depth, experts and tokens, and under other optimizers: tables, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.evidence.records import (
+    LINES,
+    MODELS,
+    Rows,
+    best,
+    cost,
+    losses,
+    octaves,
+    record,
+    records,
+    row_of,
+    span,
+    verdict,
+)
+from benchmarks.evidence.width import FAIR
+
+_DEPTH = {"none": "none", "depth_mup": "Depth-µP (α = 1/2)", "completep": "CompleteP (α = 1)"}
+
+
+def depth() -> Rows:
+    """Every record over depth, the narrowest models first."""
+    columns = ["layers", "lowest loss at each", "octaves from 2 to the deepest", "2's best tried rate costs it"]
+    rows = [["hidden size", "rule", *columns, "verdict"]]
+    order = list(_DEPTH)
+    found = [(each["config"], each) for path, each in records() if path.startswith("stability-depth/")]
+    for config, each in sorted(
+        found, key=lambda pair: (pair[0]["model"]["hidden_size"], order.index(pair[0]["parametrization"]["depth"]))
+    ):
+        row = row_of(each, 2)
+        layers = ", ".join(str(size["size"]) for size in each["sizes"])
+        cells = [layers, losses(each), octaves(row), cost(row), verdict(each)]
+        rows.append([str(config["model"]["hidden_size"]), _DEPTH[config["parametrization"]["depth"]], *cells])
+    return rows
+
+
+def said_of_depth() -> str:
+    """What depth costs under each rule, and which ends lower at 256."""
+    rises = {rule: _rise(f"stability-depth/{rule}.json") for rule in _DEPTH}
+    wide = {rule: record(f"stability-depth/256-{rule}.json") for rule in ("depth_mup", "completep")}
+    ends = {rule: row_of(found, 32)["minimum"]["loss"] for rule, found in wide.items()}
+    order = "lower" if ends["depth_mup"] < ends["completep"] else "higher"
+    every = [_rise(path) for path, _ in records() if path.startswith("stability-depth/")]
+    deeper = "In so few steps no deepest model is better than two layers" if min(every) > 0 else "Some depth pays"
+    fails = "fails" if not wide["completep"]["passed"] else "passes"
+    ours = "fails" if not wide["depth_mup"]["passed"] else "passes"
+    return (
+        f"At hidden size 256 Depth-µP {ours} and CompleteP {fails}. {deeper}. At hidden size 32, 16 layers end "
+        f"{rises['none']:.2f} nats above 2 without a rule, {rises['depth_mup']:.2f} under Depth-µP and "
+        f"{rises['completep']:.2f} under CompleteP. At 256, 32 layers end {order} under Depth-µP "
+        f"({ends['depth_mup']:.3f} against {ends['completep']:.3f})."
+    )
+
+
+def _rise(path: str) -> float:
+    rows = record(path)["lines"]["mup"]["rows"]
+    rise: float = rows[-1]["minimum"]["loss"] - rows[0]["minimum"]["loss"]
+    return rise
+
+
+def experts() -> Rows:
+    """The learning rate over the number of experts."""
+    columns = ["lowest loss at 4, 8, 16, 32 experts", "octaves from 4 to 32", "4's best tried rate costs 32", "verdict"]
+    rows = [["rule and experts per token", *columns]]
+    for rule, what in {"fixed_share": "half of them", "any_share": "2"}.items():
+        found = record(f"experts/{rule}.json")
+        row = row_of(found, 4)
+        rows.append([f"`{rule}`, {what}", losses(found), octaves(row), cost(row), verdict(found)])
+    return rows
+
+
+def optimizers() -> Rows:
+    """The learning rate over width, of other optimizers than AdamW."""
+    columns = ["best rate at 32, 64, 128", "octaves from 32 to 128", "32's best tried rate costs 128", "lowest loss"]
+    rows = [["optimizer", "", *columns, "verdict"]]
+    for name in ("muon", "lion", "soap"):
+        found = record(f"optimizers/{name}.json")
+        for kind, line in found["lines"].items():
+            first = line["rows"][0]
+            cells = [", ".join(best(row) for row in line["rows"]), octaves(first), cost(first), losses(found, kind)]
+            said = verdict(found) if kind == found["judged"] else "not judged"
+            rows.append([f"`{name}`" if kind == "mup" else "", LINES[kind], *cells, said])
+    return rows
+
+
+def said_of_optimizers() -> str:
+    """Whether each ends lower than AdamW did, at the same sizes, by one seed of both."""
+    adamw = [row["minimum"]["loss"] for row in record(FAIR)["lines"]["mup"]["rows"]][:3]
+    said = []
+    for name, title in {"muon": "Muon", "lion": "Lion", "soap": "SOAP"}.items():
+        ends = [row["minimum"]["loss"] for row in record(f"optimizers/{name}.json")["lines"]["mup"]["rows"]]
+        below = [end < other for end, other in zip(ends, adamw, strict=True)]
+        said.append(f"{title} {'lower' if all(below) else 'lower at some' if any(below) else 'higher'}")
+    return (
+        f"AdamW ended at {', '.join(f'{loss:.3f}' for loss in adamw)} with one seed ([width](width.md)); in µP, "
+        f"{', '.join(said)}. Initial values and the output multiplier were tuned for AdamW."
+    )
+
+
+def decay(folder: str, rules: Sequence[str], sizes: str, prefix: str = "") -> Rows:
+    """Best weight decay and lowest loss, of some rules."""
+    rows = [["rule", f"lowest loss at {sizes}", f"best decay at {sizes}", "verdict"]]
+    for rule in rules:
+        found = record(f"{folder}/{prefix}{rule}.json")
+        values = ", ".join(best(row) for row in found["lines"]["mup"]["rows"])
+        rows.append([f"`{rule}`", losses(found), values, verdict(found)])
+    return rows
+
+
+def said_of_decay() -> str:
+    """Which rule's optimum moves least where text is repeated, and which ends lowest."""
+    found = {rule: record(f"decay-epochs/{rule}.json") for rule in ("independent", "sqrt", "coupled")}
+    moves = {rule: abs(row_of(each, 32)["drift"]["octaves"]) for rule, each in found.items()}
+    ends = {rule: row_of(each, 128)["minimum"]["loss"] for rule, each in found.items()}
+    least, lowest = min(moves, key=moves.__getitem__), min(ends, key=ends.__getitem__)
+    also = "and ends lowest too" if least == lowest else f"but `{lowest}` ends lowest at 128"
+    return (
+        f"The best decay moves least under `{least}` ({moves[least]:.2f} octaves), {also} ({ends[lowest]:.3f} against "
+        f"{ends[least]:.3f})."
+    )
+
+
+def said_of_tokens() -> str:
+    """How the best decay of a run changes with its length, in repeated text and in fresher text."""
+    again = [row["minimum"]["value"] for row in record("decay-epochs/tokens-independent.json")["lines"]["mup"]["rows"]]
+    rows = record("decay-epochs/tokens-few-timescale.json")["lines"]["mup"]["rows"]
+    fresh = [row["minimum"]["value"] / factor for row, factor in zip(rows, (1, 2, 4), strict=True)]
+    off = row_of(record("decay-epochs/tokens-timescale.json"), 204800)["drift"]["octaves"]
+    between = "between what the two rules say" if fresh[0] / 4 < fresh[-1] < fresh[0] else "beyond one of the rules"
+    return (
+        f"At 24 epochs the best decay is {again[-1] / again[0]:.1f} times that at 6; `timescale` asks for a quarter, "
+        f"and is off by {off:.1f} octaves. On four times the text the decay that the best run uses goes from "
+        f"{fresh[0]:.2f} over {fresh[1]:.2f} to {fresh[2]:.2f} (the last table over 1, 2 and 4), {between}."
+    )
+
+
+def images() -> Rows:
+    """The learning rate over width, of models of pictures."""
+    head = ["model", "parametrization", "widths", "best rate", "octaves to the largest", "cost there", "lowest loss"]
+    rows = [[*head, "verdict"]]
+    for model in ("mlp", "resnet"):
+        found = record(f"images/{model}.json")
+        for name, line in found["lines"].items():
+            cells = [", ".join(best(row) for row in line["rows"]), octaves(line["rows"][0]), cost(line["rows"][0])]
+            said = verdict(found) if name == found["judged"] else "not judged"
+            rows.append([MODELS[model], LINES[name], span(found), *cells, losses(found, name), said])
+    return rows
+
+
+def said_of_images() -> str:
+    """Whether wider is better for the MLP, and how far the ResNet's optimum moves from 8 channels on."""
+    mlp, resnet = record("images/mlp.json"), record("images/resnet.json")
+    worse = any(mlp["lines"]["mup"]["larger_is_worse"].values())
+    said = "some width of the MLP is" if worse else "no width of the MLP is"
+    ends = [row["minimum"]["loss"] for row in resnet["lines"]["mup"]["rows"]]
+    return (
+        f"In µP {said} worse than the one before at any rate, by more than the noise. The ResNet's optimum moves by "
+        f"{octaves(row_of(resnet, 4))} octaves from 4 channels and by {octaves(row_of(resnet, 8))} from 8. Its losses "
+        f"of {min(ends):.3f} to {max(ends):.3f} nats say that it knows nearly all digits by heart, where the best rate "
+        "is mostly noise."
+    )

@@ -1,0 +1,216 @@
+"""The overview's tables: every claim with its verdict, what fails first, and every record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.evidence import searches
+from benchmarks.evidence.records import (
+    LINES,
+    Rows,
+    asked,
+    lacks,
+    line_verdict,
+    octaves,
+    record,
+    records,
+    seeds,
+    steps,
+    verdict,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What somebody claims, and the record that speaks of it.
+
+    Args:
+        what: is claimed.
+        whose: the claim is.
+        page: of the figure, with an anchor where it has several.
+        path: of the record.
+        line: a parametrization of the record that is not the judged one; its own verdict counts.
+        said: words the verdict of a record that has none.
+    """
+
+    what: str
+    whose: str
+    page: str
+    path: str
+    line: str | None = None
+    said: Callable[[], str] | None = None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        found = record(self.path)
+        if self.said is not None:
+            return self.said()
+        return verdict(found) if self.line is None else line_verdict(found["lines"][self.line])
+
+
+_PAPER = "Tensor Programs V"
+
+
+def _cheaper(path: str, goals: tuple[float, float]) -> str:
+    """Whether random search on the proxy stays within a goal for less than on the target, at each of two goals."""
+    said = []
+    for goal in goals:
+        names = ("random", "random, on the target")
+        proxy, target = (searches.stays_within(path, name, goal / 100) for name in names)
+        cheaper = proxy is not None and target is not None and proxy < target
+        costs = " against ".join("never" if each is None else f"{each:.0f} runs" for each in (proxy, target))
+        said.append(f"{'holds' if cheaper else 'fails'} within {goal:g} % ({costs})")
+    return f"**{'failed' if any(each.startswith('fails') for each in said) else 'passed'}**: {', '.join(said)}"
+
+
+def _as_low(path: str) -> str:
+    """Whether TPE with halving on the proxy ends as low as random search on the target."""
+    proxy, target = (searches.ends(path, name) for name in ("TPE, halving", "random, on the target"))
+    said = "failed" if proxy > target else "passed"
+    return f"**{said}**: {100 * proxy:.2f} % above the best there is, against {100 * target:.2f} %"
+
+
+def _published() -> str:
+    found = record("ladder/ladder.json")
+    bound, off = found["bounds"]["octaves"], [each["octaves"] for each in found["published"].values()]
+    said = "failed" if min(map(abs, off)) > bound else "passed"
+    return f"**{said}**: off by {min(off):+.2f} to {max(off):+.2f} octaves at the largest rung, the bound is {bound:g}"
+
+
+def _same_order() -> str:
+    told = searches.said_of_reverse().split(",")[0]
+    return f"none: a measurement. {told}"
+
+
+CLAIMS = (
+    Claim(what="The best rate of hidden size 32 is that of 256", whose=f"{_PAPER}, figure 1", page="width.md",
+          path="stability-lr-width/lr-width.json"),
+    Claim(what="The best rate of hidden size 64 is that of 512", whose=f"{_PAPER}, figure 1",
+          page="width.md#to-hidden-size-512", path="stability-lr-width-512/lr-width.json"),
+    Claim(what="One rate serves every width with 1/sqrt(fan-in) initial values", whose="torch's defaults",
+          page="width.md#against-a-fair-baseline", path="stability-fan-in/lr-width.json", line="fan_in"),
+    Claim(what="One rate serves every width with one initial deviation", whose="Megatron's defaults",
+          page="width.md#against-a-fair-baseline", path="stability-fan-in/lr-width.json", line="standard"),
+    Claim(what="The best rate stays over width, for BERT", whose=_PAPER, page="bert.md", path="bert/lr-width.json"),
+    Claim(what="The best rate stays over width, for an MLP", whose=f"{_PAPER}, figure 2", page="images.md",
+          path="images/mlp.json"),
+    Claim(what="The best rate stays over width, for a ResNet", whose=_PAPER, page="images.md",
+          path="images/resnet.json"),
+    Claim(what="The best output multiplier stays over width", whose=f"{_PAPER}, table 2", page="multipliers.md",
+          path="stability-width/output_multiplier-width.json"),
+    Claim(what="The best initial deviation stays over width", whose=f"{_PAPER}, table 2", page="multipliers.md",
+          path="stability-width/init_method_std-width.json"),
+    Claim(what="The best rate stays where KV heads are fixed", whose="this project", page="mixed-growth.md",
+          path="mixed-growth/kv-output_like.json"),
+    Claim(what="The best rate stays where the FFN is fixed", whose="this project", page="mixed-growth.md",
+          path="mixed-growth/ffn-hidden_like.json"),
+    Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="CompleteP (Dey et al.)", page="depth.md",
+          path="stability-depth/256-completep.json"),
+    Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="Depth-µP (Tensor Programs VI)",
+          page="depth.md", path="stability-depth/256-depth_mup.json"),
+    Claim(what="A rule over depth is needed (2 to 16 layers at width 32)", whose="Tensor Programs VI, CompleteP",
+          page="depth.md", path="stability-depth/none.json",
+          said=lambda: f"not shown: without a rule the rate **{_word('stability-depth/none.json')}** too"),
+    Claim(what="The best rate stays over the number of experts, half of them used", whose="this project",
+          page="experts.md", path="experts/fixed_share.json"),
+    Claim(what="The best rate stays over the number of experts, 2 of them used", whose="this project",
+          page="experts.md", path="experts/any_share.json"),
+    *(Claim(what=f"{name}'s best rate stays over width", whose="this project", page="optimizers.md",
+            path=f"optimizers/{name.lower()}.json") for name in ("Muon", "Lion", "SOAP")),
+    Claim(what="The best decay stays over width in fresh text (`independent`)", whose="Wang & Aitchison",
+          page="weight-decay.md", path="stability-decay/independent.json"),
+    Claim(what="The best decay stays over width in repeated text (`independent`)", whose="Wang & Aitchison",
+          page="weight-decay.md#where-text-is-repeated", path="decay-epochs/independent.json"),
+    Claim(what="The best decay falls as 1/steps (`timescale`)", whose="Wang & Aitchison",
+          page="weight-decay.md#over-tokens", path="decay-epochs/tokens-timescale.json"),
+    Claim(what="Without trained gains the best rate stays", whose="Lingle", page="norm-gains.md",
+          path="norm-gains/lr-width.json"),
+    Claim(what="The best rate stays under the plain norm's clipping", whose="common use", page="clipping.md",
+          path="clip-norm/global.json"),
+    Claim(what="The best rate stays under the invariant norm's clipping", whose="this project", page="clipping.md",
+          path="clip-norm/invariant.json"),
+    Claim(what="The best rate stays with relative positions", whose="this project", page="positions.md",
+          path="positions/relative.json"),
+    Claim(what="Transferred values are better than GPT-3's, which are not tuned", whose=f"{_PAPER}, figure 6",
+          page="quality.md", path="quality/quality.json"),
+    Claim(what="Tuning a proxy is cheaper than tuning the target, on translation", whose=f"{_PAPER}, figure 5",
+          page="translation.md", path=searches.TRANSLATION,
+          said=partial(_cheaper, searches.TRANSLATION, (5, 1))),
+    Claim(what="Tuning a proxy is cheaper than tuning the target, on code", whose=f"{_PAPER}, figure 5",
+          page="tuning-cost.md#against-tuning-the-target-directly", path=searches.TARGET,
+          said=partial(_cheaper, searches.TARGET, (1.1, 0.5))),
+    Claim(what="TPE with halving on a proxy ends as low as random search on the target, on translation",
+          whose="this project's configs", page="translation.md", path=searches.TRANSLATION,
+          said=partial(_as_low, searches.TRANSLATION)),
+    Claim(what="TPE with halving on a proxy ends as low as random search on the target, on code",
+          whose="this project's configs", page="tuning-cost.md#against-tuning-the-target-directly",
+          path=searches.TARGET, said=partial(_as_low, searches.TARGET)),
+    Claim(what="A rate that is too high for a large model is too high for the reversed one",
+          whose=f"{_PAPER}, appendix I", page="reverse.md", path="reverse/reverse.json", said=_same_order),
+    Claim(what="A fitted law tells rate and loss of a larger rung", whose="this project", page="ladder.md",
+          path="ladder/ladder.json"),
+    Claim(what="Published powers of batch and tokens tell the rate", whose="others", page="ladder.md",
+          path="ladder/ladder.json", said=_published),
+    *(Claim(what=f"Outputs, gradients and updates keep their size over width ({name})",
+            whose=_PAPER, page="coordinates.md", path=f"coord-check-{folder}/mup.json")
+      for folder, name in {"gpt3": "GPT-3 style", "llama": "fixed KV heads", "moe": "eight experts",
+                           "mla": "latent attention", "t5": "encoder and decoder", "bert": "BERT"}.items()),
+    Claim(what="They keep their size over the number of experts, half of them used", whose="this project",
+          page="experts.md#every-module-over-4-to-32-experts", path="coord-check-experts/mup.json"),
+    Claim(what="They keep their size over the number of experts, 2 of them used", whose="this project",
+          page="experts.md#every-module-over-4-to-32-experts", path="coord-check-experts-any/mup.json"),
+    Claim(what="They keep their size at unit scale", whose="u-µP (Blake et al.)", page="ranges.md",
+          path="ranges/unit.json"),
+)  # fmt: skip
+
+
+def _word(path: str) -> str:
+    return "stays" if record(path)["passed"] else "moves"
+
+
+def claims() -> Rows:
+    """Every claim: what fails first, then what is undecided, what has no verdict, and what passes."""
+    rows = [["claim", "whose", "figure", "verdict", "setting", "seeds"]]
+    order = ("**failed**", "**undecided**", "n", "**passed**")
+    found = [(claim, claim.verdict) for claim in CLAIMS]
+    for claim, said in sorted(
+        found, key=lambda pair: next(at for at, start in enumerate(order) if pair[1].startswith(start))
+    ):
+        held = record(claim.path)
+        long = f", {steps(held)} steps" if steps(held) else ""
+        figure = f"[{claim.page.partition('.')[0]}]({claim.page})"
+        rows.append([claim.what, claim.whose, figure, said, f"{asked(held)}{long}", seeds(held)])
+    return rows
+
+
+def every_record() -> Rows:
+    """Every record: what was asked, how often, from which size it is judged, the command's verdict, what it lacks."""
+    columns = ["record", "asked", "of", "steps", "seeds", "judged from", "verdict of the command", "provenance"]
+    rows = [columns]
+    for path, found in records():
+        of = LINES.get(found.get("judged", ""), found.get("judged", "")).replace("mup", "µP")
+        if "runs" in found or "rungs" in found:
+            of = "µP"
+        start = str(found.get("from", found["sizes"][0]["size"])) if "lines" in found else ""
+        link = f"[{path.removesuffix('.json')}]({path})"
+        rows.append([link, asked(found), of, steps(found), seeds(found), start, verdict(found), lacks(found)])
+    return rows
+
+
+def verdicts() -> str:
+    """How many records passed, and how many tell where they come from."""
+    found = [each for _, each in records()]
+    said = [verdict(each) for each in found]
+    count = {word: sum(each.startswith(f"**{word}**") for each in said) for word in ("failed", "undecided", "passed")}
+    whole = sum(not lacks(each) for each in found)
+    drifts = [octaves(record(path)["lines"]["mup"]["rows"][at]) for path, at in
+              (("stability-lr-width/lr-width.json", 0), ("stability-lr-width-512/lr-width.json", 1))]  # fmt: skip
+    return (
+        f"Of {len(found)} records {count['failed']} failed, {count['undecided']} are undecided, {count['passed']} "
+        f"passed, and {len(found) - sum(count.values())} have no verdict. {whole} tell all of where they come from. In "
+        f"the main grid the best rate moves by {drifts[0]} octaves from hidden size 32 to 256, and by {drifts[1]} from "
+        "64 to 512: a proxy should be as wide as you can afford."
+    )

@@ -1,0 +1,314 @@
+"""What tuning costs and gains: searches, transferred values, the ladder, reverse transfer. Tables, and what follows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from benchmarks.evidence.records import Rows, best, record
+
+_SEARCHES = {
+    "random": "random",
+    "random, halving": "random, successive halving",
+    "random, hyperband": "random, hyperband",
+    "TPE": "TPE",
+    "TPE, halving": "TPE, successive halving (what `configs/gpt3`, `llama` and `deepseek` use)",
+    "TPE, halving, 8 workers": "the same by 8 workers at a time",
+    "TPE, hyperband": "TPE, hyperband",
+}
+_JUDGED = {
+    "random, on the target": "random, on the target",
+    "TPE, on the target": "TPE, on the target",
+    "random": "random, on the proxy",
+    "TPE": "TPE, on the proxy",
+    "random, halving": "random with halving, on the proxy",
+    "TPE, halving": "TPE with halving, on the proxy",
+}
+TARGET, TRANSLATION = "tuning-cost-target/cost.json", "translation-cost/cost.json"
+
+Curve = Sequence[tuple[float, float]]
+
+
+def searching() -> Rows:
+    """Compute until a search arrived."""
+    found = record("tuning-cost/cost.json")["searches"]
+    rows = [["search", "arrived", "mean", "median", "share of random search's mean"]]
+    whole = found["random"]["mean"]
+    for name, what in _SEARCHES.items():
+        needed = [cost for cost in found[name]["needed"] if cost is not None]
+        mean = statistics.fmean(needed)
+        share = "1" if name == "random" else f"{mean / whole:.2f}"
+        arrived = f"{len(needed)} of {len(found[name]['needed'])}"
+        rows.append([what, arrived, f"{mean:.1f}", f"{statistics.median(needed):.1f}", share])
+    return rows
+
+
+def said_of_searching() -> str:
+    """How many points of the table are within the goal."""
+    found = record("tuning-cost/cost.json")
+    losses = [_last(each) for each in found["tables"][0]]
+    near = sum(loss <= found["best"] * (1 + found["goal"]) for loss in losses)
+    return (
+        f"A search has arrived when its best trial is within {100 * found['goal']:g} % of the table's best loss, as "
+        f"{near} of {len(losses)} points are. The numbers are the compute until then, in whole runs of the proxy:"
+    )
+
+
+def _last(point: Mapping[str, Any]) -> float:
+    """A point's loss at its last step."""
+    loss = list(point["losses"].values())[-1]
+    return math.inf if loss is None else loss
+
+
+# --- judged by the target ---
+
+
+@cache
+def _medians(path: str, name: str) -> list[tuple[float, float]]:
+    """Cost, and the median over searches of how far the loss so far is above the best there is (a share)."""
+    found = record(path)
+    curves = found["searches"][name]["curves"]
+    costs = sorted({point[0] for curve in curves for point in curve})
+    return [(cost, statistics.median(_at(curve, cost) for curve in curves) / found["best"] - 1) for cost in costs]
+
+
+def _at(curve: Curve, cost: float) -> float:
+    return next((loss for at, loss in reversed(curve) if at <= cost), math.inf)
+
+
+def stays_within(path: str, name: str, goal: float) -> float | None:
+    """From which cost on the median stays within a goal (a share) to the end of the replay; None if it never does."""
+    found = None
+    for cost, excess in reversed(_medians(path, name)):
+        if excess > goal:
+            break
+        found = cost
+    return found
+
+
+def ends(path: str, name: str) -> float:
+    """How far above the best there is the median ends (a share)."""
+    return _medians(path, name)[-1][1]
+
+
+def judged_by_target(path: str, goals: Sequence[float]) -> Rows:
+    """From which cost on the median search stays within a goal, in per cent of the best; and where it ends."""
+    rows = [["search", *(f"stays within {goal:g} %" for goal in goals), "ends above the best by"]]
+    for name, what in _JUDGED.items():
+        if name in record(path)["searches"]:
+            costs = [stays_within(path, name, goal / 100) for goal in goals]
+            shown = ["never" if cost is None else f"{math.floor(cost + 0.5)}" for cost in costs]
+            rows.append([what, *shown, f"{100 * ends(path, name):.2f} %"])
+    return rows
+
+
+def _unit(path: str) -> float:
+    """Runs of the proxy that one of the target costs: what the cheapest search on it has spent first."""
+    curves = record(path)["searches"]["random, on the target"]["curves"]
+    return float(min(point[0] for curve in curves for point in curve))
+
+
+def _proxys_best(path: str) -> float:
+    """How far above the target's best loss the values are that are best on the proxy (a share)."""
+    proxy, target = record(path)["tables"]
+    on_target = {_point(each): _last(each) for each in target}
+    shared = [each for each in proxy if _point(each) in on_target]
+    return on_target[_point(min(shared, key=_last))] / min(on_target.values()) - 1
+
+
+def _point(each: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(value for name, value in each.items() if name != "losses")
+
+
+def _order(one: float, other: float) -> str:
+    return "higher than" if one > other else "lower than" if one < other else "level with"
+
+
+def said_of_target() -> str:
+    """The proxy's best point, and where searches end."""
+    point, halving, random = _proxys_best(TARGET), ends(TARGET, "TPE, halving"), ends(TARGET, "random, on the target")
+    same = "the target's best too" if point == 0 else f"{100 * point:.2f} % above the target's best"
+    return (
+        f"A run of the target costs {_unit(TARGET):.1f} times as much as one of the proxy. The proxy's best point is "
+        f"{same}. TPE with halving, which the large configs use, settles on another region: its median ends "
+        f"{100 * halving:.2f} % above the best, {_order(halving, random)} random search on the target "
+        f"({100 * random:.2f} %)."
+    )
+
+
+def said_of_translation() -> str:
+    """Where tuning the proxy is cheaper, and where it ends."""
+    shares = {(name, goal): _share(name, goal / 100) for name, goal in itertools.product(("random", "TPE"), (5, 2.5))}
+    halving, random = ends(TRANSLATION, "TPE, halving"), ends(TRANSLATION, "random, on the target")
+    best_at = [min(table, key=_last)["output_multiplier"] for table in record(TRANSLATION)["tables"]]
+    return (
+        f"A run of the target costs {_unit(TRANSLATION):.1f} times as much as one of the proxy. On the proxy random "
+        f"search takes {shares['random', 5]} of its cost on the target to stay within 5 %, and {shares['random', 2.5]} "
+        f"within 2.5 %; TPE takes {shares['TPE', 5]} and {shares['TPE', 2.5]} of its cost there. The proxy's best "
+        f"point costs the target {100 * _proxys_best(TRANSLATION):.1f} %. TPE with halving, which the large configs "
+        f"use, ends {100 * halving:.2f} % above the best, {_order(halving, random)} random search on the target "
+        f"({100 * random:.2f} %). The best output multiplier is {best_at[0]:g} on the proxy and {best_at[1]:g} on the "
+        "target."
+    )
+
+
+def _share(name: str, goal: float) -> str:
+    """What staying within a goal costs a search on the proxy, over what it costs the same search on the target."""
+    proxy, target = (stays_within(TRANSLATION, each, goal) for each in (name, f"{name}, on the target"))
+    return "more than all" if proxy is None or target is None else f"{proxy / target:.2f}"
+
+
+# --- transferred values ---
+
+
+def quality() -> Rows:
+    """Every figure of the three models, and what each seed gave."""
+    from benchmarks.quality import FIGURES, MODELS, figure_of, means
+
+    runs = record("quality/quality.json")["runs"]
+    rows = [["model", "rate at the base", *FIGURES]]
+    for model in MODELS:
+        own = [run for run in runs if run["model"] == model]
+        cells = []
+        for name in FIGURES:
+            each = ", ".join(f"{figure_of(run, name):.2f}" for run in own)
+            cells.append(f"{means(runs, name)[model]:.2f} ({each})")
+        rows.append([model, f"{own[0]['values']['hparams.lr']:.2g}", *cells])
+    return rows
+
+
+def said_of_quality() -> str:
+    """Which of all figures are better than both defaults, and how sure the accuracies are."""
+    runs = record("quality/quality.json")["runs"]
+    figures = {
+        "bits per byte": ("perplexity", "bits_per_byte", -1),
+        "last word": ("last_word", "accuracy", 1),
+        "multiple choice per character": ("choice", "accuracy_per_character", 1),
+        "multiple choice per token": ("choice", "accuracy_per_token", 1),
+        "multiple choice, plain": ("choice", "accuracy", 1),
+    }
+    better, worse = [], []
+    for name, (task, metric, sign) in figures.items():
+        mean = {model: statistics.fmean(_metrics(run, task)[metric] for run in runs if run["model"] == model)
+                for model in {run["model"] for run in runs}}  # fmt: skip
+        ours, others = mean.pop("transferred"), max(mean.values(), key=lambda value: sign * value)
+        if sign * ours > sign * others:
+            better.append(name)
+        else:
+            worse.append(f"{name} ({100 * ours:.2f} % against {100 * others:.2f} %)")
+    errors = [_metrics(run, task)["accuracy_error"] for run in runs for task in ("last_word", "choice")]
+    return (
+        f"The transferred values are better than both defaults in {', '.join(better)}, and not in "
+        f"{', '.join(worse) or 'none'}. In bits per byte the difference is many times that between seeds; an accuracy "
+        f"has a standard error of {100 * min(errors):.1f} to {100 * max(errors):.1f} points, so the accuracies decide "
+        "nothing."
+    )
+
+
+def _metrics(run: Mapping[str, Any], task: str) -> dict[str, float]:
+    found: dict[str, float] = next(each["metrics"] for each in run["figures"]["results"] if each["task"] == task)
+    return found
+
+
+# --- the ladder ---
+
+
+def ladder() -> Rows:
+    """Best rate and loss of every rung, the last of which no law has seen."""
+    found = record("ladder/ladder.json")
+    rows = [["batch", "tokens", "width", "steps", "best rate", "loss there", ""]]
+    for rung in found["rungs"]:
+        error = "" if rung["error"] is None else f" ± {rung['error']:.2f} octaves"
+        steps = found["steps"][f"batch-{rung['batch']}-tokens-{rung['tokens']}-width-{rung['width']}"]
+        sizes = [f"× {rung[axis]}" for axis in ("batch", "tokens", "width")]
+        cells = [*sizes, str(steps), f"{best({'minimum': rung})}{error}"]
+        held = found["held_out"] if rung is found["rungs"][-1] else None
+        rate = f"{held['rate']['predicted']:.2g} ± {held['rate']['error']:.2f} octaves" if held else ""
+        said = f"predicted: {rate}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
+        rows.append([*cells, f"{rung['least']:.3f}", said])
+    return rows
+
+
+def exponents() -> Rows:
+    """Of the rate, and how far it and others' exponents end from the last rung's best rate."""
+    found = record("ladder/ladder.json")
+    axes = [axis for axis in ("batch", "tokens", "width") if axis in found["rate"]]
+    columns = [*(f"exponent of {axis}" for axis in axes), "octaves off at the largest rung"]
+    rows = [["", *columns, "scatter of all rungs (octaves)"]]
+    cells = [f"{found['rate'][axis]['exponent']:+.2f} ± {found['rate'][axis]['error']:.2f}" for axis in axes]
+    rows.append(["fitted", *cells, _off(found["held_out"]["rate"]["octaves"]), f"{found['rate']['spread']:.2f}"])
+    for name, each in found["published"].items():
+        cells = [*[""] * len(axes), _off(each["octaves"]), f"{each['scatter']:.2f}"]
+        rows.append([f"{name}, from the first rung", *cells])
+    return rows
+
+
+def _off(octaves: float | None) -> str:
+    return "not known" if octaves is None else f"{octaves:+.2f}"
+
+
+def said_of_ladder() -> str:
+    """The law of the loss, and how both laws tell the largest rung."""
+    found = record("ladder/ladder.json")
+    rate, loss, bounds = found["held_out"]["rate"], found["held_out"]["loss"], found["bounds"]
+    scatter = min(each["scatter"] for each in found["published"].values())
+    order = "more than" if scatter > found["rate"]["spread"] else "not more than"
+    return (
+        f"The law of the loss is {found['loss']['said']}, with a spread of {found['loss']['spread']:.3f} nats. Of the "
+        f"largest rung, which neither law has seen, it is off by {100 * loss['share']:+.2f} % (bound "
+        f"{100 * bounds['loss']:g} %), and the law of the rate by {rate['octaves']:+.2f} octaves (bound "
+        f"{bounds['octaves']:g}). The rate's own error there is {rate['error']:.2f} octaves, so that part is partly "
+        f"luck. About every published law the rungs scatter by {scatter:.2f} octaves or more, {order} about the fitted "
+        f"one ({found['rate']['spread']:.2f}). {_over_tokens(found)}"
+    )
+
+
+def _over_tokens(found: Mapping[str, Any]) -> str:
+    """How the best rate goes with tokens, at the smallest and at the largest batch, of the smallest width."""
+    rungs = [rung for rung in found["rungs"] if rung["width"] == 1]
+    ways = []
+    for batch in (min(rung["batch"] for rung in rungs), max(rung["batch"] for rung in rungs)):
+        rates = [rung["value"] for rung in rungs if rung["batch"] == batch]
+        ways.append("rises" if rates[-1] > rates[0] else "falls")
+    rough = ": a law without a term for both together is a rough one" if len(set(ways)) > 1 else ""
+    return (
+        f"Over tokens the best rate {ways[0]} at the smallest batch and {ways[1]} at the largest, at the smallest "
+        f"width{rough}."
+    )
+
+
+# --- reverse transfer ---
+
+
+def reverse() -> Rows:
+    """Each model's first and last losses, and how far the loss rose above its lowest, means of five steps."""
+    rows = [["model", "rate", "seed", "first loss", "last loss", "rises by at most"]]
+    for curve in record("reverse/reverse.json")["curves"]:
+        losses = [f"{loss:.2f}" for loss in (curve["losses"][0], curve["losses"][-1])]
+        rise = curve["state"] if curve["rise"] is None else f"{curve['rise']:.2f}"
+        rows.append([curve["model"], f"{curve['lr']:.2g}", str(curve["seed"]), *losses, rise])
+    return rows
+
+
+def said_of_reverse() -> str:
+    """Whether the reversed model ranks rates as the large one does, and how far its curve is from that one's."""
+    curves = record("reverse/reverse.json")["curves"]
+    held = {model: sorted((each for each in curves if each["model"] == model), key=lambda each: float(each["lr"]))
+            for model in ("small, reversed", "large, standard", "small, standard")}  # fmt: skip
+    last = {model: [each["losses"][-1] for each in of] for model, of in held.items()}
+    ranks = {model: sorted(range(3), key=of.__getitem__) for model, of in last.items()}
+    same = {model: "as" if ranks[model] == ranks["large, standard"] else "not as" for model in held}
+    rises = {model: of[-1]["rise"] for model, of in held.items()}
+    away = [ours - theirs for ours, theirs in zip(last["small, reversed"], last["large, standard"], strict=True)][:2]
+    starts = held["small, reversed"][0]["losses"][0] / held["large, standard"][0]["losses"][0]
+    return (
+        f"The reversed model ranks the three rates {same['small, reversed']} the large one does, the small standard "
+        f"one {same['small, standard']} it. At the highest rate the loss rises by {rises['large, standard']:.1f} nats "
+        f"in the large model, {rises['small, reversed']:.1f} in the reversed one and {rises['small, standard']:.1f} in "
+        f"the small standard one. But the reversed model's curve is not the large one's: its loss starts {starts:.1f} "
+        f"times as high, and at the two lower rates it ends {min(away):.1f} to {max(away):.1f} nats above."
+    )

@@ -1,0 +1,281 @@
+"""Stable optima over width: the learning rate, and the two other values that were tried. Tables, and what follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.evidence.records import (
+    LINES,
+    Rows,
+    best,
+    cost,
+    cost_of_fitted,
+    losses,
+    octaves,
+    record,
+    row_of,
+    verdict,
+)
+from mup_megatron.proof.optimum import Curve, drift, minimum
+
+MAIN = "stability-lr-width/lr-width.json"
+FAIR = "stability-fan-in/lr-width.json"
+FAR = "stability-lr-width-512/lr-width.json"
+
+
+def own(line: Mapping[str, Any]) -> str:
+    """How one parametrization of a record would be judged, were it the one that is, in a word."""
+    return "failed" if line["reasons"] else "undecided" if line.get("open") else "passed"
+
+
+def costs(found: Mapping[str, Any], row: Mapping[str, Any], line: str = "mup") -> list[str]:
+    """Cells of a size: octaves to the largest, what its best tried value and its fitted one cost there."""
+    return [octaves(row), cost(row), cost_of_fitted(found, row, line)]
+
+
+def heads(size: int) -> list[str]:
+    """Their heads."""
+    return [f"octaves to {size}", f"its best tried rate costs {size}", f"its fitted rate costs {size}"]
+
+
+def rates(path: str) -> Rows:
+    """The learning rate over width: a block of rows per parametrization."""
+    found = record(path)
+    rows = [["", "hidden size", "best rate", *heads(256), "lowest loss", "verdict"]]
+    for name, line in found["lines"].items():
+        for number, row in enumerate(line["rows"]):
+            cells = ["", "", ""] if row is line["rows"][-1] else costs(found, row, name)
+            said, label = (f"**{own(line)}**", LINES[name]) if number == 0 else ("", "")
+            rows.append([label, str(row["size"]), best(row), *cells, f"{row['minimum']['loss']:.3f}", said])
+    return rows
+
+
+def rates_512() -> Rows:
+    """µP alone, to hidden size 512."""
+    found = record(FAR)
+    rows = [["hidden size", "best rate", *heads(512), "lowest loss"]]
+    for row in found["lines"]["mup"]["rows"]:
+        cells = ["", "", ""] if row is found["lines"]["mup"]["rows"][-1] else costs(found, row)
+        rows.append([str(row["size"]), best(row), *cells, f"{row['minimum']['loss']:.3f}"])
+    return rows
+
+
+# --- what follows from them ---
+
+
+def said_of_rates() -> str:
+    """The verdict on the main grid, and on being better when wider."""
+    found = record(MAIN)
+    line, row = found["lines"]["mup"], row_of(found, 32)
+    kept = "The same tried rate is the best at every size" if _one_rate(line) else "The best tried rate changes"
+    worse = "At some rate a" if any(line["larger_is_worse"].values()) else "At no rate is a"
+    return (
+        f"µP {own(line)}: from hidden size 32 the vertex moves by {octaves(row)} octaves, "
+        f"and the bound is {found['bounds']['octaves']:g}. {kept}, so the *tried* rate costs 256 {cost(row)}; the "
+        f"rates are an octave apart, and the *fitted* one costs {cost_of_fitted(found, row)}. {worse} size worse than "
+        "the one before by more than the noise."
+    )
+
+
+def _one_rate(line: Mapping[str, Any]) -> bool:
+    return len({row["minimum"]["tried"] for row in line["rows"]}) == 1
+
+
+def said_of_baselines() -> str:
+    """How far each optimum moves from 32, and how the two baselines end at 256."""
+    found = record(FAIR)
+    moves = {name: octaves(line["rows"][0]) for name, line in found["lines"].items()}
+    ends = {name: line["rows"][-1]["minimum"]["loss"] for name, line in found["lines"].items()}
+    order = "higher" if ends["fan_in"] > ends["standard"] else "lower"
+    return (
+        f"From 32 to 256 the optimum moves by {moves['mup']} octaves in µP, by {moves['standard']} in the standard "
+        f"parametrization, and by {moves['fan_in']} with 1/sqrt(fan-in) initial values. At 256, each at its own best "
+        f"rate, the last ends {order} than the standard one ({ends['fan_in']:.2f} against {ends['standard']:.2f}); µP "
+        f"ends at {ends['mup']:.2f}."
+    )
+
+
+def said_of_512() -> str:
+    """Judged from 64, and what it would be from 32."""
+    found = record(FAR)
+    first, second = row_of(found, 32), row_of(found, 64)
+    beyond = abs(first["drift"]["octaves"]) > max(found["bounds"]["octaves"], 2 * first["drift"]["error"])
+    return (
+        f"Judged from {found['from']} it {own(found['lines']['mup'])} ({octaves(second)} octaves to 512); from 32 it "
+        f"would have {'failed' if beyond else 'passed'} ({octaves(first)}). 64's fitted rate costs 512 "
+        f"{cost_of_fitted(found, second)} of its loss, 32's {cost_of_fitted(found, first)}."
+    )
+
+
+def does_it_stay() -> str:
+    """What docs/verification.md tells of stable optima."""
+    found, main, far = record(FAIR), record(MAIN), record(FAR)
+    rows = {name: row_of(found, 32, name) for name in LINES}
+    tried = {name: cost(row) for name, row in rows.items()}
+    fitted = {name: cost_of_fitted(found, row, name) for name, row in rows.items()}
+    moves = {name: f"{row['drift']['octaves']:.2f}" for name, row in rows.items()}
+    of_main, of_far = row_of(main, 32)["drift"]["octaves"], row_of(far, 64)["drift"]["octaves"]
+    reasons = "; ".join(found["lines"]["mup"]["reasons"])
+    return (
+        f'The command\'s verdict on µP is *{own(found["lines"]["mup"])}*, "{reasons}"; its bound is '
+        f"{found['bounds']['octaves']:g}. With three seeds and without the third panel it moves by {of_main:.2f} "
+        f"({own(main['lines']['mup'])}). Judged from hidden size 64 to 512 it moves by {of_far:.2f} "
+        f"({own(far['lines']['mup'])}). Training 256 with the best of the rates that were *tried* at 32, an octave "
+        f"apart, costs {tried['mup']} of its loss in µP, {tried['standard']} in the standard parametrization and "
+        f"{tried['fan_in']} with 1/sqrt(fan-in). With the rate *fitted* at 32 (a parabola's vertex) it costs "
+        f"{fitted['mup']}, {fitted['standard']} and {fitted['fan_in']}. In the two others the optimum moves by "
+        f"{moves['standard']} and {moves['fan_in']} octaves."
+    )
+
+
+def said_of_bert() -> str:
+    """BERT's verdict, and what the rate of 32 gives at 256 without µP."""
+    found = record("bert/lr-width.json")
+    tried = found["values"].index(row_of(found, 32)["minimum"]["tried"])
+    ours, others = (row_of(found, 256, name)["losses"][tried][0] for name in ("mup", "standard"))
+    edge = row_of(found, 256, "standard")["minimum"]["edge"]
+    where = "beyond what was tried, so its drift is not known" if edge else "within what was tried"
+    return (
+        f"Judged from {found['from']}, µP {own(found['lines']['mup'])}. At the rate that is best at 32 the standard "
+        f"parametrization's loss at 256 is {abs(others - ours):.2f} nats {'higher' if others > ours else 'lower'} than "
+        f"µP's; its own best rate there lies {where}."
+    )
+
+
+# --- other values, other growth ---
+
+
+def others() -> Rows:
+    """Output multiplier and initial deviation over width."""
+    files = [record(f"stability-width/{name}-width.json") for name in ("output_multiplier", "init_method_std")]
+    columns = ["octaves to 256", "costs 256"]
+    rows = [["hidden size", "output multiplier", *columns, "initial standard deviation", *columns]]
+    for size in (32, 64, 128, 256):
+        cells: list[str] = []
+        for found in files:
+            row = row_of(found, size)
+            cells += [best(row), *(["", ""] if size == 256 else [octaves(row), cost(row)])]
+        rows.append([str(size), *cells])
+    rows.append(["verdict", verdict(files[0]), "", "", verdict(files[1]), "", ""])
+    return rows
+
+
+def mixed() -> Rows:
+    """Two KV heads or an FFN of 128 at every width, under either rule."""
+    columns = ["lowest loss at 32, 64, 128, 256", "octaves from 32", "from 64", "64's best tried rate costs 256"]
+    rows = [["", "rule", *columns, "verdict (from 32)"]]
+    for folder, what in (("kv", "2 KV heads"), ("ffn", "FFN of 128")):
+        for rule in ("output_like", "hidden_like"):
+            found = record(f"mixed-growth/{folder}-{rule}.json")
+            second = row_of(found, 64)
+            cells = [losses(found), octaves(row_of(found, 32)), octaves(second), cost(second)]
+            rows.append([what, f"`{rule}`", *cells, verdict(found)])
+    return rows
+
+
+def said_of_mixed() -> str:
+    """Which rule moves less and ends lower, of each; which `auto` takes; how many pass."""
+    said, passed = [], 0
+    for folder, what, takes in (("kv", "K and V", "output_like"), ("ffn", "fc1", "hidden_like")):
+        both = {rule: record(f"mixed-growth/{folder}-{rule}.json") for rule in ("output_like", "hidden_like")}
+        moves = {rule: abs(row_of(found, 32)["drift"]["octaves"]) for rule, found in both.items()}
+        ends = {rule: row_of(found, 256)["minimum"]["loss"] for rule, found in both.items()}
+        least, lowest = min(moves, key=moves.__getitem__), min(ends, key=ends.__getitem__)
+        ahead = "which ends lower too" if lowest == least else f"but `{lowest}` ends lower"
+        away = max(ends.values()) - min(ends.values())
+        passed += sum(found["passed"] for found in both.values())
+        said.append(
+            f"For {what} the rate moves least under `{least}`, {ahead} ({away:.2f} nats at 256); `auto` takes "
+            f"`{takes}`."
+        )
+    return f"From 32, where the small model's own drift is enough to fail, {passed} of 4 pass. {' '.join(said)}"
+
+
+def gains() -> Rows:
+    """Trained gains: the first seed of the learning rates' record; its minima are computed from that seed alone."""
+    frozen = record("norm-gains/lr-width.json")
+    least, moved = _trained()
+    shown = ", ".join(f"{each:+.2f}" for each in moved)
+    rows = [["gains", "lowest loss at 32, 64, 128, 256", "octaves from 32, 64, 128 to 256", "verdict (from 32)"]]
+    rows.append(["trained", ", ".join(f"{each:.3f}" for each in least), shown, "one seed of three, no command"])
+    stay = ", ".join(octaves(row) for row in frozen["lines"]["mup"]["rows"][:-1])
+    rows.append(["frozen", losses(frozen), stay, verdict(frozen)])
+    return rows
+
+
+def _trained() -> tuple[list[float], list[float]]:
+    """Least losses and octaves to the largest, of the main grid's first seed."""
+    found = record(MAIN)
+    seed = found["config"]["run"]["seed"]
+    curves = [
+        Curve(
+            values=found["values"],
+            losses=[{seed: math.inf if each[0] is None else each[0]} for each in row["losses"]],
+        )
+        for row in found["lines"]["mup"]["rows"]
+    ]
+    least = [minimum(curve) for curve in curves]
+    moved = [drift(each, least[-1]) for each in least[:-1]]
+    return [each.loss for each in least], [math.nan if each is None else each[0] for each in moved]
+
+
+def said_of_gains() -> str:
+    """How much of the drift is the gains'."""
+    moved = _trained()[1][0]
+    frozen = row_of(record("norm-gains/lr-width.json"), 32)["drift"]["octaves"]
+    less = abs(moved) - abs(frozen)
+    part = "a part, but not most," if 0 < less < abs(frozen) else "most" if less > 0 else "no part"
+    return (
+        f"With frozen gains the optimum moves by {frozen:+.2f} octaves from 32 to 256, with trained ones by "
+        f"{moved:+.2f}. So trained gains are {part} of the drift of small models."
+    )
+
+
+def clipping() -> Rows:
+    """The learning rate over width under either norm of training.clip_norm."""
+    rows = [
+        ["`training.clip_norm`", "best rate at 32, 64, 128", "octaves from 32", "from 64", "lowest loss", "verdict"]
+    ]
+    for norm in ("global", "invariant"):
+        found = record(f"clip-norm/{norm}.json")
+        rates_ = ", ".join(best(row) for row in found["lines"]["mup"]["rows"])
+        cells = [rates_, octaves(row_of(found, 32)), octaves(row_of(found, 64)), losses(found), verdict(found)]
+        rows.append([f"`{norm}`", *cells])
+    return rows
+
+
+def positions() -> Rows:
+    """Learned positions and relative ones: losses of the first seed at the rates that both were trained at."""
+    found, common = _positions()
+    rows = [["positions", *(f"hidden size {size}, rate {rate:g}" for size in (32, 64) for rate in common), "verdict"]]
+    for kind, each in found.items():
+        cells = [f"{_first(each, size, rate):.3f}" for size in (32, 64) for rate in common]
+        rows.append([kind, *cells, verdict(each)])
+    return rows
+
+
+def said_of_positions() -> str:
+    """How far apart the two are, each at its best common rate, beside the noise."""
+    found, common = _positions()
+    least = {
+        kind: [min(_first(each, size, rate) for rate in common) for size in (32, 64)] for kind, each in found.items()
+    }
+    away = [one - other for one, other in zip(least["absolute"], least["relative"], strict=True)]
+    noise = found["relative"]["lines"]["mup"]["noise"]
+    return (
+        f"At its best rate the bias is {'better' if min(away) > 0 else 'not better'} at both sizes, by "
+        f"{min(away):.2f} to {max(away):.2f} nats; a loss of two seeds scatters by {noise:.2f}."
+    )
+
+
+def _positions() -> tuple[dict[str, dict[str, Any]], list[float]]:
+    found = {kind: record(f"positions/{kind}.json") for kind in ("absolute", "relative")}
+    return found, [value for value in found["absolute"]["values"] if value in found["relative"]["values"]]
+
+
+def _first(found: Mapping[str, Any], size: int, rate: float) -> float:
+    """The first seed's loss."""
+    loss: float = row_of(found, size)["losses"][found["values"].index(rate)][0]
+    return loss

@@ -153,6 +153,6 @@ def ranges_of_all() -> str:
     outputs = max(row.shares["underflow e4m3"] for row in rows if row.quantity == "output")
     said = "nothing" if bf16 == 0 else f"up to {100 * bf16:.1e} %"
     return (
-        f"bf16 rounds {said} of any tensor to 0, and e4m3 up to {100 * outputs:.0f} % of an output. The checks of "
-        f"slopes are {plain['verdict']} as it is and {unit['verdict']} at unit scale."
+        f"bf16 rounds {said} of any tensor to 0, and e4m3 up to {100 * outputs:.0f} % of an output. The check of "
+        f"slopes is {plain['verdict']} with weights as they are, and {unit['verdict']} at unit scale."
     )

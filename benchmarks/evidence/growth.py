@@ -95,9 +95,10 @@ def said_of_optimizers() -> str:
     for name, title in {"muon": "Muon", "lion": "Lion", "soap": "SOAP"}.items():
         ends = [row["minimum"]["loss"] for row in record(f"optimizers/{name}.json")["lines"]["mup"]["rows"]]
         below = [end < other for end, other in zip(ends, adamw, strict=True)]
-        said.append(f"{title} {'lower' if all(below) else 'lower at some' if any(below) else 'higher'}")
+        where = "lower at every size" if all(below) else "lower at some size" if any(below) else "higher at every size"
+        said.append(f"{title} ends {where}")
     return (
-        f"AdamW ended at {', '.join(f'{loss:.3f}' for loss in adamw)} with one seed ([width](width.md)); in µP, "
+        f"AdamW ended at {', '.join(f'{loss:.3f}' for loss in adamw)} with one seed ([width](width.md)); in µP "
         f"{', '.join(said)}. Initial values and the output multiplier were tuned for AdamW."
     )
 

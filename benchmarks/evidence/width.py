@@ -266,7 +266,7 @@ def said_of_positions() -> str:
     noise = found["relative"]["lines"]["mup"]["noise"]
     return (
         f"At its best rate the bias is {'better' if min(away) > 0 else 'not better'} at both sizes, by "
-        f"{min(away):.2f} to {max(away):.2f} nats; a loss of two seeds scatters by {noise:.2f}."
+        f"{' and '.join(f'{each:.2f}' for each in away)} nats; a loss of two seeds scatters by {noise:.2f}."
     )
 
 

@@ -67,7 +67,7 @@ def thorough(
                 say(f"  {line}")
     verdict = together(row["verdict"] for row in rows)
     whole = {"judged": "thorough", "passed": verdict == "passed", "verdict": verdict, "regimes": rows}
-    return whole, plain
+    return {**whole, "provenance": plain["provenance"]}, plain
 
 
 def in_regime(

@@ -63,7 +63,8 @@ def _cheaper(path: str, goals: tuple[float, float]) -> str:
         cheaper = proxy is not None and target is not None and proxy < target
         costs = " against ".join("never" if each is None else f"{each:.0f} runs" for each in (proxy, target))
         said.append(f"{'holds' if cheaper else 'fails'} within {goal:g} % ({costs})")
-    return f"**{'failed' if any(each.startswith('fails') for each in said) else 'passed'}**: {', '.join(said)}"
+    word = "failed" if any(each.startswith("fails") for each in said) else "passed"
+    return f"**{word}**: {', '.join(said)}; the target's loss ended the searches"
 
 
 def _as_low(path: str) -> str:

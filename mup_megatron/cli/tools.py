@@ -413,16 +413,22 @@ def slurm(
     return 0
 
 
-@app.command(epilog="Example: mup-megatron doctor --json")
-def doctor(as_json: AsJson = False) -> None:
-    """Show what is installed, which patches are active, what is missing and what that costs."""
-    from mup_megatron.cli.doctor import examine, print_examination
+@app.command(epilog="Exit status: 0 ready, 1 not ready. Example: mup-megatron doctor --all")
+def doctor(
+    everything: Annotated[bool, typer.Option("--all", help="Also every package and every patch.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Say whether this machine is ready, what is missing, what that costs, and how to get it."""
+    from mup_megatron.cli.doctor import examine, print_everything, print_examination
 
     examination = examine()
     if as_json:
         show(examination, as_json, [])
     else:
-        print_examination(examination, console(160))
+        print_examination(examination, console(80))
+        if everything:
+            print_everything(examination, console(160))
+    return 1 if examination["problems"] else 0
 
 
 def _one_process(command: str) -> None:

@@ -14,7 +14,8 @@ import typer
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.cli import common
+from mup_megatron.cli import common, doctor
+from tests.helpers.commands import environment
 from tests.helpers.configs import HEAD_SIZE, MIXED, make
 
 KEYS = {
@@ -207,11 +208,55 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["doctor", "--json"]) == 0
     examined = json.loads(capsys.readouterr().out)
     assert examined["packages"]["megatron-core"]
+    assert examined["problems"] == []
     active = {patch["name"]: patch["active"] for patch in examined["patches"]}
     assert active["cpu-current-device"] == (examined["devices"] == ["CPU"])
     assert all(item["costs"] for item in examined["missing"])
+    assert all(item["get"] for item in examined["missing"])
     assert cli.run(["doctor"]) == 0
-    assert "deepspeed-no-shm-build" in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert screen.startswith("ready: what mup-megatron ")
+    assert not [patch for patch in active if patch in screen]
+    assert cli.run(["doctor", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert everything.startswith(screen)
+    assert "deepspeed-no-shm-build" in everything
+    assert all(f" {package} " in everything for package in examined["packages"])
+
+
+def test_doctor_is_one_screen_where_everything_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 columns and 24 lines, eight GPUs with long names too; a name, what it costs, and how to get it."""
+    missing = [{"name": part.name, "costs": part.costs, "get": part.get} for part in doctor.PARTS]
+    for devices in (["CPU"], ["NVIDIA GH200 144G HBM3e MIG 1g.18gb"] * 8):
+        packages = dict.fromkeys(doctor.PACKAGES, "0.20.0rc0.dev20260101+cu130.nv26.1")
+        found = {"version": "0.1.0", "python": "3.12.1", "packages": packages, "cores": 288, "problems": []}
+        doctor.print_examination({**found, "devices": devices, "missing": missing}, common.console(80))
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        assert [f"  {part.name}: {part.costs}" for part in doctor.PARTS] == lines[-17:-1:2]  # none is wrapped
+        assert [f"      {part.get}" for part in doctor.PARTS] == lines[-16:-1:2]
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "said"),
+    [
+        ("deepspeed", "0.18.3", "deepspeed is 0.18.3; expected: pip install 'deepspeed>=0.19'"),
+        ("deepspeed", "0.20.1", "patch deepspeed-no-shm-build is written for deepspeed >=0.19,<0.20, but 0.20.1"),
+    ],
+)
+def test_doctor_of_versions_that_do_not_fit(tmp_path: Path, package: str, version: str, said: str) -> None:
+    """As Python's own metadata tell it: those of another version lie on the path before the real ones."""
+    metadata = tmp_path / f"{package}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    command = [sys.executable, "-m", "mup_megatron", "doctor"]
+    own = {**environment(), "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.startswith("not ready: mup-megatron 0.1.0 does not work here\n")
+    assert said in " ".join(result.stdout.split())
+    assert "Traceback" not in result.stderr
 
 
 def test_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,11 @@ from mup_megatron.cli.common import app, typed
 from mup_megatron.util.errors import DiskFull, UserError
 from mup_megatron.util.shipped import shipped_folder
 
-# They register their commands, in the order of the help.
+# They register their commands, which common.GROUPS puts into the order of the help.
 from mup_megatron.cli import runs  # noqa: F401  # isort: skip
 from mup_megatron.cli import proof  # noqa: F401  # isort: skip
 from mup_megatron.cli import tools  # noqa: F401  # isort: skip
+from mup_megatron.cli import convert  # noqa: F401  # isort: skip
 from mup_megatron.cli import start  # noqa: F401  # isort: skip
 
 

@@ -1,7 +1,7 @@
 """What all commands share: the app they register with, options and arguments by name.
 
-Public names: `app`, `typed`, `start_typed`, `stopped`, `read_config`, `laid_out`, `aside`, `show`, `gpus`,
-`console`, and the annotated types.
+Public names: `app`, `GROUPS`, `typed`, `start_typed`, `stopped`, `read_config`, `laid_out`, `aside`, `show`, `gpus`,
+`console`, `one_process`, and the annotated types.
 """
 
 from __future__ import annotations
@@ -15,8 +15,39 @@ from contextvars import ContextVar
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from mup_megatron.util.errors import UserError
+
+GROUPS = {
+    "Start": ("new", "doctor", "config", "prepare", "explain", "plan"),
+    "Tune and train": ("pipeline", "tune", "transfer", "train", "slurm"),
+    "Check": ("coord-check", "stability", "horizon", "ladder", "reverse"),
+    "Look": ("watch", "report", "diagnose", "generate", "evaluate"),
+    "Convert": ("import", "export", "rebase"),
+    "Megatron": ("run", "patch"),
+}
+"""The help's panels and their commands, both in the order of use."""
+
+
+class _Grouped(TyperGroup):
+    """Shows every command in its panel of GROUPS."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The commands in the order of GROUPS."""
+        return [name for names in GROUPS.values() for name in names]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, told which panel it is in."""
+        command: Any = super().get_command(ctx, cmd_name)
+        for group, names in GROUPS.items():
+            if cmd_name in names:
+                command.rich_help_panel = group
+        return command
+
 
 app = typer.Typer(
+    cls=_Grouped,
     name="mup-megatron",
     help="Maximal update parametrization (µP) for megatron-core and DeepSpeed: tune a small proxy, train the target.",
     pretty_exceptions_enable=False,
@@ -63,6 +94,13 @@ Megatron = Annotated[
         "--megatron",
         help="Runs are those of the command line of megatron.training behind --; CONFIG is written from it if missing.",
     ),
+]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
+]
+TokenizerOf = Annotated[
+    str | None,
+    typer.Option(metavar="LIBRARY:PATH", help="The tokenizer, where the checkpoint does not tell it or it was moved."),
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="Runs at a time; one per GPU, else one per core.")]
 Control = Annotated[
@@ -158,3 +196,13 @@ def console(width: int = 140) -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width, markup=False)
+
+
+def one_process(command: str) -> None:
+    """Prepares a command that one process does; refuses a launcher before it."""
+    from mup_megatron.parallel import upstream
+    from mup_megatron.parallel.ranks import read_rank
+
+    if read_rank().world_size > 1:
+        raise UserError(f"{command} runs in one process; expected no launcher before it")
+    upstream.prepare_process()

@@ -1,4 +1,4 @@
-"""Commands to start with: new, config."""
+"""Commands to start with: new, doctor, config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mup_megatron.cli.common import app, console
+from mup_megatron.cli.common import AsJson, app, console, show
 
 
 @app.command(epilog="Example: mup-megatron new my-run --architecture llama --hidden-size 4096 --num-layers 32")
@@ -62,6 +62,24 @@ def new(
         ("pipeline config.yaml", "tune, transfer, train"),
     ):
         print(f"  mup-megatron {command:<24} # {what}")
+
+
+@app.command(epilog="Exit status: 0 ready, 1 not ready. Example: mup-megatron doctor --all")
+def doctor(
+    everything: Annotated[bool, typer.Option("--all", help="Also every package and every patch.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Say whether this machine is ready, what is missing, what that costs, and how to get it."""
+    from mup_megatron.cli.doctor import examine, print_everything, print_examination
+
+    examination = examine()
+    if as_json:
+        show(examination, as_json, [])
+    else:
+        print_examination(examination, console(80))
+        if everything:
+            print_everything(examination, console(160))
+    return 1 if examination["problems"] else 0
 
 
 @app.command("config", epilog="Example: mup-megatron config training.lr_warmup_steps")

@@ -1,6 +1,6 @@
 """Commands about what is there.
 
-They are report, watch, diagnose, generate, evaluate, export, rebase, import, run, patch, slurm and doctor.
+They are report, watch, diagnose, generate, evaluate, run, patch and slurm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mup_megatron.cli.common import AsJson, ConfigPath, Overrides, app, aside, console, read_config, show, start_typed
+from mup_megatron.cli.common import (
+    AsJson,
+    Checkpoint,
+    ConfigPath,
+    Overrides,
+    TokenizerOf,
+    app,
+    aside,
+    console,
+    one_process,
+    read_config,
+    show,
+    start_typed,
+)
 from mup_megatron.util.errors import UserError
 
 
@@ -89,15 +102,6 @@ def diagnose(
     show([asdict(suspect) for suspect in found], as_json, lines_of(found))
 
 
-Checkpoint = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's (then its latest).")
-]
-TokenizerOf = Annotated[
-    str | None,
-    typer.Option(metavar="LIBRARY:PATH", help="The tokenizer, where the checkpoint does not tell it or it was moved."),
-]
-
-
 @app.command(epilog='Example: mup-megatron generate runs/demo "def main(" --temperature 0.8 --top-p 0.95')
 def generate(
     checkpoint: Checkpoint,
@@ -117,7 +121,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
-    _one_process("generate")
+    one_process("generate")
     from mup_megatron.evaluate import generate as generation
     from mup_megatron.parallel.ranks import Rank, device_of
 
@@ -264,93 +268,6 @@ def evaluate(
     return 0
 
 
-@app.command(epilog="Example: mup-megatron export runs/demo exported --to hf --dtype bf16")
-def export(
-    checkpoint: Checkpoint,
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write; not there yet.")],
-    to: Annotated[
-        Literal["hf", "safetensors", "megatron"],
-        typer.Option(help="Hugging Face transformers; megatron-core's own names; or what plain Megatron loads."),
-    ] = "hf",
-    dtype: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="Of the weights; bf16 rounds each of them once.")
-    ] = "fp32",
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of the weights in a file, e.g. 200MB.")] = "5GB",
-    keep_multipliers: Annotated[
-        bool, typer.Option("--keep-multipliers", help="Leave the weights alone: Granite has multipliers (from llama).")
-    ] = False,
-    tokenizer: TokenizerOf = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a checkpoint's model as other tools read it, every multiplier folded into the weights. In one process."""
-    _one_process("export")
-    from mup_megatron.convert import export as exports
-    from mup_megatron.convert.export.folder import size_of
-
-    said = exports.export(
-        Path(checkpoint),
-        Path(directory),
-        to,
-        dtype=dtype,
-        max_shard_size=size_of(max_shard_size, "--max-shard-size"),
-        keep_multipliers=keep_multipliers,
-        tokenizer=tokenizer,
-        say=aside,
-    )
-    folded = f"{len(said['folded'])} tensors with a factor folded in"
-    show(said, as_json, [f"{directory}: {said['architecture']}, {folded}, {dtype}"])
-
-
-@app.command(epilog="Example: mup-megatron rebase runs/demo runs/rebased --base base.yaml")
-def rebase(
-    checkpoint: Checkpoint,
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="The run's folder to write; not there yet.")],
-    base: Annotated[str, typer.Option(metavar="FILE", help="Base sizes as under base: in a config, or a .bsh file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Of parametrization:, or a multiplier of hparams:."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Go on from a checkpoint under another base: the same function, and the same next update. In one process."""
-    _one_process("rebase")
-    from mup_megatron.config import parse_overrides
-    from mup_megatron.convert import rebase as rebasing
-
-    keys = parse_overrides(overrides or [])
-    said = rebasing.rebase(Path(checkpoint), Path(directory), Path(base), keys, say=aside)
-    told = (
-        f"{directory}: step {said['step']}, {len(said['weights'])} tensors with a factor, {len(said['carried'])} that "
-        f"carry their rates; goes on with mup-megatron train {directory}/config.yaml"
-    )
-    show(said, as_json, [told])
-
-
-@app.command("import", epilog="Example: mup-megatron import llama-hf my.yaml run.dir=runs/llama")
-def import_(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A Hugging Face folder, or a checkpoint of plain megatron.training.")
-    ],
-    config: ConfigPath,
-    overrides: Overrides = None,
-    check: Annotated[
-        bool, typer.Option(help="Compare logits with those of transformers' model, where it is installed.")
-    ] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Make a standard checkpoint the first checkpoint of a run, which `train` goes on from. In one process."""
-    _one_process("import")
-    settings = read_config(config, overrides)
-    from mup_megatron.convert.importing import import_checkpoint
-
-    said = import_checkpoint(Path(source), settings, say=aside, check=check)
-    state = "with the optimizer's state" if said["optimizer"] else "weights alone"
-    if said["deviation"] is not None:
-        state += f", logits within {said['deviation']:.0e} of transformers'"
-    told = f"{said['checkpoint']}: {said['tensors']} tensors, {state}; goes on with mup-megatron train {config}"
-    show(said, as_json, [told])
-
-
 @app.command(
     "run",
     context_settings={
@@ -411,31 +328,3 @@ def slurm(
         return job.run_job(stage, settings, arguments)
     submit.submit(settings, submit.jobs(stage, settings, arguments, os.environ), dry_run=dry_run)
     return 0
-
-
-@app.command(epilog="Exit status: 0 ready, 1 not ready. Example: mup-megatron doctor --all")
-def doctor(
-    everything: Annotated[bool, typer.Option("--all", help="Also every package and every patch.")] = False,
-    as_json: AsJson = False,
-) -> int:
-    """Say whether this machine is ready, what is missing, what that costs, and how to get it."""
-    from mup_megatron.cli.doctor import examine, print_everything, print_examination
-
-    examination = examine()
-    if as_json:
-        show(examination, as_json, [])
-    else:
-        print_examination(examination, console(80))
-        if everything:
-            print_everything(examination, console(160))
-    return 1 if examination["problems"] else 0
-
-
-def _one_process(command: str) -> None:
-    """Prepares a command that one process does; refuses a launcher before it."""
-    from mup_megatron.parallel import upstream
-    from mup_megatron.parallel.ranks import read_rank
-
-    if read_rank().world_size > 1:
-        raise UserError(f"{command} runs in one process; expected no launcher before it")
-    upstream.prepare_process()

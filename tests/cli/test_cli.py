@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -196,6 +197,28 @@ def test_help_is_quick_and_has_examples() -> None:
     for command in ("prepare", "explain", "train", "generate", "doctor"):
         assert command in result.stdout
         assert cli.run([command, "--help"]) == 0
+
+
+def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that there is, in the panel of its purpose, in the order in which one uses them; `new` first."""
+    assert cli.run(["--help"]) == 0
+    shown: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if title := re.match(r"╭─ ([\w ]+?) ─", line):
+            shown[title[1]] = []
+        elif command := re.match(r"│ (\w[\w-]*)", line):
+            shown[[*shown][-1]].append(command[1])
+    shown.pop("Options")
+    assert list(shown.items()) == [
+        ("Start", ["new", "doctor", "config", "prepare", "explain", "plan"]),
+        ("Tune and train", ["pipeline", "tune", "transfer", "train", "slurm"]),
+        ("Check", ["coord-check", "stability", "horizon", "ladder", "reverse"]),
+        ("Look", ["watch", "report", "diagnose", "generate", "evaluate"]),
+        ("Convert", ["import", "export", "rebase"]),
+        ("Megatron", ["run", "patch"]),
+    ]
+    there = typer.main.get_command(common.app).commands
+    assert sorted(there) == sorted(name for names in shown.values() for name in names)
 
 
 @pytest.mark.parametrize("command", ["prepare", "explain", "train", "generate", "evaluate", "doctor"])

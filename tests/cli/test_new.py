@@ -137,7 +137,7 @@ def test_version_and_bare_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == "mup-megatron 0.1.0\n"
     assert cli.run([]) == 0
-    assert "Commands" in capsys.readouterr().out
+    assert "─ Start ─" in capsys.readouterr().out
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch) -> None:

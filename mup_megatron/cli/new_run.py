@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from mup_megatron.config import parse_config, parse_yaml
 from mup_megatron.config.reference import SCHEMA_FILE, schema_text
-from mup_megatron.util.errors import UserError, no_such_file
+from mup_megatron.data.corpus import text_files
+from mup_megatron.util.encoding import encoding_problem
+from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import write_whole
 from mup_megatron.util.shipped import shipped_folder
 
@@ -41,7 +43,8 @@ class Target(NamedTuple):
         seq_length: tokens per sequence.
         global_batch_size: sequences per step.
         train_steps: optimizer steps.
-        files: own text, as seen from the new folder; the Python standard library's source where empty.
+        files: own text, files or folders, as seen from the new folder; the Python standard library's source where there
+            is none.
     """
 
     name: str
@@ -256,9 +259,19 @@ def _share(target: Target) -> float:
     return float(budget.plan(resolve_auto(config), target.vocab_size, workers=1).share)
 
 
-def seen_from(directory: Path, files: Sequence[str]) -> tuple[str, ...]:
-    """Files as paths from a folder that may not be there yet. Raises UserError where one is missing."""
-    for file in files:
-        if not Path(file).is_file():
-            raise UserError(f"--text: {no_such_file(file)}")
-    return tuple(os.path.relpath(Path(file).resolve(), directory.resolve()) for file in files)
+def seen_from(directory: Path, named: Sequence[str]) -> tuple[str, ...]:
+    """Files, or folders of text, as paths from a folder that may not be there yet.
+
+    Raises:
+        UserError: one is missing, a folder without text, or text that is no UTF-8; the text is read for it.
+    """
+    for each in named:
+        try:
+            problem = next(filter(None, map(encoding_problem, text_files(Path(each)))), None)
+        except UserError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot read {error.filename}: {error.strerror}"
+        if problem is not None:
+            raise UserError(f"--text: {problem}")
+    return tuple(os.path.relpath(Path(each).resolve(), directory.resolve()) for each in named)

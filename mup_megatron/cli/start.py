@@ -29,7 +29,8 @@ def new(
     batch: Annotated[int, typer.Option(min=1, help="Sequences per optimizer step.")] = 32,
     train_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the target.")] = 1000,
     text: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Your own text (.txt, .jsonl); repeatable.")
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Your own text: a file, or a folder of .txt, .md, .jsonl; repeatable."),
     ] = None,
 ) -> None:
     """Write a folder to start from: a commented config that runs, with base and proxy by the paper's advice."""

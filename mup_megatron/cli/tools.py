@@ -154,8 +154,8 @@ Perplexity = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FILE",
-        help='{"text": ...}: exp of the mean negative log-likelihood per token of the tokenizer, per word (between '
-        "white space) and per byte (of UTF-8).",
+        help='{"text": ...}, or a .txt or .md, which is one document: exp of the mean negative log-likelihood per '
+        "token of the tokenizer, per word (between white space) and per byte (of UTF-8).",
     ),
 ]
 LastWord = Annotated[
@@ -188,7 +188,8 @@ Translation = Annotated[
 
 
 @app.command(
-    epilog="Each FILE holds JSON lines, an example each; every option of files can be repeated (docs/evaluate.md). "
+    epilog="A FILE holds JSON lines, an example each, but for a .txt or .md of --perplexity; every option of files can "
+    "be repeated (docs/evaluate.md). "
     "Example: mup-megatron evaluate runs/demo --perplexity corpus.jsonl --choice hellaswag.jsonl --output figures.json"
 )
 def evaluate(

@@ -35,6 +35,7 @@ def problem_ahead(config: Config) -> str | None:
             sizes = [path.stat().st_size for path in corpus.files]
             if sum(sizes) > _READ_BYTES:
                 return None
+            corpus.check_encoding()
             counts = [sum(1 for _ in corpus.sequences())]
     except UserError as error:
         return str(error)

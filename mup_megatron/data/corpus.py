@@ -1,6 +1,6 @@
 """A run's text: where its documents come from, and the data sets that are made of them.
 
-Public names: `Corpus`, `data_directory`, `pairs_of`, `cut`.
+Public names: `Corpus`, `data_directory`, `pairs_of`, `text_files`, `PLAIN_TEXT`, `cut`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from mup_megatron.config.study import Pairs
 from mup_megatron.data.fetched import FETCHED
 from mup_megatron.data.pairs import pair_files, read_pairs
 from mup_megatron.data.parts import is_left_empty
+from mup_megatron.util.encoding import encoding_problem, not_utf8
 from mup_megatron.util.errors import UserError, no_such_file, shown
 from mup_megatron.util.files import open_regular, read_text
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "ensurepip"}
 _JSON_LINES = (".jsonl", ".json")
+PLAIN_TEXT = (".txt", ".md")
+"""Names of files of plain text end with one of these, where the name decides what a file is."""
 _DOCUMENTS = 100
 """That a text is cut into, so that two of a hundred are for validation."""
 _SMALLEST_DOCUMENT = 200
@@ -61,7 +64,11 @@ class Corpus:
 
     @cached_property
     def files(self) -> list[Path]:
-        """Files that the text comes from, in a fixed order. Raises UserError where one that is named is missing."""
+        """Files that the text comes from, in a fixed order.
+
+        Raises:
+            UserError: one that is named is missing, or a folder without text.
+        """
         data = self.config.data
         if data.corpus == "stdlib":
             root = Path(sysconfig.get_paths()["stdlib"])
@@ -72,11 +79,10 @@ class Corpus:
             return pair_files(data.pairs)
         if data.data_path:
             return [Path(f"{prefix}.bin") for prefix in self.blend[0]]
-        files = [Path(name) for name in data.files]
-        for path in files:
-            if not path.is_file():
-                raise self.config.error("data.files", no_such_file(path))
-        return files
+        try:
+            return [file for name in data.files for file in text_files(Path(name))]
+        except UserError as error:
+            raise self.config.error("data.files", str(error)) from None
 
     @cached_property
     def blend(self) -> tuple[list[str], list[float] | None]:
@@ -113,9 +119,27 @@ class Corpus:
         So a single .txt, or a few, have validation text; of many files each stays one document. Raises UserError.
         """
         data = self.config.data
-        if not data.files or any(path.suffix in _JSON_LINES for path in map(Path, data.files)):
+        if not data.files or any(path.suffix in _JSON_LINES for path in self.files):
             return False
         return is_left_empty(data.split, len(self.files))
+
+    def check_encoding(self) -> None:
+        """Refuses text of the user's that is no UTF-8, before anything is made of it. Reads all of it.
+
+        Raises:
+            ConfigError: names the file, the byte and what converts it.
+        """
+        data = self.config.data
+        if data.corpus or data.data_path:
+            return
+        key = "data.pairs" if data.pairs.named else "data.files"
+        for path in self.files:
+            try:
+                problem = encoding_problem(path)
+            except OSError as error:
+                problem = f"cannot read {path}: {error.strerror}"
+            if problem is not None:
+                raise self.config.error(key, problem)
 
     def sequences(self) -> Iterator[tuple[str, ...]]:
         """Texts of each document: one, or of pairs source and target. Pairs with an empty side are left out.
@@ -145,10 +169,34 @@ class Corpus:
             try:
                 text = read_text(path, errors, most=None)
             except UnicodeDecodeError:
-                raise config.error("data.files", f"{path} is not UTF-8 text") from None
+                raise not_utf8(path) from None
             except OSError as error:
                 raise config.error("data.files", f"cannot read {path}: {error.strerror}") from None
             yield from (piece for piece in (cut(text) if self.cuts else [text]) if piece.strip())
+
+
+def text_files(path: Path) -> list[Path]:
+    """A file itself; of a folder the files of text in it and in the folders in it, sorted by path.
+
+    What has a name that begins with a dot is left out.
+
+    Raises:
+        UserError: it is missing, or a folder without text.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UserError(no_such_file(path))
+    found = [
+        file
+        for file in path.rglob("*")
+        if file.suffix in (*PLAIN_TEXT, *_JSON_LINES)
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
+    if not found:
+        raise UserError(f"{path}: holds no text; expected files that end with .txt, .md, .jsonl or .json")
+    return sorted(found)
 
 
 def cut(text: str) -> list[str]:
@@ -176,7 +224,7 @@ def _json_lines(path: Path, key: str) -> Iterator[str]:
             try:
                 text = json.loads(line.decode("utf-8"))[key]
             except UnicodeDecodeError:
-                raise UserError(f"{path}, line {number}: not UTF-8 text") from None
+                raise not_utf8(path) from None
             except (ValueError, KeyError, TypeError, RecursionError):  # ValueError: no JSON, or a number without end
                 raise UserError(
                     f"{path}, line {number}: expected a JSON object with text under {shown(key)} (data.json_key)"

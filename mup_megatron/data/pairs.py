@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mup_megatron.config.study import Pairs
+from mup_megatron.util.encoding import not_utf8
 from mup_megatron.util.errors import UserError, no_such_file, shown
 from mup_megatron.util.files import open_regular
 
@@ -88,7 +89,7 @@ def _decoded(line: bytes, path: Path, number: int) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{path}, line {number}: not UTF-8 text") from None
+        raise not_utf8(path) from None
 
 
 def _json_pairs(path: Path, pairs: Pairs, key: str) -> Iterator[Pair]:

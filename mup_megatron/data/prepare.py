@@ -66,6 +66,7 @@ def prepare(
     found = read_record(corpus, digest)
     if found and problem(directory, found.files, verified) is None:
         return found
+    corpus.check_encoding()
     _make_directory(directory)
     try:
         with hold(directory / LOCK, say, f"prepares {directory}"):

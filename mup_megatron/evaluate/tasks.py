@@ -1,6 +1,6 @@
 """Task files: JSON lines that somebody wrote, read into examples. Public names: `KINDS`, `Example`, `read_examples`.
 
-A line of a file is one example:
+A plain text (.txt, .md) is one document of `perplexity`. A line of any other file is one example:
 
     perplexity    {"text": "a document"}
     last_word     {"text": "a passage whose last word is asked for"}
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.data.corpus import PLAIN_TEXT
+from mup_megatron.util.encoding import not_utf8
 from mup_megatron.util.errors import UserError, no_such_file, shown
-from mup_megatron.util.files import open_regular
+from mup_megatron.util.files import open_regular, read_text
 
 _BLANK = re.compile("_{3,}")
 
@@ -44,7 +46,7 @@ class Example:
 
 
 def read_examples(kind: str, path: Path) -> list[Example]:
-    """The examples of a file; empty lines are passed over.
+    """The examples of a file; empty lines of JSON lines are passed over.
 
     Args:
         kind: of KINDS.
@@ -55,10 +57,19 @@ def read_examples(kind: str, path: Path) -> list[Example]:
     """
     if not path.is_file():
         raise UserError(f"{_option(kind)}: {no_such_file(path)}")
-    examples = [KINDS[kind](_Line(path, number, found)) for number, found in _lines(path)]
+    plain = kind == "perplexity" and path.suffix in PLAIN_TEXT
+    examples = [_plain(path)] if plain else [KINDS[kind](_Line(path, number, found)) for number, found in _lines(path)]
     if not any(continuation.strip() for example in examples for _, continuation in example.pairs):
-        raise UserError(f"{path}: empty; expected JSON lines, one example each")
+        raise UserError(f"{path}: empty; expected {'text' if plain else 'JSON lines, one example each'}")
     return examples
+
+
+def _plain(path: Path) -> Example:
+    """A whole file as a document."""
+    try:
+        return Example(line=1, pairs=[("", read_text(path, most=None))])
+    except UnicodeDecodeError:
+        raise not_utf8(path) from None
 
 
 def _option(kind: str) -> str:
@@ -74,7 +85,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 found = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError:
-                raise UserError(f"{path}, line {number}: not UTF-8 text") from None
+                raise not_utf8(path) from None
             except (ValueError, RecursionError) as error:
                 said = error.msg if isinstance(error, json.JSONDecodeError) else "a value without end"
                 raise UserError(f"{path}, line {number}: expected a JSON object, found no JSON ({said})") from None

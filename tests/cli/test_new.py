@@ -12,6 +12,7 @@ from mup_megatron import cli
 from mup_megatron.cli import start
 from mup_megatron.config import Config, load_config
 from mup_megatron.config.model import FAMILIES
+from mup_megatron.data.corpus import Corpus
 from tests.helpers.commands import BIN, losses, run
 
 
@@ -95,6 +96,21 @@ def test_it_knows_every_architecture_of_gpt_models() -> None:
     """The command line names them again: it must not load the schema to show its help."""
     offered = get_args(get_type_hints(start.new)["architecture"])
     assert offered == tuple(name for name, family in FAMILIES.items() if family == "gpt")
+
+
+def test_a_folder_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named in the config as a folder; an empty one is refused."""
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    assert cli.run(["new", str(tmp_path / "run"), "--text", str(tmp_path / "texts")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith("/texts: holds no text; expected files that end with .txt, .md, .jsonl or .json")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "texts" / "more" / "b.txt").write_text("Words.\n")
+    (tmp_path / "texts" / "a.md").write_text("More words.\n")
+    config = new(tmp_path / "run", "--text", str(tmp_path / "texts"))
+    assert config.data.files == ["../texts"]
+    monkeypatch.chdir(tmp_path / "run")
+    assert [path.read_text() for path in Corpus(config).files] == ["More words.\n", "Words.\n"]
 
 
 def test_own_text_is_found_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,48 @@ def test_a_text_that_is_too_short_is_refused_at_once(tmp_path: Path, capsys: pyt
     assert run(tmp_path, larger, capsys, "prepare")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("my.txt", b"caf\xe9\n" * 50, "byte 3 is 0xe9; if this is Latin-1, convert it: iconv -f latin1 -t utf-8 "),
+        ("my.txt", "some text".encode("utf-16"), "byte 0 is the mark of UTF-16, convert it: iconv -f utf-16 -t utf-8 "),
+        ("my.jsonl", b'{"text": "caf\xe9"}\n', "byte 13 is 0xe9; if this is Latin-1, convert it: iconv -f latin1 "),
+    ],
+    ids=["latin1", "utf16", "json lines"],
+)
+def test_text_in_another_encoding_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, said: str
+) -> None:
+    """With text in UTF-8 before it, of which nothing is made: no data folder, and no folder of `new`."""
+    wrong = tmp_path / name
+    wrong.write_bytes(content)
+    files = [str(tmp_path / "0.txt"), str(wrong)]
+    settings = own(tmp_path, PARAGRAPH * 1000, data__files=files, run__dir=str(tmp_path / "run"))
+    for command, status in (("prepare", 2), ("plan", 0)):
+        found, sentence = run(tmp_path, settings, capsys, command)
+        assert found == status
+        assert f"data.files: {wrong}, line 1: not UTF-8 text: {said}" in sentence
+        assert len(sentence.splitlines()) == 1
+    assert not (tmp_path / "data").exists()
+    assert not (tmp_path / "run").exists()
+    assert cli.run(["new", str(tmp_path / "new"), "--text", files[0], "--text", files[1]]) == 2
+    assert f"error: --text: {wrong}, line 1: not UTF-8 text: {said}" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_is_the_text_in_it(tmp_path: Path) -> None:
+    """By path, at any depth; of what ends otherwise, and of what is hidden, nothing."""
+    folder = tmp_path / "text"
+    for name in ("b.md", "a/c.txt", "a/b/d.jsonl", "e.json", "f.csv", ".hidden.txt", ".git/g.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "x"}\n' if ".json" in name else name)
+    settings = own(tmp_path, "first", data__files=[str(tmp_path / "0.txt"), str(folder)])
+    named = [path.relative_to(tmp_path).as_posix() for path in Corpus(settings).files]
+    assert named == ["0.txt", "text/a/b/d.jsonl", "text/a/c.txt", "text/b.md", "text/e.json"]
+    assert list(Corpus(settings).documents()) == ["first", "x", "a/c.txt", "b.md", "x"]
+    assert not Corpus(settings).cuts  # since there are JSON lines in the folder
+
+
 def test_a_study_does_not_begin_without_validation_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = {"lr": {"log_uniform": [1e-3, 1e-1]}}
     settings = own(

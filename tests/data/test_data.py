@@ -131,7 +131,7 @@ def test_bad_json_lines(tmp_path: Path, line: str) -> None:
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(UserError, match="is not UTF-8 text"):
+    with pytest.raises(UserError, match=r"a\.txt, line 1: not UTF-8 text: byte 0 is the mark of UTF-16, convert it"):
         list(Corpus(config(tmp_path, data__files=[str(tmp_path / "a.txt")])).documents())
 
 

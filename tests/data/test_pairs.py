@@ -215,7 +215,10 @@ BAD = {
     "a.en": ("1\n2\n", r"a\.de has 40 lines and .*a\.en has 2; expected as many in both, each line"),
     "longer": ("1\n" * 41, r"a\.de has 40 lines and .*a\.en has 41; expected as many in both"),
     "missing": (None, r"data\.pairs\.target: no such file: .*a\.en$"),
-    "encoding": (b"1\n\xff\n", r"a\.en, line 2: not UTF-8 text$"),
+    "encoding": (
+        b"1\n\xff\n",
+        r"data\.pairs: .*a\.en, line 2: not UTF-8 text: byte 2 is 0xff; if this is Latin-1, convert",
+    ),
 }
 
 

@@ -84,8 +84,25 @@ def test_files_without_examples(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UserError, match=rf"--{kind.replace('_', '-')}: no such file: .*none\.jsonl"):
         read_examples(kind, tmp_path / "none.jsonl")
     (tmp_path / "task.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
-    with pytest.raises(UserError, match=r"task\.jsonl, line 1: not UTF-8 text"):
+    with pytest.raises(UserError, match=r"task\.jsonl, line 1: not UTF-8 text: byte 13 is 0xe9"):
         read_examples(kind, tmp_path / "task.jsonl")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md"])
+def test_plain_text_is_a_document_of_perplexity(tmp_path: Path, name: str) -> None:
+    """Whatever it holds, JSON too; other kinds have no plain text."""
+    path, text = tmp_path / name, 'A line.\n\n{"text": "another"}\n'
+    path.write_text(text)
+    (example,) = read_examples("perplexity", path)
+    assert example == Example(line=1, pairs=[("", text)])
+    with pytest.raises(UserError, match=rf"{name}, line 1: expected a JSON object, found no JSON"):
+        read_examples("last_word", path)
+    path.write_text(" \n")
+    with pytest.raises(UserError, match=rf"{name}: empty; expected text$"):
+        read_examples("perplexity", path)
+    path.write_bytes("é".encode("latin1"))
+    with pytest.raises(UserError, match=rf"{name}, line 1: not UTF-8 text: byte 0 is 0xe9"):
+        read_examples("perplexity", path)
 
 
 def test_a_corpus_of_blanks_is_empty(tmp_path: Path) -> None:

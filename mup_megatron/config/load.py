@@ -11,19 +11,24 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mup_megatron.config.checks import check
+from mup_megatron.config.per_tensor import PerTensor
 from mup_megatron.config.schema import PRESETS, Config
+from mup_megatron.config.study import Range
 from mup_megatron.util.errors import ConfigError, UserError, shown
 from mup_megatron.util.files import parse_yaml, read_text
 
-_PART = r'(?:\w[\w-]*|"[^"]+")'
-"""Of a dotted key; what has dots of its own stands in quotes: hparams.per_tensor."*.mlp.*".lr."""
+_PART = r'(?:[\w*?][\w*?-]*|"[^"]+")'
+"""Of a dotted key; what has dots of its own may stand in quotes: hparams.per_tensor."*.mlp.*".lr."""
+
+_NAMED: dict[str, type[BaseModel]] = {"hparams.per_tensor": PerTensor, "tuning.search": Range}
+"""Keys whose own keys are names that may have dots, and the section that each name opens."""
 
 _MOST_BYTES = 1 << 22
 """Of a config: PyYAML reads some hundred thousand bytes a second where it was built without libyaml."""
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
-    """`["hparams.lr=1e-3"]` as `{"hparams.lr": 0.001}`; values are read as YAML.
+    """`["hparams.lr=1e-3"]` as `{"hparams.lr": 0.001}`; values are read as YAML, names with dots get quotes.
 
     Raises:
         UserError: an argument is not of the form key.path=value.
@@ -33,8 +38,30 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not equals or not re.fullmatch(rf"{_PART}(\.{_PART})*", key):
             raise UserError(f"{shown(argument)}: expected key.path=value, for example hparams.lr=3e-3")
-        overrides[key] = parse_yaml(value, key)
+        read = parse_yaml(value, key)
+        overrides[_with_quotes(key, read)] = read
     return overrides
+
+
+def _with_quotes(key: str, value: Any) -> str:
+    """A dotted key as `per_tensor.config_key` writes it: a name that has dots, where names are free, in quotes.
+
+    Without quotes the last part is a key of the name's section, and all before it the name; where `value` is a mapping
+    and the section has no such key, all is the name.
+    """
+    mapping, rest = ".".join(_split(key)[:2]), _split(key)[2:]
+    if mapping not in _NAMED or not rest:
+        return key
+    if not any(part.startswith('"') for part in rest) and len(rest) > 1:
+        is_key = rest[-1] in _NAMED[mapping].model_fields or not isinstance(value, dict)
+        rest = [".".join(rest[:-1]), rest[-1]] if is_key else [".".join(rest)]
+    names = (part.strip('"') for part in rest)
+    return ".".join([mapping, *(f'"{name}"' if "." in name else name for name in names)])
+
+
+def _split(key: str) -> list[str]:
+    """The parts of a dotted key, with their quotes."""
+    return re.findall(r'"[^"]*"|[^.]+', key)
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
@@ -107,7 +134,7 @@ def derive(config: Config, keys: Mapping[str, Any]) -> Config:
 
 def override(data: dict[str, Any], key: str, value: Any, source: str | None) -> None:
     """Sets a dotted key in plain data. Raises ConfigError where the path leads through a value."""
-    *sections, last = [part.strip('"') for part in re.findall(r'"[^"]*"|[^.]+', key)]
+    *sections, last = [part.strip('"') for part in _split(key)]
     for depth, name in enumerate(sections):
         inner = data.setdefault(name, {})
         if inner is None:

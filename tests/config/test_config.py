@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from mup_megatron.config import Config, derive, growing_sizes, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.load import override
+from mup_megatron.config.per_tensor import PerTensor
+from mup_megatron.tuning.space import key_of
 from mup_megatron.util.errors import ConfigError, UserError
+from mup_megatron.util.files import as_yaml
 
 GOOD: dict[str, Any] = {
     "run": {"dir": "runs/x"},
@@ -229,6 +232,45 @@ def test_overrides() -> None:
     for bad in ("a", "=3", "a b=3", "a..b=3", "--a=3"):
         with pytest.raises(UserError, match=r"expected key\.path=value"):
             parse_overrides([bad])
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("hparams.per_tensor.embedding.lr=2", "hparams.per_tensor.embedding.lr"),
+        ('hparams.per_tensor."embedding".lr=2', "hparams.per_tensor.embedding.lr"),
+        ("hparams.per_tensor.embedding={lr: 2}", "hparams.per_tensor.embedding"),
+        ("hparams.per_tensor.*.mlp.fc1.weight.lr=2", 'hparams.per_tensor."*.mlp.fc1.weight".lr'),
+        ('hparams.per_tensor."*.mlp.fc1.weight".lr=2', 'hparams.per_tensor."*.mlp.fc1.weight".lr'),
+        ("hparams.per_tensor.decoder.layers.0.weight={lr: 2}", 'hparams.per_tensor."decoder.layers.0.weight"'),
+        ("hparams.per_tensor.decoder.layers.?.weight.init=2", 'hparams.per_tensor."decoder.layers.?.weight".init'),
+        ("hparams.per_tensor={a.b: {lr: 2}}", "hparams.per_tensor"),
+        ("tuning.search.lr.choice=[1]", "tuning.search.lr.choice"),
+        ("tuning.search.per_tensor.gains.lr={choice: [1]}", 'tuning.search."per_tensor.gains.lr"'),
+        ("tuning.search.per_tensor.gains.lr.choice=[1]", 'tuning.search."per_tensor.gains.lr".choice'),
+    ],
+)
+def test_names_with_dots_need_no_quotes(typed: str, key: str) -> None:
+    """Where names are free the last part is a key of what a name opens, and all before it is the name."""
+    assert list(parse_overrides([typed])) == [key]
+
+
+def test_a_name_with_dots_reaches_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(as_yaml(GOOD))
+
+    def load(*typed: str) -> Config:
+        return load_config(path, parse_overrides(list(typed)))
+
+    found = load("hparams.per_tensor.*.mlp.linear_fc1.weight.lr=2", "tuning.search.per_tensor.gains.lr.choice=[0.5, 1]")
+    assert found.hparams.per_tensor == {"*.mlp.linear_fc1.weight": PerTensor(lr=2.0)}
+    assert [*found.tuning.search] == ["per_tensor.gains.lr"]
+    # What a record would replace without a word, did it not know that it was typed.
+    assert found.is_overridden(key_of("per_tensor.*.mlp.linear_fc1.weight.lr"))
+    with pytest.raises(ConfigError, match=r"\*\.mlp\.bias\.lrr: unknown key; did you mean .*\.\*\.mlp\.bias\.lr\?"):
+        load("hparams.per_tensor.*.mlp.bias.lrr=2")
+    with pytest.raises(ConfigError, match=r"hparams\.\*: unknown key"):
+        load("hparams.*.lr=2")
 
 
 def test_override_through_a_value() -> None:

@@ -354,7 +354,7 @@ def test_searches_that_are_refused(search: dict[str, Any], sentence: str) -> Non
 
 
 def test_keys_on_the_command_line() -> None:
-    """What has dots of its own stands in quotes."""
+    """What has dots of its own stands in quotes where a key is shown; below it is taken without."""
     assert key_of("per_tensor.embedding.lr") == "hparams.per_tensor.embedding.lr"
     key = key_of("per_tensor.*.mlp.*.lr")
     assert key == 'hparams.per_tensor."*.mlp.*".lr'

@@ -92,7 +92,8 @@ def is_complete(config: Config) -> bool:
     """
     directory, steps = Path(config.run.dir), config.training.train_steps
     whole = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept).newest_first()
-    if whole and (config.training.checkpoint_interval or int(whole[0].name.removeprefix("step_")) >= steps):
+    saves = config.training.steps_between_checkpoints > 0
+    if whole and (saves or int(whole[0].name.removeprefix("step_")) >= steps):
         return False
     begun = _begun(directory, *whole[:1])
     if begun is None or not begun.ended:

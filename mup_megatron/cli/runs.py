@@ -130,7 +130,7 @@ def train(
         bool, typer.Option("--new-embeddings", help="But for embedding and readout, which another tokenizer needs.")
     ] = False,
 ) -> int:
-    """Train the target with the config's hyperparameters, from the last checkpoint if there is one."""
+    """Train the target with the config's own hyperparameters, from the last checkpoint if there is one."""
     if new_embeddings and init_from is None:
         raise UserError("--new-embeddings: leaves out weights of a checkpoint; expected --init-from CHECKPOINT too")
 
@@ -138,10 +138,11 @@ def train(
         from mup_megatron.engines.setup import resolve
         from mup_megatron.train.run import InitFrom  # on ranks alone: it takes seconds to import
         from mup_megatron.train.run import train as train_run
-        from mup_megatron.tuning.decide import told_by_a_ladder
+        from mup_megatron.tuning.decide import refuse_untaken_record, told_by_a_ladder
         from mup_megatron.util.progress import Progress
 
         setup = resolve(settings, rank.world_size)
+        refuse_untaken_record(setup.config)
         with Progress(rank.is_first) as progress:
             told = told_by_a_ladder(setup.config, progress) if rank.is_first else None
         begin = InitFrom(Path(init_from), new_embeddings) if init_from else None

@@ -170,14 +170,19 @@ class Training(Section):
     eval_translations: NonNegative = 0
     """Validation pairs that an encoder-decoder translates greedily at every evaluation, for BLEU in metrics.jsonl and
     in the report; at most as many as there are. 0: none. Unit: pairs."""
-    checkpoint_interval: Positive | None = None
-    """How often a checkpoint is written; also at the last step. If unset: none is written unless SIGTERM stops the run.
-    Unit: optimizer steps."""
+    checkpoint_interval: NonNegative | None = None
+    """How often a checkpoint is written; also at the last step. 0: none, unless SIGTERM stops the run. If unset: at the
+    last step alone. Unit: optimizer steps."""
     checkpoints_kept: Positive = 2
     """Newest checkpoints that are kept; older ones are removed. Unit: checkpoints."""
     async_save: bool = False
     """Whether the run trains on while a checkpoint is written, from copies of this rank's slices in host memory. A stop
     waits for the checkpoint that is being written."""
+
+    @property
+    def steps_between_checkpoints(self) -> int:
+        """What `checkpoint_interval` comes to; 0 where none is written."""
+        return self.train_steps if self.checkpoint_interval is None else self.checkpoint_interval
 
     @property
     def decoder_length(self) -> int:

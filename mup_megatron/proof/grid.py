@@ -230,7 +230,12 @@ class _Slot:
         return False
 
     def _start(self, job: Job) -> None:
-        there = {"run.dir": str(self._directory / job.name), "run.name": job.name, "data.cache_dir": str(self._cache)}
+        there = {
+            "run.dir": str(self._directory / job.name),
+            "run.name": job.name,
+            "data.cache_dir": str(self._cache),
+            "training.checkpoint_interval": job.config.training.checkpoint_interval or 0,  # the last is never looked at
+        }
         if self._process is None:
             self._process = process_for(job.config, self._worker, self._log)
         self._attempts += 1

@@ -101,7 +101,7 @@ class Loop:
                 return None
             for done in range(start + 1, self._training.train_steps + 1):
                 evaluates = self._is_due(done, self._training.eval_interval)
-                saves = self._is_due(done, self._training.checkpoint_interval)
+                saves = self._is_due(done, self._training.steps_between_checkpoints)
                 waits = evaluates or saves or done == self._training.train_steps
                 self._update(done)
                 if waits:

@@ -1,6 +1,6 @@
 """Whether to tune, the checks before tuning starts, and a run with the values of a record.
 
-Public names: `decide`, `apply_record`, `trained_keys`, `told_by_a_ladder`.
+Public names: `decide`, `apply_record`, `trained_keys`, `refuse_untaken_record`, `told_by_a_ladder`.
 """
 
 from __future__ import annotations
@@ -87,6 +87,35 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     prepared = prepare(config, progress.say)
     check_parts(config, prepared.blend[0], validation=tune or bool(config.training.eval_interval))
     return tune
+
+
+def refuse_untaken_record(config: Config) -> None:
+    """Refuses a config that has a record of other values, for `train`, which takes none.
+
+    Not where `tuning.run` is `never` and no record is named, nor for a value that was given on the command line: these
+    are meant. A record of another family is none of this config's.
+
+    Raises:
+        ConfigError: names what differs, and the command that takes it.
+    """
+    tuning = config.tuning
+    if tuning.run == "never" and tuning.record is None:
+        return
+    try:
+        found = record.TransferRecord.read(config.record_path, config)
+    except UserError:
+        return
+    if found is None:
+        return
+    differing = (key_of(name) for name, value in found.values.items() if value_of(config, name) != value)
+    untaken = [key for key in differing if not config.is_overridden(key)]
+    if untaken:
+        raise config.error(
+            "tuning.record",
+            f"{config.record_path} has other values of {', '.join(untaken)}, which `train` does not take; expected "
+            f"mup-megatron pipeline {config.source}, or mup-megatron train {config.source} tuning.run=never"
+            f"{' tuning.record=null' if tuning.record else ''}, which trains with the values of hparams:",
+        )
 
 
 def told_by_a_ladder(config: Config, progress: Progress) -> dict[str, Any]:
@@ -215,8 +244,8 @@ def _transferred(config: Config, found: record.TransferRecord, allowed: tuple[st
             raise config.error(
                 key,
                 f"{given} is given, and {config.record_path} says {value} ({tuned}), which a transfer takes; "
-                "expected no such override, or `train`, which trains with the values of hparams:, or pipeline "
-                f"--allow-change {key}",
+                "expected no such override, or `train tuning.run=never`, which trains with the values of hparams:, or "
+                f"pipeline --allow-change {key}",
             )
         values[name] = given
     return values

@@ -134,7 +134,7 @@ def test_ten_more_steps_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": False}
     of = make(MIXED, **keys, training__train_steps=4 + MORE, run__dir=str(tmp_path / "run"))
     own = {name: getattr(of.model, name) for name in of.base.sizes}
-    of = derive(of, {"base": own, "training.checkpoint_interval": None})
+    of = derive(of, {"base": own, "training.checkpoint_interval": 0})
     words = without(options(of, tmp_path), "mup-base")
     told = ["--save", str(tmp_path / "plain"), "--save-interval", "4", "--log-interval", "1", "--num-workers", "0"]
     (plain,) = ranks.run(1, megatron_runs.train, words=[*words, *told], plainly=True)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config, derive
+from mup_megatron.config import Config, derive, load_config
 from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
@@ -232,7 +232,8 @@ def test_the_exit_status(
 @pytest.mark.slow
 def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run is `train` on one process with that config; then nothing runs again; other settings are refused."""
-    config = config_of(tmp_path)
+    unset: dict[str, Any] = {"training__checkpoint_interval": None}
+    config = config_of(tmp_path, **unset)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     keys = {"factors": [1, 2], "values": "4e-3,8e-3,1e30", "seeds": 1, "compare": False}
     result, said = ask(config, tmp_path / "grid", **keys)
@@ -242,7 +243,7 @@ def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytes
     again, said = ask(config, tmp_path / "grid", **keys)
     assert again == result
     assert said[1:] == ["6 of 6 runs are there already"]
-    _, said = ask(config_of(tmp_path, run__audit="off"), tmp_path / "grid", **keys)  # its runs look at nothing
+    _, said = ask(config_of(tmp_path, run__audit="off", **unset), tmp_path / "grid", **keys)  # its runs look at nothing
     assert said[1:] == ["6 of 6 runs are there already"]
     with pytest.raises(UserError, match="was run with other settings"):
         ask(config_of(tmp_path, training__clip_grad=0.5), tmp_path / "grid", **keys)
@@ -255,7 +256,10 @@ def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytes
     ((status, _, err),) = ranks.run(1, bodies.command, arguments=["train", str(tmp_path / "alone.yaml")])
     assert status == 0, err
     assert metrics(tmp_path / "alone")[-1]["eval_loss"] == result["lines"]["mup"]["rows"][1]["losses"][1][0]
-    assert losses(tmp_path / "alone") == losses(tmp_path / "grid" / "runs" / job.name)
+    there = tmp_path / "grid" / "runs" / job.name
+    assert losses(tmp_path / "alone") == losses(there)
+    assert list(tmp_path.glob("alone/checkpoints/step_*"))
+    assert load_config(there / "config.yaml").training.checkpoint_interval == 0  # nobody goes on from its last step
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_values_on_the_command_line(whole: Path, finished: Path, tmp_path: Path)
             apply_record(config_of(whole, tmp_path, record, f"hparams.{key}={value}"))
         said = str(error.value)
         assert f"hparams.{key}: {value} is given, and {finished / 'transfer.json'} says {tuned[key]} ({how})" in said
-        assert "or `train`, which trains with the values of hparams:" in said
+        assert "or `train tuning.run=never`, which trains with the values of hparams:" in said
         assert f"--allow-change hparams.{key}" in said
     same, _ = apply_record(config_of(whole, tmp_path, record, f"hparams.lr={tuned['lr']!r}"))
     assert same.hparams.lr == tuned["lr"]

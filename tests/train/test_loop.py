@@ -113,6 +113,25 @@ def test_hooks_hear_everything_in_order(ranks: Ranks, tmp_path: Path, ends_at: i
     assert loss == metrics(tmp_path / "run")[-1]["eval_loss"]
 
 
+@pytest.mark.parametrize(("interval", "steps"), [(None, [4]), (0, []), (3, [3, 4])], ids=["unset", "0", "3"])
+def test_when_checkpoints_are_written(ranks: Ranks, tmp_path: Path, interval: int | None, steps: list[int]) -> None:
+    """Of four steps: the last one unless told otherwise, none at all, every third and the last."""
+    config = make(
+        MIXED,
+        "gpt3",
+        run__dir=str(tmp_path / "run"),
+        training__train_steps=4,
+        training__checkpoint_interval=interval,
+        data__dir=str(tmp_path / "data"),
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    told, _ = ranks.run(1, heard, path=path, ends_at=None)[0]
+    assert [event[1] for event in told if event[0] == "checkpoint"] == steps
+    kept = sorted(folder.name for folder in tmp_path.glob("run/checkpoints/*"))
+    assert kept == [f"step_{step:08d}" for step in steps]
+
+
 class Reads(TorchDispatchMode):
     """Notes each line of the library that reads a number of a tensor: on a GPU the host waits there for the device."""
 
@@ -169,7 +188,7 @@ def test_no_step_waits_for_the_device(ranks: Ranks, tmp_path: Path, engine: str,
         run__telemetry_interval=2,
         training__train_steps=8,
         training__eval_interval=None,
-        training__checkpoint_interval=None,
+        training__checkpoint_interval=0,
         data__dir=str(tmp_path / "data"),
         parallel__engine=engine,
         **changed,

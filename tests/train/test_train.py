@@ -355,7 +355,7 @@ def test_a_complete_run_without_checkpoints_is_not_trained_again(
     config_file: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     """Its metrics are all that is left of it. With the file removed, or its last evaluation missing, it trains."""
-    steps = ["training.train_steps=3", "training.eval_interval=3", "training.checkpoint_interval=null"]
+    steps = ["training.train_steps=3", "training.eval_interval=3", "training.checkpoint_interval=0"]
     words = ["train", str(config_file), *steps, "parallel.tensor_model_parallel_size=1"]
     path = tmp_path / "run" / "metrics.jsonl"
 

@@ -10,14 +10,15 @@ import pytest
 import yaml
 
 from mup_megatron import cli
-from mup_megatron.config import Config, derive, load_config
+from mup_megatron.config import Config, derive, load_config, parse_overrides
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.tuning.decide import refuse_untaken_record
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.record import TransferRecord, write_record
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import with_values
-from mup_megatron.util.errors import UserError
+from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers.configs import MIXED, make
 from tests.helpers.records import BUDGET, study_of
 
@@ -61,6 +62,48 @@ def test_what_it_says(record: TransferRecord) -> None:
     assert on_target["tensors"]["embedding.word_embeddings.weight"]["init_std"] == 0.03
     assert set(record.versions) >= {"python", "torch", "megatron-core", "deepspeed", "optuna"}
     assert record.rules["weight_decay"] == "independent"
+
+
+def test_train_does_not_pass_over_a_record(
+    record: TransferRecord, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It takes no record's values, so it refuses to train with others, and names what takes them. Nothing is begun."""
+    write_record(tmp_path / "transfer.json", record)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config_in(tmp_path).model_dump()))
+    assert cli.run(["train", str(path)]) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    names = "hparams.lr, hparams.init_method_std, hparams.output_multiplier"
+    assert f"tuning.record: {tmp_path / 'transfer.json'} has other values of {names}, which `train` does not" in said
+    expected = f"mup-megatron pipeline {path}, or mup-megatron train {path} tuning.run=never, which trains with"
+    assert f"expected {expected} the values of hparams:" in said
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.yaml", "transfer.json"]
+
+
+def test_what_train_takes_beside_a_record(record: TransferRecord, tmp_path: Path) -> None:
+    """The record's own values, values that were typed, and what a config means that never tunes or is another model."""
+    write_record(tmp_path / "transfer.json", record)
+    path = tmp_path / "run.yaml"
+
+    def ask(config: Config, *typed: str) -> None:
+        path.write_text(yaml.safe_dump(config.model_dump()))
+        refuse_untaken_record(load_config(path, parse_overrides(list(typed))))
+
+    plain = config_in(tmp_path)
+    ask(with_values(plain, VALUES))
+    ask(with_values(plain, {**VALUES, "lr": 0.1}), "hparams.lr=0.1")
+    with pytest.raises(
+        ConfigError, match=r"has other values of hparams\.init_method_std, hparams\.output_multiplier, "
+    ):
+        ask(plain, "hparams.lr=0.1")
+    ask(plain, "tuning.run=never")
+    named = f"tuning.record={tmp_path / 'transfer.json'}"
+    with pytest.raises(ConfigError, match=r"expected .* tuning\.run=never tuning\.record=null, which trains"):
+        ask(plain, "tuning.run=never", named)
+    ask(plain, "optimizer.eps=1e-6")
+    ask(plain, f"tuning.record={tmp_path / 'none.json'}")
+    with pytest.raises(ConfigError, match=r"has other values of hparams\.lr, "):
+        ask(with_values(plain, {**VALUES, "lr": 0.1}))
 
 
 def test_rules_over_batch_and_tokens_are_those_of_the_config(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mup_megatron.config import parse_config, parse_yaml
-from mup_megatron.config.reference import SCHEMA_FILE, schema_text
+from mup_megatron.config.reference import SCHEMA_FILE, START, schema_text
 from mup_megatron.data.corpus import text_files
 from mup_megatron.util.encoding import encoding_problem
 from mup_megatron.util.errors import UserError
@@ -71,15 +71,15 @@ class Proxy(NamedTuple):
 
     Args:
         hidden_size: width.
+        ffn_hidden_size: of the MLP.
         num_attention_heads: query heads.
         num_query_groups: key/value heads, None as in the target.
-        ffn_hidden_size: of the MLP.
     """
 
     hidden_size: int
+    ffn_hidden_size: int
     num_attention_heads: int
     num_query_groups: int | None
-    ffn_hidden_size: int
 
 
 def proxy_of(target: Target) -> Proxy:
@@ -106,43 +106,43 @@ def proxy_of(target: Target) -> Proxy:
         )
     size = chosen * target.head_size
     ffn = max(1, round(target.ffn_hidden_size * size / target.hidden_size))
-    return Proxy(size, chosen, None if groups is None else chosen // step, ffn)
+    return Proxy(size, ffn, chosen, None if groups is None else chosen // step)
 
 
 _CONFIG = """\
 # yaml-language-server: $schema={schema}
-# Every key: mup-megatron config KEY. What a run of this costs: mup-megatron plan config.yaml
-run: {{name: {target.name}, dir: runs/{target.name}, seed: 1234}}
-# run.samples: ["Once upon a time"] shows how the model goes on from a prompt at every evaluation.
+# The keys with a comment behind them are those to think about first: mup-megatron config --start
+# The others follow from them, or are good to begin with. What a key does: mup-megatron config KEY
+run: {{name: {target.name}, dir: runs/{target.name}}}
 
-model:                                # the target; sizes are global, before anything is sharded
-  architecture: {target.architecture}
-  num_layers: {target.num_layers}
-  hidden_size: {target.hidden_size}
+model:
+  architecture: {target.architecture:<21} # {about[model.architecture]}
+  num_layers: {target.num_layers:<23} # {about[model.num_layers]}
+  hidden_size: {target.hidden_size:<22} # {about[model.hidden_size]}
   ffn_hidden_size: {target.ffn_hidden_size}
   num_attention_heads: {target.num_attention_heads}{groups}
-  kv_channels: {target.head_size:<22} # head size; the same in the proxy, so that attention sees what it will see
+  kv_channels: {target.head_size}
 
 # Base: the sizes where hyperparameters are defined. What is named here grows to the target, what is not is fixed.
 #   width  {narrow} (Tensor Programs V, appendix D)
 #   heads  of the target's size, {target.head_size}; as many query heads per KV head as there
 #   FFN    in the target's ratio to the width
 #   depth  the target's, {target.num_layers} layers: transfer over width is proven best.{shallow}
-base: {sizes}
+base:
+  hidden_size: {proxy.hidden_size:<22} # {about[base.hidden_size]}
+  ffn_hidden_size: {proxy.ffn_hidden_size}
+  num_attention_heads: {proxy.num_attention_heads}{base_groups}
 # Proxy: what is tuned. The base itself: its values then need no conversion.
 proxy: {sizes}
 
-hparams:                              # at the base; tuning replaces what tuning.search names
-  lr: 5.0e-3
-  init_method_std: 0.02
-  weight_decay: 0.1
+# At the base. Tuning replaces what tuning.search names.
+hparams: {{lr: 5.0e-3, weight_decay: 0.1}}
 
 training:
-  global_batch_size: {target.global_batch_size}
+  global_batch_size: {target.global_batch_size:<16} # {about[training.global_batch_size]}
   micro_batch_size: {micro}
-  seq_length: {target.seq_length}
-  train_steps: {target.train_steps}
-  lr_schedule: cosine
+  seq_length: {target.seq_length:<23} # {about[training.seq_length]}
+  train_steps: {target.train_steps:<22} # {about[training.train_steps]}
   lr_warmup_steps: {warm_up}
   min_lr_ratio: 0.1
   log_interval: {log_every}
@@ -150,25 +150,21 @@ training:
   eval_steps: 4
   checkpoint_interval: {every}
 
-optimizer: {{name: adamw, betas: [0.9, 0.95], eps: 1.0e-8}}
+# {said}
+data:
+  {source:<35} # {text}
+  tokenizer:
+    vocab_size: {target.vocab_size:<21} # {about[data.tokenizer.vocab_size]}
 
-parallel:
-  engine: deepspeed                   # or megatron, for pipeline and context parallelism
-  tensor_model_parallel_size: auto    # fits itself to however many processes are started
-  zero_stage: 1
-
-data:                                 # {said}
-  {source}
-  tokenizer: {{library: sentencepiece, vocab_size: {target.vocab_size}}}     # trained on the text
-
+# Trials are {trial}.
+# max_compute_share is what tuning may cost over training: the smaller the target, the larger.
 tuning:
-  trials: 16                          # more are better: 128 in the large shipped configs
-  sampler: quasi_random               # covers every range evenly, however few the trials
-  pruner: successive_halving          # stops about three of four trials early
-  train_steps: {steps:<22} # {trial}
+  trials: 16                          # {about[tuning.trials]}
+  sampler: quasi_random
+  train_steps: {steps}
   global_batch_size: {trial_batch}
   micro_batch_size: {trial_micro}
-  max_compute_share: {share:<17g}# of tuning over training; the smaller the target, the larger
+  max_compute_share: {share:g}
   search:
     lr: {{log_uniform: [5.0e-4, 5.0e-2]}}
     init_method_std: {{log_uniform: [0.005, 0.1]}}
@@ -187,15 +183,17 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
         UserError: there is no proxy.
     """
     proxy = proxy_of(target)
-    base_groups = "" if proxy.num_query_groups is None else f", num_query_groups: {proxy.num_query_groups}"
+    sizes = (f"{name}: {size}" for name, size in proxy._asdict().items() if size is not None)
     steps = min(target.train_steps, max(_STEPS, target.train_steps // 10))
     batch, every = min(target.global_batch_size, _TUNING_BATCH), max(1, target.train_steps // 10)
     return _CONFIG.format(
         schema=SCHEMA_FILE,
         target=target,
         groups="" if target.num_query_groups is None else f"\n  num_query_groups: {target.num_query_groups}",
-        sizes=f"{{hidden_size: {proxy.hidden_size}, ffn_hidden_size: {proxy.ffn_hidden_size}, "
-        f"num_attention_heads: {proxy.num_attention_heads}{base_groups}}}",
+        about=START,
+        proxy=proxy,
+        base_groups="" if proxy.num_query_groups is None else f"\n  num_query_groups: {proxy.num_query_groups}",
+        sizes=f"{{{', '.join(sizes)}}}",
         narrow=f"at least {_WIDTH} wide, below which the best values still move with width"
         if proxy.hidden_size >= _WIDTH
         else f"below the paper's {_WIDTH}, as the target is hardly wider; the best values may still move with width",
@@ -204,10 +202,11 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
         warm_up=target.train_steps // 50,
         every=every,
         log_every=max(1, every // 10),
+        text=START["data.files"] if target.files else "in place of data.files, your own text",
         source=f"files: {json.dumps(target.files, ensure_ascii=False)}" if target.files else "corpus: stdlib",
-        said="your text; a line of a .jsonl is a document, a single .txt is cut into documents"
+        said="Your text: a line of a .jsonl is a document, a single .txt is cut into documents."
         if target.files
-        else "the Python standard library's source; for your own text: files: [my.txt] in place of corpus",
+        else "The Python standard library's source. For your own text: files: [my.txt] in place of corpus.",
         steps=steps,
         trial=f"a tenth of the target's length, and not below the paper's {_STEPS}"
         if steps < target.train_steps

@@ -83,7 +83,7 @@ def doctor(
     return 1 if examination["problems"] else 0
 
 
-@app.command("config", epilog="Example: mup-megatron config training.lr_warmup_steps")
+@app.command("config", epilog="Example: mup-megatron config training.lr_warmup_steps, mup-megatron config --start")
 def describe_config(
     key: Annotated[
         str | None, typer.Argument(metavar="[KEY]", help="A key, its last word or a section; all keys if none.")
@@ -91,15 +91,21 @@ def describe_config(
     as_schema: Annotated[
         bool, typer.Option("--json-schema", help="The JSON schema instead, for editors and programs.")
     ] = False,
+    start: Annotated[
+        bool, typer.Option("--start", help="The keys to think about before a first run, and no others.")
+    ] = False,
 ) -> None:
     """Show what a config key does: the values it takes, its default, its unit, its effect."""
     from mup_megatron.config import reference
     from mup_megatron.util.errors import UserError
 
-    if as_schema:
+    if as_schema or start:
         if key is not None:
-            raise UserError(f"--json-schema: expected no key beside it, found {key}")
-        sys.stdout.write(reference.schema_text())
+            raise UserError(f"{'--json-schema' if as_schema else '--start'}: expected no key beside it, found {key}")
+        if as_schema:
+            sys.stdout.write(reference.schema_text())
+        else:
+            _show_start()
         return
     found = reference.find(key) if key is not None else list(reference.described())
     from rich.padding import Padding
@@ -113,3 +119,15 @@ def describe_config(
             said = "; ".join([each.values, default, *([f"unit: {each.unit}"] if each.unit else [])])
             shown.print(Padding(Text(said), (0, 0, 0, 4)))
         shown.print(Padding(Text(each.text), (0, 0, 0, 4)))
+
+
+def _show_start() -> None:
+    """A line per key of `START`: its name, its default, what it says."""
+    from rich.table import Table
+
+    from mup_megatron.config.reference import START, find
+
+    table = Table("key", "default", "what it says", box=None)
+    for path, meaning in START.items():
+        table.add_row(path, find(path)[0].default, meaning)
+    console(120).print(table)

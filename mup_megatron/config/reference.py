@@ -1,7 +1,7 @@
 """What the schema says of every key, for people and editors: `mup-megatron config`, docs/reports/config.md, a schema.
 
-Public names: `Key`, `described`, `find`, `markdown`, `json_schema`, `schema_text`, `write_files`. As a program it
-writes docs/reports/config.md and configs/mup-megatron.schema.json of a checkout anew.
+Public names: `Key`, `described`, `find`, `START`, `markdown`, `json_schema`, `schema_text`, `write_files`. As a program
+it writes docs/reports/config.md and configs/mup-megatron.schema.json of a checkout anew.
 """
 
 from __future__ import annotations
@@ -20,6 +20,20 @@ from mup_megatron.config.schema import Config
 from mup_megatron.util.errors import UserError, shown
 
 SCHEMA_FILE = "mup-megatron.schema.json"
+
+START: dict[str, str] = {
+    "model.architecture": "gpt3 or llama",
+    "model.num_layers": "depth of the target, the model that you want in the end; the proxy is as deep",
+    "model.hidden_size": "width of the target",
+    "base.hidden_size": "width of the proxy, the model that is tuned; better 256 or more",
+    "training.global_batch_size": "sequences per optimizer step",
+    "training.seq_length": "tokens per sequence",
+    "training.train_steps": "optimizer steps of the target",
+    "data.files": "your own text; files, or folders of .txt, .md and .jsonl",
+    "data.tokenizer.vocab_size": "pieces of the tokenizer that is trained on the text",
+    "tuning.trials": "proxies that are trained to find the best hyperparameters; more are better",
+}
+"""Keys to think about before a first run, with what each says: `config --start` shows them, `new` comments them."""
 
 _ANY_NAME = "NAME"
 """Stands in a path for a name that the user chooses: `tuning.search.NAME.choice`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -12,6 +13,7 @@ from mup_megatron import cli
 from mup_megatron.cli import start
 from mup_megatron.config import Config, load_config
 from mup_megatron.config.model import FAMILIES
+from mup_megatron.config.reference import START
 from mup_megatron.data.corpus import Corpus
 from tests.helpers.commands import BIN, losses, run
 
@@ -56,6 +58,30 @@ def test_sizes(tmp_path: Path, words: str, target: dict[str, int], proxy: dict[s
     assert {key: getattr(config.model, key) for key in target} == target
     for sizes in (config.base, config.proxy):
         assert {key: value for key, value in sizes.model_dump().items() if value is not None} == proxy
+
+
+def commented(text: str) -> dict[str, str]:
+    """Keys with a comment behind them, by dotted path, with the comment."""
+    found, above = {}, [""] * 3
+    for line in text.splitlines():
+        if key := re.match(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*?)(?: +# (?P<said>.*))?$", line):
+            depth = len(key["indent"]) // 2
+            above[depth:] = [key["name"]] * (3 - depth)
+            if key["said"]:
+                found[".".join(above[: depth + 1])] = key["said"]
+    return found
+
+
+def test_ten_keys_are_commented(tmp_path: Path) -> None:
+    """Those that `config --start` shows, in its words; without text of one's own `data.corpus` is in the place."""
+    (tmp_path / "my.txt").write_text("Words.\n")
+    new(tmp_path / "own", "--text", str(tmp_path / "my.txt"))
+    text = (tmp_path / "own" / "config.yaml").read_text()
+    assert commented(text) == START
+    assert max(map(len, text.splitlines())) <= 120
+    new(tmp_path / "stdlib", "--architecture", "gpt3")
+    others = commented((tmp_path / "stdlib" / "config.yaml").read_text())
+    assert list(others) == ["data.corpus" if key == "data.files" else key for key in START]
 
 
 def test_trials_are_shorter_than_a_long_run(tmp_path: Path) -> None:

@@ -126,6 +126,27 @@ def test_command_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--json-schema: expected no key beside it, found lr" in capsys.readouterr().err
 
 
+def test_keys_to_start_with(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten of them, each on a line with its default and what it says."""
+    assert cli.run(["config", "--start"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["model.architecture", "required"],
+        ["model.num_layers", "required"],
+        ["model.hidden_size", "required"],
+        ["base.hidden_size", "null"],
+        ["training.global_batch_size", "required"],
+        ["training.seq_length", "required"],
+        ["training.train_steps", "required"],
+        ["data.files", "[]"],
+        ["data.tokenizer.vocab_size", "null"],
+        ["tuning.trials", "16"],
+    ]
+    assert lines[2].rstrip().endswith("  width of the target")
+    assert cli.run(["config", "lr", "--start"]) == 2
+    assert "--start: expected no key beside it, found lr" in capsys.readouterr().err
+
+
 def test_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["config", "training.warmup_steps"]) == 2
     assert (

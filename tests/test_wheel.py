@@ -94,8 +94,11 @@ def test_its_commands_run_outside_a_checkout(installed: Path, tmp_path: Path) ->
     assert Path(where.strip()).is_relative_to(installed)
     run(installed, tmp_path, "mup-megatron", "new", "mine", "--hidden-size", "128", "--num-layers", "1")
     folder = tmp_path / "mine"
+    assert run(installed, folder, "mup-megatron", "--version") == "mup-megatron 0.1.0\n"  # of no checkout
     explained = run(installed, folder, "mup-megatron", "explain", "config.yaml")
     assert "embedding.word_embeddings.weight" in explained
+    page = run(installed, folder, "mup-megatron", "explain", "config.yaml", "--html", "page.html").strip()
+    assert "function valuesAt" in (folder / page).read_text()
     jobs = run(installed, folder, "mup-megatron", "slurm", "pipeline", "config.yaml", "--dry-run")
     assert "sbatch" in jobs
     code = "from mup_megatron.patches import trees; print({k: len(v) for k, v in trees.source_patches().items()})"

@@ -58,8 +58,10 @@ app = typer.Typer(
 def _say_version(asked: bool) -> None:
     if asked:
         from mup_megatron import __version__
+        from mup_megatron.util.provenance import commit
 
-        print(f"mup-megatron {__version__}")
+        checkout = commit()
+        print(f"mup-megatron {__version__}" + (f", commit {checkout}" if checkout else ""))
         raise typer.Exit
 
 

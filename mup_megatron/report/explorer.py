@@ -20,6 +20,7 @@ from mup_megatron.rules import formulas
 from mup_megatron.rules.laws import Laws, one_ratio
 from mup_megatron.rules.measured_laws import laws_of
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.files import read_text
 
 _NAMES = {
     "mup": "µP",
@@ -81,7 +82,7 @@ def explorer_page(config: Config, table_of: Callable[[Config], Parametrization])
     sizes = {name: dataclasses.asdict(size) for name, size in laws[own].sizes.items() if name in moving}
     if not sizes:
         raise config.error("base.file", "tells what grows tensor by tensor; --html needs the sizes under base:")
-    script = Path(__file__).with_suffix(".js").read_text(encoding="utf-8")
+    script = read_text(Path(__file__).with_suffix(".js"))
     data = {
         "own": own,
         "names": {name: _NAMES[name] for name in laws},

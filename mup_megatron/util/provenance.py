@@ -1,6 +1,6 @@
 """Where a record comes from: which code, which command, with what, on what machine, when, from which text.
 
-Public names: `provenance`, `machine`, `KEYS`.
+Public names: `provenance`, `machine`, `commit`, `KEYS`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def provenance(text: str | None) -> dict[str, Any]:
         text: digest of what was trained on; None where nothing was trained, or on files that this project did not make.
 
     Returns:
-        Plain data. `commit` is None where the library is no checkout; it ends with -dirty where a tracked file differs.
+        Plain data.
     """
-    return {"commit": _commit(), "command": _command(), "text": text, **machine()}
+    return {"commit": commit(), "command": _command(), "text": text, **machine()}
 
 
 def machine() -> dict[str, Any]:
@@ -51,7 +51,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """The checkout's commit, with -dirty where a tracked file differs; None where the library is no checkout."""
     if not (_ROOT / ".git").exists():
         return None
     git = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]

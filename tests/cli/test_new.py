@@ -177,7 +177,7 @@ def test_scripts_can_be_executed(tmp_path: Path) -> None:
 
 def test_version_and_bare_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--version"]) == 0
-    assert capsys.readouterr().out == "mup-megatron 0.1.0\n"
+    assert re.fullmatch(r"mup-megatron 0\.1\.0(, commit [0-9a-f]{40}(-dirty)?)?\n", capsys.readouterr().out)
     assert cli.run([]) == 0
     assert "─ Start ─" in capsys.readouterr().out
 

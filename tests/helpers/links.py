@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "evidence").glob("*.md")),
     *sorted((ROOT / "docs" / "reports").glob("*.md")),

@@ -20,20 +20,40 @@ from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import write_whole
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1240px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; margin-bottom: 0.2em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
+:root { color-scheme: light dark; --page: #fff; --text: #222; --dim: #666; --line: #ddd; --block: #f6f6f6 }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #16181c; --text: #ddd; --dim: #aaa; --line: #3a3d44; --block: #23262c }
+}
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 1240px;
+  margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: 0.2em }
+h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid var(--line) }
 h1, h2, p, li, dd { overflow-wrap: anywhere }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
-th, td { text-align: right; padding: 0.18em 0.8em 0.18em 0; border-bottom: 1px solid #eee; white-space: nowrap }
+th, td { text-align: right; padding: 0.18em 0.8em 0.18em 0; border-bottom: 1px solid var(--line); white-space: nowrap }
 th:first-child, td:first-child, td.text { text-align: left }
-th:first-child, td:first-child { position: sticky; left: 0; background: #fff } th { color: #666; font-weight: 600 }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--page) }
+th { color: var(--dim); font-weight: 600 }
 td.text { white-space: normal; overflow-wrap: anywhere; min-width: 7em; vertical-align: top }
-pre { background: #f6f6f6; padding: 0.8em; overflow-x: auto; font-size: 13px } .wide { overflow-x: auto }
-dl { color: #555 } dt { font-weight: 600; float: left; clear: left; margin-right: 0.5em } dd { margin: 0.15em 0 }
+pre { background: var(--block); padding: 0.8em; overflow-x: auto; font-size: 13px }
+dl { color: var(--dim) } dt { font-weight: 600; float: left; clear: left; margin-right: 0.5em }
+dd { margin: 0.15em 0 }
 summary { cursor: pointer; color: #4878a8; margin: 0.6em 0 } li { margin: 0.15em 0 }
-img { max-width: 100% }
+img { max-width: 100%; background: #fff }
+/* A shade at the edge behind which a table goes on; the cover lies over it where the table ends. */
+.wide { overflow-x: auto; background:
+  linear-gradient(to left, var(--page) 30%, transparent) right / 40px 100% no-repeat local,
+  linear-gradient(to left, #8888, transparent) right / 14px 100% no-repeat }
 @media (max-width: 700px) { body { font-size: 14px; margin: 1em 0; padding: 0 0.7em } table { font-size: 13px } }
+@media print {
+  :root { --page: #fff; --text: #000; --dim: #444; --line: #bbb; --block: #fff }
+  .wide { overflow: visible; background: none } table { font-size: 10px } td, th { white-space: normal }
+  h2 { break-after: avoid } tr, .js-plotly-plot, img { break-inside: avoid } .modebar { display: none }
+}
 """
+
+
+_GRID = "rgba(128,128,128,0.2)"
 
 
 def document(name: str, sections: Sequence[str], figures: Mapping[str, dict[str, Any]], plotly: str) -> str:
@@ -92,10 +112,19 @@ def layout_of(x: str, y: str, *, log: bool = False, height: int = 340) -> dict[s
         "height": height,
         "margin": {"l": 60, "r": 20, "t": 30, "b": 100},
         "template": "none",
+        # Of the page, which may be dark.
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": "#808080"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#999", "activecolor": "#4878a8"},
         "hovermode": "closest",
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
-        "xaxis": {"title": {"text": x, "standoff": 14}, "type": "log" if log else "-", "gridcolor": "#eee"},
-        "yaxis": {"title": {"text": y}, "gridcolor": "#eee"},
+        "xaxis": {
+            "title": {"text": x, "standoff": 14},
+            "type": "log" if log else "-",
+            "gridcolor": _GRID,
+        },
+        "yaxis": {"title": {"text": y}, "gridcolor": _GRID},
     }
 
 

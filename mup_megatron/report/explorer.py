@@ -53,15 +53,11 @@ select { max-width: 100% } h3 { overflow-wrap: anywhere }
 #sizes { display: grid; grid-template-columns: repeat(auto-fill, minmax(20em, 1fr)); gap: 0.4em 1.5em }
 #sizes label { display: grid; grid-template-columns: 1fr 6.5em; gap: 0 0.6em; align-items: center }
 #sizes span, #sizes small { grid-column: 1 / 3 } #sizes span { font-weight: 600 }
-small { color: #666 } .other { color: #a33; font-size: 0.85em }
+small { color: var(--dim) } .other { color: light-dark(#a33, #f99); font-size: 0.85em }
 #tensors td { vertical-align: top; cursor: pointer } #tensors td:focus { outline: 2px solid #4878a8 }
 #tensors td > div { padding: 0 0.3em; border-radius: 3px } button, select { font: inherit }
-#chosen { background: #f6f6f6; padding: 0.1em 0.9em; overflow-x: auto }
+#chosen { background: var(--block); padding: 0.1em 0.9em; overflow-x: auto }
 #chosen td { white-space: normal; text-align: left; background: none }
-@media (prefers-color-scheme: dark) {
-  body, th:first-child, td:first-child { background: #16181c; color: #ddd } #chosen { background: #23262c }
-  small { color: #aaa } .other { color: #f99 } th { color: #aaa } th, td { border-color: #333 }
-}
 @media print { #sizes input, button, select { display: none } }
 """
 

@@ -1,4 +1,4 @@
-"""The first lines of a run's page: what was done with which models, when, with which versions, and what words mean.
+"""The first lines of a run's page: what was tuned, what the target reached, what to check; when, and what words mean.
 
 Public name: `opening`.
 """
@@ -10,6 +10,9 @@ import html
 import math
 
 from mup_megatron.report.run_data import Run
+from mup_megatron.report.summary import counted, ended_lower, extrapolated_of
+from mup_megatron.tuning.predicted import in_words
+from mup_megatron.tuning.remarks import to_check
 from mup_megatron.util.progress import short_count
 
 _WORDS = {
@@ -26,7 +29,7 @@ _WORDS = {
 
 def opening(run: Run) -> str:
     """The lines as HTML; what no file of the run tells is left out."""
-    sentences = [sentence for sentence in (_proxy(run), _target(run), _made(run)) if sentence]
+    sentences = [sentence for sentence in (_proxy(run), _target(run), _check(run), _made(run)) if sentence]
     terms = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(text)}.</dd>" for word, text in _WORDS.items())
     said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
     return f"{said}<details><summary>What the words on this page mean</summary><dl>{terms}</dl></details>"
@@ -37,10 +40,12 @@ def _proxy(run: Run) -> str:
         return ""
     proxy = (run.plan or {}).get("tuning")
     size = f" of {short_count(proxy['parameters'])} parameters" if proxy else ""
-    trials = len({trial.slot for trial in run.record.study.trials})
+    model, proxy = run.config.get("model") or {}, run.config.get("proxy") or {}
+    smaller = [f"{name} {size} instead of {model[name]}" for name, size in proxy.items() if size and model.get(name)]
+    unlike = f" ({', '.join(smaller)})" if smaller else ""
     spent = run.record.budget.spent.tokens
     return (
-        f"Tuned: {trials} trials of a proxy{size}, {short_count(spent)} tokens in all. "
+        f"Tuned: trials of a proxy{size}{unlike}: {counted(run.record.study)}; {short_count(spent)} tokens in all. "
         "The best values were transferred to the target by the rules of µP."
     )
 
@@ -55,10 +60,21 @@ def _target(run: Run) -> str:
         parameters = f" of {short_count(total)} parameters"
     sizes = f"{model.get('num_layers')} layers, hidden size {model.get('hidden_size')}"
     tokens = run.target.last * (training.get("global_batch_size") or 0) * (training.get("seq_length") or 0)
+    reached = f" It reached {run.target.result} (nats per token)." if run.target.evaluations else ""
+    told = f" A ladder had told {in_words(run.predicted)}." if run.predicted is not None else ""
+    lower = "".join(f" {line}." for line in ended_lower(run))
     return (
         f"Trained: a {model.get('architecture')} target{parameters} ({sizes}) for {run.target.last} steps, "
-        f"{short_count(tokens)} tokens."
+        f"{short_count(tokens)} tokens.{reached}{told}{lower}"
     )
+
+
+def _check(run: Run) -> str:
+    """What may be wrong with the choice."""
+    if run.record is None:
+        return ""
+    found = to_check(run.record.study, extrapolated_of(run))
+    return f"To check: {'; '.join(found)}." if found else "To check: nothing of the search stands out."
 
 
 def _made(run: Run) -> str:

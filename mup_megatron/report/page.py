@@ -78,7 +78,8 @@ def page(run: Run, plotly: str) -> str:
         sections.append("<h2>Trials</h2>" + _trials(run.record.study))
     sections += [_proof(proof) for proof in proofs(directory)]
     if run.explanation is not None:
-        sections.append("<h2>What the parametrization does to every tensor</h2>" + _explanation(run.explanation))
+        shown = _explanation(run.explanation, biased=run.has_position_bias)
+        sections.append(f"<h2>What the parametrization does to every tensor</h2>{shown}")
     # A run of an older version may hold a password, which this page, made to be shown, must not.
     sections.append("<h2>Config, record, environment</h2>")
     sections.append(table((), list(run.versions.items()), "text"))
@@ -129,7 +130,7 @@ def _search(study: StudyRecord, name: str, trained: Any = None) -> dict[str, Any
         room = 0.03 * (high - low)
         layout["xaxis"] |= {"range": [low - room, high + room]}
         whole = {"yref": "paper", "y0": 0, "y1": 1}
-        empty = {"type": "rect", "fillcolor": "#eee", "line": {"width": 0}, "layer": "below"}
+        empty = {"type": "rect", "fillcolor": "rgba(128,128,128,0.15)", "line": {"width": 0}, "layer": "below"}
         layout["shapes"] = [
             {**whole, "type": "line", "x0": chosen, "x1": chosen, "line": {"dash": "dot"}},
             *({**whole, **empty, "x0": low, "x1": high} for low, high in extent.untried),
@@ -161,7 +162,7 @@ def _trials(study: StudyRecord) -> str:
     return table(("trial", "seed", "ended", "step", objective.name, *names, "time"), rows)
 
 
-def _explanation(explanation: dict[str, Any]) -> str:
+def _explanation(explanation: dict[str, Any], *, biased: bool) -> str:
     rows: dict[tuple[str, ...], None] = {}
     for parameter in explanation["parameters"]:
         eps = f"{parameter['eps']:.4g}" if parameter["eps"] is not None else ""
@@ -177,5 +178,6 @@ def _explanation(explanation: dict[str, Any]) -> str:
         )
         rows[row] = None
     head = ("tensor", "global", "on a rank", "base", "init std", "lr", "eps", "weight decay")
-    forward = ", ".join(f"{key} {value:.6g}" for key, value in explanation["forward"].items())
+    multipliers = {key: value for key, value in explanation["forward"].items() if key != "relative_bias" or biased}
+    forward = ", ".join(f"{key} {value:.6g}" for key, value in multipliers.items())
     return f"<p>Forward multipliers: {html.escape(forward)}</p>" + table(head, rows)

@@ -126,6 +126,11 @@ class Run:
         return [curve for curve in (self.target, *self.controls.values()) if curve is not None]
 
     @property
+    def has_position_bias(self) -> bool:
+        """Whether the model adds a bias to attention, which has a multiplier."""
+        return (self.config.get("model") or {}).get("position_embedding_type") in ("relative", "alibi")
+
+    @property
     def predicted(self) -> dict[str, Any] | None:
         """The loss that a ladder told of the target before it was trained (tuning/predicted.py); None without one."""
         said = (self.explanation or {}).get("predicted") or (self.plan or {}).get("predicted")

@@ -1,6 +1,6 @@
 """What a run did, at its end: tables for the terminal, pictures beside its files.
 
-Public names: `summarize`, `summary`, `print_transfer`.
+Public names: `summarize`, `summary`, `counted`, `extrapolated_of`, `ended_lower`, `print_transfer`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,12 @@ def summary(run: Run) -> dict[str, Any]:
         for curve in run.curves
         for change in curve.changes
     ]
-    return {"columns": columns, "values": values, "results": results, "remarks": [*changes, *remarks, *_verdict(run)]}
+    return {
+        "columns": columns,
+        "values": values,
+        "results": results,
+        "remarks": [*changes, *remarks, *ended_lower(run)],
+    }
 
 
 def _values(run: Run) -> tuple[list[str], list[list[str]]]:
@@ -86,6 +91,8 @@ def _values(run: Run) -> tuple[list[str], list[list[str]]]:
     trained = run.target.values if run.target is not None else {}
     study = run.record.study if run.record is not None else None
     tuned = study.values if study is not None else {}
+    if not run.has_position_bias:
+        trained.pop("relative_bias_multiplier", None)
     rows = []
     for name in dict.fromkeys([*tuned, *(name for name, value in trained.items() if value is not None)]):
         shown = [_shown(trained.get(name))] if trained else []
@@ -134,27 +141,44 @@ def _tuned(run: Run) -> tuple[list[list[str]], list[str]]:
     objective = objective_of(study.objective)
     noise = f" ± {study.noise:.{objective.digits}f} per run" if study.noise is not None else ""
     seeds = len(study.candidates[0].losses)
-    ended = {
-        state: sum(1 for t in study.trials if t.state == state)
-        for state in ("complete", "stopped", "diverged", "failed")
-    }
     of = ""
     if run.others:
         of = " of the tuned values"
         shown = ", ".join(f"{n} {_shown(v)} instead of {_shown(record.values[n])}" for n, v in run.others.items())
         said.append(f"the target did not train with the values of the transfer record: {shown}")
     results = [
-        ["trials", ", ".join(f"{count} {state}" for state, count in ended.items() if count)],
+        ["trials", counted(study)],
         [
             f"proxy {objective.name}{of}",
             f"{objective.text(study.loss)}{noise} (mean over {seeds} seed{'s' if seeds > 1 else ''})",
         ],
     ]
-    # The record may be a family's: what it says of a target is of the one that it was tuned for.
-    extrapolated = run.plan["extrapolated"] if run.plan is not None else record.target.extrapolated
     explained = run.explanation or {}
     of_ladder = (explained if "ladder" in explained else run.plan or {"ladder": record.target.ladder}).get("ladder", [])
-    return results, [*said, *remarks(study, extrapolated), *of_ladder]
+    return results, [*said, *remarks(study, extrapolated_of(run)), *of_ladder]
+
+
+def counted(study: StudyRecord) -> str:
+    """Its trials by how they ended, and the repetitions of the best ones, in words."""
+    own = [trial.state for trial in study.trials if not trial.repeats]
+    ended = ", ".join(f"{count} {state}" for state in _STATES if (count := own.count(state)))
+    again = len(study.trials) - len(own)
+    repeated = f", and {again} repetition{'s' if again > 1 else ''} with other seeds" if again else ""
+    return f"{len(own)} ({ended}){repeated}"
+
+
+_STATES = ("complete", "stopped", "diverged", "failed")
+
+
+def extrapolated_of(run: Run) -> Sequence[str]:
+    """Where this run's target leaves what was tuned on.
+
+    The record may be a family's: what it says of a target is of the one that it was tuned for.
+    """
+    if run.plan is not None:
+        found: Sequence[str] = run.plan["extrapolated"]
+        return found
+    return run.record.target.extrapolated if run.record is not None else []
 
 
 def _share(run: Run, spent: SpentRecord) -> str:
@@ -163,7 +187,7 @@ def _share(run: Run, spent: SpentRecord) -> str:
     return f"{spent.flops / run.plan['target']['flops']:.3g} ({took})" if run.plan is not None else took
 
 
-def _verdict(run: Run) -> list[str]:
+def ended_lower(run: Run) -> list[str]:
     """Which parametrization ended lower, whichever it is, where both took all their steps with the same values."""
     if run.target is None or run.target.unfinished:
         return []

@@ -1,4 +1,4 @@
-"""What a reader of a transfer record must know of the choice in it, in words. Public name: `remarks`."""
+"""What a reader of a transfer record must know of the choice in it, in words. Public names: `remarks`, `to_check`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ def remarks(study: StudyRecord, extrapolated: Sequence[str]) -> list[str]:
         study: the record's.
         extrapolated: where the target at hand leaves what was tuned on.
     """
-    said = [line for name in study.interior for line in _open(study, name)]
-    said.append(_noise(study))
+    said = [] if study.noise is None else [_noise(study)]
     said += _moves(study.descent, objective_of(study.objective)) if study.descent is not None else []
+    return to_check(study, extrapolated) + said
+
+
+def to_check(study: StudyRecord, extrapolated: Sequence[str]) -> list[str]:
+    """Where the choice may be wrong, in words, with the arguments of `remarks`; empty where nothing stands out."""
+    said = [line for name in study.interior for line in _open(study, name)]
+    said += [_noise(study)] if study.noise is None else []
     said += [f"extrapolated, {line}" for line in extrapolated]
     return said + not_transferred(study.interior)
 

@@ -17,7 +17,7 @@ from mup_megatron import cli
 from mup_megatron.checkpoints.run_directory import CONTROLS
 from mup_megatron.report.page import write_page
 from mup_megatron.report.run_data import Curve, Run
-from mup_megatron.report.summary import _verdict
+from mup_megatron.report.summary import ended_lower
 from tests.helpers.browser import browse, look, measure, needs_browser
 from tests.helpers.commands import metrics
 
@@ -93,11 +93,33 @@ def test_the_first_lines(whole: Path, tmp_path: Path) -> None:
     explained = json.loads((whole / "run" / "explain.json").read_text())
     total = sum(math.prod(parameter["global_shape"]) for parameter in explained["parameters"])
     assert f"Trained: a gpt3 target of {total / 1000:.0f} k parameters (2 layers, hidden size 96) for 8 steps" in text
+    assert f"2.05 k tokens. It reached {metrics(whole / 'run')[-1]['eval_loss']:.4f} (nats per token). " in text
     assert "for 8 steps, 2.05 k tokens." in text
-    assert re.search(r"Tuned: 5 trials of a proxy of 54\.4 k parameters, [\d.]+ k tokens in all\.", text)
+    smaller = "hidden_size 64 instead of 96, ffn_hidden_size 64 instead of 160, num_attention_heads 4 instead of 8"
+    unlike = rf"\({smaller}, num_query_groups 1 instead of 4\)"
+    trials = json.loads((whole / "run" / "transfer.json").read_text())["study"]["trials"]
+    own = [trial["state"] for trial in trials if not trial["repeats"]]
+    ended = rf"{own.count('complete')} complete, {own.count('stopped')} stopped"
+    counted = rf"5 \({ended}[^)]*\), and {len(trials) - 5} repetitions with other seeds"
+    found = re.search(
+        rf"Tuned: trials of a proxy of 54\.4 k parameters {unlike}: {counted}; [\d.]+ k tokens in all\.", text
+    )
+    assert found, text[:2000]
+    assert "<p>To check: " in text
     assert re.search(r"Tuned on \d{4}-\d\d-\d\d; page of \d{4}-\d\d-\d\d; .*megatron-core \d", text)
     for word in ("interior", "standard", "nats per token"):
         assert f"<dt>{word}</dt>" in text
+
+
+def test_a_part_that_the_model_does_not_have_is_not_shown(whole: Path, tmp_path: Path) -> None:
+    """Learned positions have no multiplier of a bias. Control: the same files of a model that has one."""
+    assert "relative_bias" not in write_page(whole / "run").read_text().partition("<details><summary>transfer")[0]
+    other = shutil.copytree(whole / "run", tmp_path / "run")
+    explained = json.loads((other / "explain.json").read_text())
+    explained["config"]["model"]["position_embedding_type"] = "alibi"
+    (other / "explain.json").write_text(json.dumps(explained))
+    text = write_page(other).read_text().partition("<details><summary>transfer")[0]
+    assert text.count("relative_bias") == 2  # among the values, and of the forward pass
 
 
 def test_runs_compared(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,9 +201,9 @@ def test_who_ended_lower_is_said_of_every_control(tmp_path: Path) -> None:
     controls = {"standard": ended("standard parametrization", math.nan), "fan_in": ended("1/sqrt(fan-in)", 4.0)}
     folder: dict[str, Any] = {"directory": tmp_path, "config": {}, "explanation": None, "record": None, "plan": None}
     run = Run(**folder, target=ended("µP", 4.25), versions={}, controls=controls)
-    assert _verdict(run) == [
+    assert ended_lower(run) == [
         "standard parametrization: diverged with the values that µP transferred",
         "1/sqrt(fan-in) ends 0.2500 nats lower than µP, with the same values",
     ]
     higher = dataclasses.replace(run, controls={"fan_in": ended("1/sqrt(fan-in)", 4.5)})
-    assert _verdict(higher) == ["µP ends 0.2500 nats lower than 1/sqrt(fan-in), with the same values"]
+    assert ended_lower(higher) == ["µP ends 0.2500 nats lower than 1/sqrt(fan-in), with the same values"]

@@ -34,7 +34,7 @@ from mup_megatron.tuning.objective import BLEU, with_name
 from mup_megatron.tuning.outcome import Range, open_sides
 from mup_megatron.tuning.record import StudyRecord, TransferRecord, write_record
 from mup_megatron.tuning.recording import extrapolated
-from mup_megatron.tuning.remarks import remarks
+from mup_megatron.tuning.remarks import remarks, to_check
 from mup_megatron.tuning.space import check_overrides
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers import bodies
@@ -387,6 +387,18 @@ def study(
     ]
     parts = {"ranges": {"lr": LOG.model_dump()}, "trials": trials, "candidates": candidates, "noise": noise}
     return StudyRecord.model_validate(study_of({"lr": values[0]}, **parts))
+
+
+def test_what_is_to_be_checked() -> None:
+    """Of a choice in the middle of its range, repeated, nothing; of the same at an end, once, both."""
+    losses: list[float] = [3.0, 4.0, 4.0]
+    assert to_check(study([5e-3, 1e-4, 9e-2], losses, {0: [3.1]}, 0.1), []) == []
+    found = to_check(study([5e-3, 1e-4, 1e-3], losses, {0: []}, None), ["tokens 10 times those of a trial"])
+    assert [line.partition(":")[0].partition(",")[0] for line in found] == [
+        "lr",
+        "no repetition with other seeds",
+        "extrapolated",
+    ]
 
 
 def test_what_is_said_of_a_range() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -78,7 +79,7 @@ def rebase(
     said = rebasing.rebase(Path(checkpoint), Path(directory), Path(base), keys, say=aside)
     told = (
         f"{directory}: step {said['step']}, {len(said['weights'])} tensors with a factor, {len(said['carried'])} that "
-        f"carry their rates; goes on with mup-megatron train {directory}/config.yaml"
+        f"carry their rates; next: mup-megatron train {shlex.quote(f'{directory}/config.yaml')}"
     )
     show(said, as_json, [told])
 
@@ -104,5 +105,6 @@ def import_(
     state = "with the optimizer's state" if said["optimizer"] else "weights alone"
     if said["deviation"] is not None:
         state += f", logits within {said['deviation']:.0e} of transformers'"
-    told = f"{said['checkpoint']}: {said['tensors']} tensors, {state}; goes on with mup-megatron train {config}"
+    following = shlex.join(["mup-megatron", "train", config, *(overrides or [])])  # without them, of another run
+    told = f"{said['checkpoint']}: {said['tensors']} tensors, {state}; next: {following}"
     show(said, as_json, [told])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from mup_megatron import cli
 from mup_megatron.checkpoints.checkpoint import SUMS
 from mup_megatron.config import Config, derive
 from mup_megatron.convert.export import export_hugging_face, open_source
@@ -114,6 +116,26 @@ def test_a_declared_base(trained: Callable[[str], Trained], ranks: Ranks, tmp_pa
     audit = json.loads((tmp_path / "run" / "audit.json").read_text())
     assert audit["right"]
     assert not any("initial" in finding["quantity"] for finding in audit["findings"])
+
+
+def test_what_to_type_next(
+    trained: Callable[[str], Trained], ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The line that `import` prints, as a shell reads it, trains the run that was imported, not that of the file."""
+    one = trained("llama, untied")
+    export_hugging_face(one.source, tmp_path / "hf")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config_for(one, tmp_path / "of the file").model_dump()))
+    own = [f"run.dir={tmp_path / 'own run'}", "training.train_steps=3", "training.lr_decay_steps=3"]
+    assert cli.run(["import", str(tmp_path / "hf"), str(path), *own]) == 0
+    _, _, following = capfd.readouterr().out.strip().partition("next: ")
+    program, *words = shlex.split(following)
+    assert program == "mup-megatron"
+    ((status, out, err),) = ranks.run(1, bodies.command, arguments=words)
+    assert status == 0, err
+    assert f"resumed from {tmp_path / 'own run' / 'checkpoints' / 'step_00000000'} at step 0" in out
+    assert '"step": 3' in (tmp_path / "own run" / "metrics.jsonl").read_text()
+    assert not (tmp_path / "of the file").exists()
 
 
 # --- megatron.training ---

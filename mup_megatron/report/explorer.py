@@ -70,14 +70,16 @@ def explorer_page(config: Config, table_of: Callable[[Config], Parametrization])
         table_of: makes the table of a run.
 
     Raises:
-        UserError: the table of this run cannot be made, or no size of it can be moved.
+        UserError: the table of this run cannot be made, or a file has its base.
     """
+    if config.base.file is not None:
+        raise config.error(
+            "base.file", "tells tensor by tensor what grows; --html moves sizes: expected them under base:"
+        )
     laws = _laws(config, table_of)
     own = next(iter(laws))
     moving = set(_ratios([dataclasses.asdict(found) for found in laws.values()]))
     sizes = {name: dataclasses.asdict(size) for name, size in laws[own].sizes.items() if name in moving}
-    if not sizes:
-        raise config.error("base.file", "tells what grows tensor by tensor; --html needs the sizes under base:")
     script = read_text(Path(__file__).with_suffix(".js"))
     data = {
         "own": own,

@@ -162,6 +162,11 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert page.read_text().count("</script>") == 3  # of the head, the page and the figures, none of a name
     assert cli.run(["explain", str(config), "model.vocab_size=384", "--html", str(tmp_path / "no" / "page.html")]) == 2
     assert "page.html: cannot write the page" in capfd.readouterr().err
+    shapes = tmp_path / "base.bsh"
+    assert cli.run(["explain", str(config), "model.vocab_size=384", "--save-base-shapes", str(shapes)]) == 0
+    base = f"base={{file: {shapes}}}"
+    assert cli.run(["explain", str(config), "model.vocab_size=384", base, "--html", str(page)]) == 2
+    assert "base.file: tells tensor by tensor what grows" in capfd.readouterr().err
 
 
 def test_the_committed_page(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

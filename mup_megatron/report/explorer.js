@@ -15,7 +15,8 @@ function ratiosOf(tensor, rows, ratios) {
   return {...ratios, m_in: ratioOf(tensor.fan_in, ratios), m_out: ratioOf(rows, ratios), larger};
 }
 
-const mapped = (object, of) => Object.fromEntries(Object.entries(object).map(([name, value]) => [name, of(value, name)]));
+const mapped = (object, of) =>
+  Object.fromEntries(Object.entries(object).map(([name, value]) => [name, of(value, name)]));
 
 // What a tensor gets where every size has its ratio to the target's.
 function valuesAt(tensor, ratios) {
@@ -54,8 +55,8 @@ const number = (value) => {
   return short !== 0 && Math.abs(short) < 1e-3 ? short.toExponential() : String(short);
 };
 const times = (factor) => `×${number(factor)}`;
-const atTarget = Object.fromEntries(sizes.map((size) => [size, 1]));
-const atBase = Object.fromEntries(sizes.map((size) => [size, (DATA.sizes[size].base ?? DATA.sizes[size].target) / DATA.sizes[size].target]));
+const atTarget = mapped(DATA.sizes, () => 1);
+const atBase = mapped(DATA.sizes, ({target, base}) => (base ?? target) / target);
 let ratios = {...atTarget}, beside = Object.keys(DATA.laws)[1] ?? "", chosen = null;
 
 const element = (tag, text, attributes = {}) => {
@@ -138,7 +139,8 @@ function drawChosen() {
     if (!(quantity in other.values) && quantity !== "init") continue;
     const values = cells(other, quantity, valuesAt(other, ratios));
     const shown = values.map(([block, value]) => `${block ? `${block} ` : ""}${number(value)}`).join(", ");
-    row.append(element("td", DATA.names[name]), element("td", shown), element("td", `goes as ${powersInWords(other, quantity)}`));
+    const powers = `goes as ${powersInWords(other, quantity)}`;
+    row.append(element("td", DATA.names[name]), element("td", shown), element("td", powers));
     table.append(row);
   }
   place.append(table);
@@ -152,7 +154,8 @@ function drawTable() {
     const size = (side) => whole(product(side.size, ratios));
     const outs = Object.entries(tensor.fan_outs);
     const rows = outs.map(([, side]) => size(side)).join(" + ");
-    row.append(element("td", tensor.name), element("td", tensor.kind === "vector" ? rows : `${rows} × ${size(tensor.fan_in)}`));
+    const shape = tensor.kind === "vector" ? rows : `${rows} × ${size(tensor.fan_in)}`;
+    row.append(element("td", tensor.name), element("td", shape));
     row.append(element("td", tensor.fan_in.base ? times(here.m_in) : "fixed"));
     const ratiosOut = [...new Set(outs.map(([name, side]) => (side.base ? times(here.outs[name]) : "fixed")))];
     row.append(element("td", ratiosOut.join(", ")));
@@ -163,8 +166,8 @@ function drawTable() {
   forward.replaceChildren();
   for (const [name, words] of Object.entries(DATA.forward)) {
     const own = product(DATA.laws[DATA.own].forward[name], ratios), line = element("li", `${words} × ${number(own)}`);
-    const theirs = beside && product(DATA.laws[beside].forward[name], ratios);
-    if (beside && Math.abs(theirs / own - 1) > 1e-9) line.append(" ", element("span", number(theirs), {class: "other"}));
+    const theirs = beside ? product(DATA.laws[beside].forward[name], ratios) : own;
+    if (Math.abs(theirs / own - 1) > 1e-9) line.append(" ", element("span", number(theirs), {class: "other"}));
     forward.append(line);
   }
   drawChosen();
@@ -181,8 +184,9 @@ function draw() {
     const value = Math.round(ratios[size] * DATA.sizes[size].target * 1e6) / 1e6;
     document.getElementById(`${size} slider`).value = Math.log2(value);
     document.getElementById(`${size} number`).value = value;
-    document.getElementById(`${size} ratio`).textContent =
-      DATA.sizes[size].base ? `${times(value / DATA.sizes[size].base)} of the base's ${DATA.sizes[size].base}` : `target ${DATA.sizes[size].target}`;
+    const {target, base} = DATA.sizes[size];
+    const told = base ? `${times(value / base)} of the base's ${base}` : `target ${target}`;
+    document.getElementById(`${size} ratio`).textContent = told;
   }
   drawTable();
 }
@@ -191,7 +195,8 @@ function controls() {
   const place = document.getElementById("sizes");
   for (const size of sizes) {
     const {target, base, along} = DATA.sizes[size], middle = Math.log2(target);
-    const low = Math.max(Math.log2(Math.min(base ?? target, target)) - 1, 0), label = [size, ...along].map(shortName).join(", ");
+    const low = Math.max(Math.log2(Math.min(base ?? target, target)) - 1, 0);
+    const label = [size, ...along].map(shortName).join(", ");
     const box = element("label", null), slider = element("input", null, {
       type: "range", id: `${size} slider`, min: low, max: middle + 4, step: 0.5, "aria-label": label,
     });

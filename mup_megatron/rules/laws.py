@@ -126,14 +126,12 @@ class Laws:
         parametrization: its name.
         sizes: by key (`model.hidden_size`); a size that the config allows neither doubled nor halved is not here.
         forward: multipliers of the forward pass (`ForwardMultipliers`), over the sizes.
-        forgetting: 1 - beta of each of Adam's betas, over the sizes.
         tensors: of the whole model.
     """
 
     parametrization: str
     sizes: dict[str, Size]
     forward: dict[str, Law]
-    forgetting: list[Law]
     tensors: list[TensorLaws]
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from mup_megatron.config import Config, derive, growing_sizes
 from mup_megatron.rules.apply import Rules, larger_side_growth, orthogonalised
-from mup_megatron.rules.horizon import betas
 from mup_megatron.rules.laws import Law, Laws, Side, Size, TensorLaws
 from mup_megatron.rules.shapes import InfDim, Init, TensorShape, without_numbers
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
@@ -63,9 +62,6 @@ def laws_of(config: Config, table_of: Callable[[Config], Parametrization]) -> La
         forward={
             name: _over_sizes(getattr(table.forward, name), elsewhere, partial(_forward, name)) for name in fields
         },
-        forgetting=[
-            _over_sizes(1.0 - beta, elsewhere, partial(_forgetting, n)) for n, beta in enumerate(betas(config))
-        ],
         tensors=list(tensors.values()),
     )
 
@@ -155,10 +151,6 @@ def _power(ratio: float, factor: Fraction) -> float:
 def _forward(name: str, table: Parametrization) -> float:
     found: float = getattr(table.forward, name)
     return found
-
-
-def _forgetting(n: int, table: Parametrization) -> float:
-    return 1.0 - betas(table.config)[n]
 
 
 def _tensor(table: Parametrization, elsewhere: Mapping[str, _Elsewhere], name: str) -> TensorLaws:

@@ -89,7 +89,7 @@ def _without_cuda() -> None:
         for name in ("wait_event", "record_event", "wait_stream", "record", "wait", "query", "synchronize"):
             setattr(kind, name, lambda self, *arguments, **keys: self)
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment,method-assign]
-    # On CUDA a stream keeps what is freed until its collectives have read it. gloo's threads read what is freed.
+    # On CUDA a stream keeps what is freed until its collectives have read it. gloo's threads may read what is freed.
     torch.distributed.distributed_c10d._CoalescingManager.append = _append_ended  # type: ignore[assignment,method-assign]
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -27,7 +28,10 @@ from mup_megatron.cli.common import (
     show,
     start_typed,
 )
-from mup_megatron.util.errors import UserError
+from mup_megatron.util.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from mup_megatron.convert.saved_run import SavedRun
 
 
 @app.command(epilog="Example: mup-megatron report runs/demo")
@@ -105,14 +109,22 @@ def diagnose(
 @app.command(epilog='Example: mup-megatron generate runs/demo "def main(" --temperature 0.8 --top-p 0.95')
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on from; '' begins a document.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPT",
+            help="Text to go on from; '' begins a document. Of T5 the source; of BERT a text with [MASK] in it.",
+        ),
+    ],
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="128, or as many as the model has positions for, unless given.")
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0: the most likely token. Unless given, 1 beside another of these, else 0.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k most likely tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw among the k most likely tokens; of BERT how many are named, 5.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the most likely tokens that make up p.")] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Of the draws; another one each time unless given.")
@@ -120,26 +132,38 @@ def generate(
     tokenizer: TokenizerOf = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on from a prompt with a checkpoint's model: the most likely tokens, or drawn ones. In one process."""
+    """Text of a checkpoint's model: go on from a prompt, write a source's target, or fill masks. In one process."""
     one_process("generate")
+    from mup_megatron.convert.saved_run import open_run
     from mup_megatron.evaluate import generate as generation
     from mup_megatron.parallel.ranks import Rank, device_of
 
+    run = open_run(Path(checkpoint), tokenizer)
+    if run.config.model.family == "bert":
+        others = {
+            "--max-new-tokens": max_new_tokens,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--seed": seed,
+        }
+        _fill_masks(run, prompt, top_k, others, as_json)
+        return
     draws = any(option is not None for option in (top_k, top_p, seed))
     given: dict[str, Any] = {"temperature": float(draws) if temperature is None else temperature}
     if seed is not None:
         given["seed"] = seed
     sampling = generation.Sampling(top_k=top_k, top_p=top_p, **given)
-    _, model, own = generation.load_model(Path(checkpoint), device_of(Rank()), tokenizer)
-    tokens = generation.generate(model, own, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
+    model = generation.load_model(run, device_of(Rank()))
+    tokens = generation.generate(model, run.tokenizer, prompt, sampling=sampling, max_new_tokens=max_new_tokens)
     if not as_json:
-        print(prompt, end="", flush=True)
+        if run.config.model.family == "gpt":
+            print(prompt, end="", flush=True)
         for token in tokens:
             print(token.text, end="", flush=True)
         print()
         return
     said = list(tokens)
-    ended = bool(said) and said[-1].id == own.eod
+    ended = bool(said) and said[-1].id == run.tokenizer.eod
     result = {
         "prompt": prompt,
         "text": "".join(token.text for token in said),
@@ -148,6 +172,25 @@ def generate(
         "sampling": asdict(sampling),
     }
     show(result, as_json, [])
+
+
+def _fill_masks(run: SavedRun, prompt: str, top_k: int | None, others: Mapping[str, Any], as_json: bool) -> None:
+    """What `generate` does with a model that predicts masked tokens."""
+    from mup_megatron.evaluate import masks
+    from mup_megatron.evaluate.generate import load_model
+    from mup_megatron.parallel.ranks import Rank, device_of
+
+    for option, value in others.items():
+        if value is not None:
+            raise UserError(f"{option}: {run.config.model.architecture} draws no tokens, it fills masks; remove it")
+    masks.masked_tokens(run.tokenizer, prompt, "PROMPT")  # before weights are read
+    model = load_model(run, device_of(Rank()))
+    found = masks.fill(model, run.tokenizer, prompt, candidates=top_k or masks.CANDIDATES)
+    lines = [found.text]
+    for number, candidates in enumerate(found.masks, start=1):
+        named = ", ".join(f"{shown(each.text)} {each.probability:.1%}" for each in candidates)
+        lines.append(f"mask {number}: {named}")
+    show({"prompt": prompt, **asdict(found)}, as_json, lines)
 
 
 Perplexity = Annotated[

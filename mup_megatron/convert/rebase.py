@@ -100,6 +100,7 @@ def _open(checkpoint: Path, overrides: Mapping[str, Any]) -> Source:
                 + ", ".join(MULTIPLIERS.values())
             )
     source = open_source(checkpoint)
+    source.run.config.needs_gpt("rebase")
     source.run.config.needs_plain_weights("rebase")
     if source.run.manifest.key_prefix is not None:
         raise UserError(f"{source.run.path}: written by megatron.training; expected a checkpoint of mup-megatron train")

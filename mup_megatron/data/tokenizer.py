@@ -1,6 +1,7 @@
 """Tokenizers of any library that megatron-core knows; SentencePiece models can be trained here.
 
-Public names: `train_sentencepiece`, `load_tokenizer`, `prompt_tokens`, `tokenizer_digest`, `HUGGING_FACE_FILES`.
+Public names: `train_sentencepiece`, `load_tokenizer`, `prompt_tokens`, `tokenizer_digest`, `HUGGING_FACE_FILES`,
+`MASK`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ HUGGING_FACE_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
 )
 """What transformers' own tokenizers keep in their folder."""
+MASK = "[MASK]"
+"""How a text names the token that masks others, which no tokenizer here has: it is the entry after its last."""
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:

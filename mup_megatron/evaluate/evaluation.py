@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "Evaluation", "Task", "evaluate", "evaluate_translations"]
 
 FORMAT = 1
+_SHORTEST = 3
+PSEUDO = "pseudo-log-likelihood: each token is masked alone, and all others are seen"
+"""What a model that predicts masked tokens is scored by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +66,24 @@ def evaluate(asked: Evaluation, tasks: Sequence[Task], window: int | None = None
         UserError: bad input; names the file and the line.
     """
     run = open_run(asked.checkpoint, asked.tokenizer)
-    run.config.needs_gpt("evaluate")
+    masked = _predicts_masks(run, tasks)
     run, layout = asked.laid_out(run)
     window, positions = _lengths(run.config, window)
+    if masked and window < _SHORTEST:
+        raise UserError(f"--window: {window} has no room for a token between two ends; expected {_SHORTEST} or more")
+    lengths: dict[str, Any] = {"window": window, "positions": positions}
     examples = [read_examples(task.kind, task.path) for task in tasks]
     requests = [
         [
-            requests_of(task.kind, example, run.tokenizer, window=window, positions=positions, where=str(task.path))
+            requests_of(task.kind, example, run.tokenizer, where=str(task.path), masked=masked, **lengths)
             for example in found
         ]
         for task, found in zip(tasks, examples, strict=True)
     ]
     replica = asked.load(run, layout, positions)
-    from mup_megatron.evaluate.likelihood import Scorer  # which imports megatron-core's parallel_state
+    from mup_megatron.evaluate.likelihood import MaskedScorer, Scorer  # which import megatron-core's parallel_state
 
-    scorer = Scorer(replica)
+    scorer = (MaskedScorer if masked else Scorer)(replica)
     results = [
         {
             "task": task.kind,
@@ -88,7 +94,25 @@ def evaluate(asked: Evaluation, tasks: Sequence[Task], window: int | None = None
         }
         for task, found, of_task in zip(tasks, examples, requests, strict=True)
     ]
-    return {**_about(run, layout), "window": window, "results": results}
+    about = {**_about(run, layout), **({"likelihood": PSEUDO} if masked else {})}
+    return {**about, "window": window, "results": results}
+
+
+def _predicts_masks(run: SavedRun, tasks: Sequence[Task]) -> bool:
+    """Whether the model predicts masked tokens. Raises UserError where it cannot be asked what the tasks ask."""
+    config = run.config
+    if config.model.family == "t5":
+        raise config.error(
+            "model.architecture", f"evaluate asks {config.model.architecture} for a translation; expected --translation"
+        )
+    masked = config.model.family == "bert"
+    if masked and any(task.kind == "last_word" for task in tasks):
+        raise config.error(
+            "model.architecture",
+            f"--last-word asks for what comes next, and {config.model.architecture} predicts masked tokens; expected "
+            "--perplexity, --choice or --cloze",
+        )
+    return masked
 
 
 def evaluate_translations(

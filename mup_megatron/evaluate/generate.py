@@ -1,6 +1,7 @@
 """Text from a checkpoint: `mup-megatron generate CHECKPOINT PROMPT`.
 
-Public names: `load_model`, `generate`, `Token`, `Sampling`, `Decoder`.
+Public names: `load_model`, `generate`, `Token`, `Sampling`, `Decoder`, `Reader`. A GPT goes on from the prompt, an
+encoder-decoder turns it into its target (translation/decoder.py); what fills masks is in masks.py.
 
 megatron-core's own GPTModel decodes, with its StaticInferenceContext as key-value cache: the one path of upstream's
 that keeps µP's softmax scale, because it goes through the same core attention as training. Its others do not:
@@ -16,16 +17,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mup_megatron.config import Config
 from mup_megatron.convert.saved_model import load_saved
-from mup_megatron.convert.saved_run import open_run
+from mup_megatron.convert.saved_run import SavedRun
 from mup_megatron.data.tokenizer import prompt_tokens
 from mup_megatron.evaluate.scores import DIVERGED
+from mup_megatron.evaluate.translation import decoder as translation
 from mup_megatron.parallel import runtime
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.ranks import Rank
@@ -34,6 +35,7 @@ from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.T5 import T5Model
 
 MAX_NEW_TOKENS = 128
 """How many tokens are generated unless told; fewer where learned positions end before."""
@@ -153,14 +155,43 @@ class Decoder:
         return logits[0, -1]
 
 
+class _Target:
+    """The target of an encoder-decoder on its way: after the source at once, then token by token.
+
+    Args:
+        model: a T5Model; as for `Decoder`.
+        length: the most tokens that will be fed to its decoder.
+        vocabulary: entries of the tokenizer.
+    """
+
+    def __init__(self, model: Any, length: int, vocabulary: int) -> None:
+        self._start = partial(translation.Decoder, model, beams=1, length=length, vocabulary=vocabulary)
+
+    def prefill(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Reads a source with its end, which begins the target too; returns the logits of its first token: [v]."""
+        self._decoder = self._start([tokens])
+        return self.step(tokens[-1])
+
+    def step(self, token: int) -> torch.Tensor:
+        """Feeds the target's next token; returns the logits after it: [v]."""
+        return self._decoder(torch.tensor([token]), torch.tensor([0]))[0]
+
+
 def generate(
-    model: GPTModel, tokenizer: Any, prompt: str, *, sampling: Sampling | None = None, max_new_tokens: int | None = None
+    model: GPTModel | T5Model,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int | None = None,
 ) -> Iterator[Token]:
     """Goes on from a prompt, token by token, until the document ends or `max_new_tokens` are there.
 
+    An encoder-decoder reads the prompt as its source and writes the target.
+
     Args:
         model: whole, on one rank, in evaluation mode.
-        tokenizer: megatron-core's tokenizer object, from `load_model`.
+        tokenizer: megatron-core's tokenizer object, of the same checkpoint.
         prompt: text; from an empty one (no token) a new document begins, as after the end of another.
         sampling: how tokens are chosen; the most likely one each time unless given.
         max_new_tokens: MAX_NEW_TOKENS, or as many as there are positions for, unless given.
@@ -170,16 +201,28 @@ def generate(
     """
     sampling = sampling or Sampling()
     prompt_ids = prompt_tokens(tokenizer, prompt, "PROMPT")
-    count = _fitting(model, len(prompt_ids), max_new_tokens)
-    return _generate(model, tokenizer, prompt_ids, sampling, count)
+    if not hasattr(model, "encoder"):
+        _check_prompt(model, len(prompt_ids))
+        count = _fitting(model, len(prompt_ids), max_new_tokens, f" after a prompt of {len(prompt_ids)} tokens")
+        decoder = Decoder(model, len(prompt_ids) + count - 1)  # the last token is never fed
+        return _generate(decoder, tokenizer, prompt_ids, prompt_ids, sampling, count)
+    source = [*prompt_ids, int(tokenizer.eod)] if prompt else prompt_ids
+    _check_prompt(model, len(source))
+    count = _fitting(model, 1, max_new_tokens)
+    return _generate(_Target(model, count, int(tokenizer.vocab_size)), tokenizer, source, [], sampling, count)
 
 
 def _generate(
-    model: GPTModel, tokenizer: Any, prompt_ids: list[int], sampling: Sampling, count: int
+    decoder: Decoder | _Target,
+    tokenizer: Any,
+    prompt_ids: list[int],
+    before: list[int],
+    sampling: Sampling,
+    count: int,
 ) -> Iterator[Token]:
+    """Tokens after those of `before`, which are what a reader has seen."""
     generator = torch.Generator().manual_seed(sampling.seed)
-    decoder = Decoder(model, len(prompt_ids) + count - 1)  # the last token is never fed
-    reader = _Reader(tokenizer, prompt_ids)
+    reader = Reader(tokenizer, before)
     logits = decoder.prefill(prompt_ids)
     for number in range(1, count + 1):
         # What pads the vocabulary has weights that no text ever trained, and no text of its own.
@@ -192,28 +235,37 @@ def _generate(
             logits = decoder.step(token)
 
 
-def _fitting(model: GPTModel, prompt_tokens: int, max_new_tokens: int | None) -> int:
-    """How many tokens to generate."""
+def _learned(model: GPTModel | T5Model) -> int | None:
+    """Positions, where the model learned them."""
+    return int(model.max_sequence_length) if model.position_embedding_type == "learned_absolute" else None
+
+
+def _check_prompt(model: GPTModel | T5Model, tokens: int) -> None:
+    positions = _learned(model)
+    if positions is not None and tokens > positions:
+        raise UserError(
+            f"PROMPT: {tokens} tokens, but the model learned {positions} positions (model.max_position_embeddings); "
+            "expected a shorter prompt"
+        )
+
+
+def _fitting(model: GPTModel | T5Model, before: int, max_new_tokens: int | None, after: str = "") -> int:
+    """How many tokens to generate after some that have positions before them; `after` says which, for the message."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UserError(f"--max-new-tokens: expected a whole number > 0, found {max_new_tokens}")
-    if model.position_embedding_type != "learned_absolute":
+    positions = _learned(model)
+    if positions is None:
         return max_new_tokens or MAX_NEW_TOKENS
-    positions = int(model.max_sequence_length)
-    if prompt_tokens > positions:
-        raise UserError(
-            f"PROMPT: {prompt_tokens} tokens, but the model learned {positions} positions "
-            "(model.max_position_embeddings); expected a shorter prompt"
-        )
-    most = positions - prompt_tokens + 1
+    most = positions - before + 1
     if max_new_tokens is not None and max_new_tokens > most:
         raise UserError(
-            f"--max-new-tokens: {max_new_tokens} after a prompt of {prompt_tokens} tokens need more than the "
-            f"{positions} positions that the model learned (model.max_position_embeddings); expected at most {most}"
+            f"--max-new-tokens: {max_new_tokens}{after} need more than the {positions} positions that the model "
+            f"learned (model.max_position_embeddings); expected at most {most}"
         )
     return max_new_tokens or min(most, MAX_NEW_TOKENS)
 
 
-class _Reader:
+class Reader:
     """Tokens as text, as they come: what a token adds may depend on those before it (spaces, characters of bytes).
 
     Args:
@@ -231,7 +283,7 @@ class _Reader:
     def read(self, tokens: Sequence[int], *, last: bool) -> str:
         """Text that the tokens add; a character that is not whole waits for the rest, unless this is the last call."""
         self._unread += tokens
-        before = self._tokenizer.detokenize(self._read)
+        before = self._tokenizer.detokenize(self._read) if self._read else ""
         text = self._tokenizer.detokenize(self._read + self._unread)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
             return ""
@@ -243,26 +295,19 @@ class _Reader:
 # --- a checkpoint's model ---
 
 
-def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> tuple[Config, GPTModel, Any]:
-    """The model of a checkpoint, whole on this one rank, in evaluation mode; its config and tokenizer beside it.
+def load_model(run: SavedRun, device: torch.device) -> Any:
+    """The model of a checkpoint, whole on this one rank, in evaluation mode.
 
     Starts the process groups of one rank; `runtime.stop_distributed` ends them.
 
     Args:
-        path: as for `open_run`.
+        run: the checkpoint, from `open_run`.
         device: where the weights go.
-        tokenizer: instead of the checkpoint's own, as for `open_run`.
-
-    Returns:
-        The config (of this one rank, whatever the run's layout was), the model, megatron-core's tokenizer object.
 
     Raises:
-        UserError: as `open_run`.
+        UserError: a file of the checkpoint is damaged.
     """
-    run = open_run(path, tokenizer)
-    config = run.config
-    config.needs_gpt("generate")
-    layout = resolve_layout(config, 1)
-    runtime.start_distributed(layout, Rank(), config.run.seed)
+    layout = resolve_layout(run.config, 1)
+    runtime.start_distributed(layout, Rank(), run.config.run.seed)
     (model,) = load_saved(run, layout, 0, device)
-    return config, model, run.tokenizer
+    return model

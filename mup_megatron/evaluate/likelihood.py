@@ -1,4 +1,4 @@
-"""How likely tokens are, by a model in any layout. Public name: `Scorer`.
+"""How likely tokens are, by a model in any layout. Public names: `Scorer`, `MaskedScorer`, `target_scores`.
 
 megatron-core's own schedules run the forward pass, so pipelines, tensor, context and expert parallelism work as in
 training, without an engine, its optimizer and their memory. Each data-parallel replica scores its share.
@@ -12,6 +12,7 @@ v entries of the vocabulary that a tensor-parallel rank holds, n scored tokens.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class _MicroBatch:
         places: [b, s] int64, where in the whole sequence each token stands.
         targets: [b, s] int64, the token after each.
         scored: [b, s] bool, whether that token counts.
-        mask: [1, 1, s, s] bool, True where attention is masked; None under context parallelism.
+        present: [b, s] int64, 1 where a token is and 0 where the sequence is filled up.
+        mask: [1, 1, s, s] bool, True where causal attention is masked; None under context parallelism.
     """
 
     tokens: torch.Tensor
@@ -52,7 +54,23 @@ class _MicroBatch:
     places: torch.Tensor
     targets: torch.Tensor
     scored: torch.Tensor
+    present: torch.Tensor
     mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A sequence that is fed, and what is scored in it.
+
+    Args:
+        fed: tokens.
+        targets: the token that is asked for at each of them.
+        scored: places of those that count.
+    """
+
+    fed: Sequence[int]
+    targets: Sequence[int]
+    scored: range
 
 
 class Scorer:
@@ -78,39 +96,53 @@ class Scorer:
         Raises:
             UserError: the model's logits are not finite numbers.
         """
-        order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
+        asked = [(number, place) for number, request in enumerate(requests) for place in self._places(request)]
+        order = sorted(range(len(asked)), key=lambda number: -len(requests[asked[number][0]].tokens))
         step = self._size * self._count * self._layout.data
         own: dict[int, Answer] = {}
         told = time.monotonic()
         for first in range(0, len(order), step):
-            own.update(self._answers(requests, order[first : first + step]))
+            numbers = order[first : first + step]
+            rows = [self._row(requests[asked[number][0]], asked[number][1]) for number in numbers]
+            own.update((numbers[place], answer) for place, answer in self._answers(rows))
             if time.monotonic() - told > _SAY_SECONDS:
                 told = time.monotonic()
                 self._say(f"{min(first + step, len(order)):,} of {len(order):,} sequences, the longest first")
-        answers = gathered(own, self._layout)
-        if not all(answer.log_likelihood > float("-inf") for answer in answers):
-            raise UserError(DIVERGED)
-        return answers
+        answers: list[list[Answer]] = [[] for _ in requests]
+        for (number, _), answer in zip(asked, gathered(own, self._layout), strict=True):
+            if not answer.log_likelihood > float("-inf"):
+                raise UserError(DIVERGED)
+            answers[number].append(answer)
+        return [_together(of_request) for of_request in answers]
 
-    def _answers(self, requests: Sequence[Request], numbers: Sequence[int]) -> Iterator[tuple[int, Answer]]:
-        """Answers of this rank's share of some requests, by number."""
+    def _places(self, request: Request) -> Sequence[int]:
+        """What tells the rows of a request apart; of this model it has one."""
+        del request
+        return [0]
+
+    def _row(self, request: Request, place: int) -> _Row:
+        """One of the sequences that a request is answered by."""
+        del place
+        fed = len(request.tokens) - 1
+        return _Row(fed=request.tokens[:-1], targets=request.tokens[1:], scored=range(fed - request.scored, fed))
+
+    def _answers(self, rows: Sequence[_Row]) -> Iterator[tuple[int, Answer]]:
+        """Answers of this rank's share of some rows, by number."""
         size, layout = self._size, self._layout
-        length = self._padded(max(len(requests[number].tokens) for number in numbers) - 1)
+        length = self._padded(max(len(row.fed) for row in rows))
         replica = layout.data_rank(self._rank)
         starts = [(k * layout.data + replica) * size for k in range(self._count)]
-        # A slot without a request is computed too: every rank takes part in each call.
-        shares = [[*numbers[start : start + size]] for start in starts]
-        micro_batches = [
-            self._micro_batch([requests[number] for number in share], requests[numbers[0]], length) for share in shares
-        ]
+        # A slot without a row is computed too: every rank takes part in each call.
+        shares = [range(start, min(start + size, len(rows))) for start in starts]
+        micro_batches = [self._micro_batch([rows[number] for number in share], rows[0], length) for share in shares]
         found = self._run(micro_batches, length)
         for k, share in enumerate(shares):
             for row, number in enumerate(share):
-                tokens, scored = len(requests[number].tokens) - 1, requests[number].scored
-                likelihoods, likeliest = found[k * size + row, tokens - scored : tokens].unbind(-1)
+                scored = rows[number].scored
+                likelihoods, likeliest = found[k * size + row, scored.start : scored.stop].unbind(-1)
                 yield (
                     number,
-                    Answer(log_likelihood=float(likelihoods.sum()), tokens=scored, greedy=bool(likeliest.all())),
+                    Answer(log_likelihood=float(likelihoods.sum()), tokens=len(scored), greedy=bool(likeliest.all())),
                 )
 
     def _padded(self, length: int) -> int:
@@ -119,16 +151,17 @@ class Scorer:
         unit = (2 * layout.context if layout.context > 1 else 1) * (layout.tensor if layout.sequence_parallel else 1)
         return -(-length // unit) * unit
 
-    def _micro_batch(self, requests: Sequence[Request], filler: Request, length: int) -> _MicroBatch:
-        rows = [*requests, *[filler] * (self._size - len(requests))]
+    def _micro_batch(self, own: Sequence[_Row], filler: _Row, length: int) -> _MicroBatch:
+        rows = [*own, *[filler] * (self._size - len(own))]
         tokens = torch.full((len(rows), length), self._pad)
-        targets, scored = tokens.clone(), torch.zeros_like(tokens, dtype=torch.bool)
-        for number, request in enumerate(rows):
-            fed = len(request.tokens) - 1
-            tokens[number, :fed] = torch.tensor(request.tokens[:-1])
-            targets[number, :fed] = torch.tensor(request.tokens[1:])
-            if number < len(requests):
-                scored[number, fed - request.scored : fed] = True
+        targets, scored, present = tokens.clone(), torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
+        for number, row in enumerate(rows):
+            fed = len(row.fed)
+            tokens[number, :fed] = torch.tensor(row.fed)
+            targets[number, :fed] = torch.tensor(row.targets)
+            present[number, :fed] = 1
+            if number < len(own):
+                scored[number, row.scored.start : row.scored.stop] = True
         places = torch.arange(length).expand_as(tokens)
         positions = places if self._positions is None else places.clamp(max=self._positions - 1)
         whole = self._layout.context == 1
@@ -139,6 +172,7 @@ class Scorer:
             places=self._part(places),
             targets=self._part(targets),
             scored=self._part(scored),
+            present=self._part(present),
             mask=mask,
         )
 
@@ -190,6 +224,39 @@ class Scorer:
         if len(rows):
             found[batch.scored] = torch.cat([target_scores(*piece, self._vocabulary) for piece in pieces])
         return found
+
+
+class MaskedScorer(Scorer):
+    """Scores requests by a model that predicts masked tokens: each scored token is masked alone, all others are seen.
+
+    The sum of these is the pseudo-log-likelihood of Salazar et al. (arXiv 1910.14659, section 2). It is no probability
+    of the text, and no number of a model that predicts the next token can be compared with it.
+    """
+
+    def _places(self, request: Request) -> Sequence[int]:
+        """Each scored token has a sequence of its own."""
+        end = len(request.tokens) - request.after
+        return range(end - request.scored, end)
+
+    def _row(self, request: Request, place: int) -> _Row:
+        tokens = list(request.tokens)
+        tokens[place] = self._vocabulary  # the mask is the entry after the tokenizer's
+        return _Row(fed=tokens, targets=request.tokens, scored=range(place, place + 1))
+
+    def _forward(self, batches: Iterator[_MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        types = torch.zeros_like(batch.tokens) if model.add_binary_head else None
+        output = model(batch.tokens, batch.present, tokentype_ids=types)
+        return output[0] if model.post_process else output, partial(self._score, batch)
+
+
+def _together(answers: Sequence[Answer]) -> Answer:
+    """Several answers as one."""
+    return Answer(
+        log_likelihood=math.fsum(answer.log_likelihood for answer in answers),
+        tokens=sum(answer.tokens for answer in answers),
+        greedy=all(answer.greedy for answer in answers),
+    )
 
 
 def target_scores(logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:

@@ -27,6 +27,8 @@ def print_results(found: Mapping[str, Any], console: Console) -> None:
             table.add_row(*head, name.replace("_", " "), _number(value), "" if error is None else f"{error:.4f}")
             head = ["", "", ""]
     console.print(table)
+    if "likelihood" in found:
+        console.print(found["likelihood"], soft_wrap=True)
     for result in found["results"]:
         if "signature" in result:
             console.print(f"BLEU: {result['signature']}", soft_wrap=True)

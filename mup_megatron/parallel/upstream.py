@@ -64,7 +64,7 @@ def _apply(*, of_deepspeed: bool, cuda: bool) -> None:
 
 def quiet_upstream() -> None:
     """Silences what upstream prints at import and on every rank; its errors stay."""
-    for logger in ("DeepSpeed", "megatron", "megatron.core"):
+    for logger in ("DeepSpeed", "megatron", "megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     for message in UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{message}.*")

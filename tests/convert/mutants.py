@@ -24,6 +24,14 @@ MUTANTS = (
         "convert/test_fold.py::test_tied_with_biases",
     ),
     mutant(
+        "export: attention's factor in cross-attention",
+        "the queries of an encoder-decoder's cross-attention keep 1/sqrt(d)",
+        "convert.export.fold.fold",
+        "('.linear_q', '.linear_q_proj', '.linear_q_up_proj')",
+        "('.linear_q_proj', '.linear_q_up_proj')",
+        "convert/test_encoders.py::test_the_exported_model_is_the_checkpoints[t5]",
+    ),
+    mutant(
         "export: a factor without a place",
         "a tied head without a final norm loses its factor in silence",
         "convert.export.fold.fold",

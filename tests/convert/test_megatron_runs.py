@@ -177,7 +177,8 @@ def test_gelu_as_the_run_computed_it(ran: Callable[[str], SavedRun], tmp_path: P
 def test_generate_has_the_same_model(ran: Callable[[str], SavedRun]) -> None:
     one = ran("llama")
     try:
-        _, model, tokenizer = load_model(one.saved, torch.device("cpu"))
+        run = open_run(one.saved)
+        model, tokenizer = load_model(run, torch.device("cpu")), run.tokenizer
         assert tokenizer.vocab_size == ENTRIES
         assert deviation(megatron_runs._logits(model, TOKENS)[..., :ENTRIES], one.logits) < 1e-6
         said = [token.id for token in generate(model, tokenizer, "3 14 15", max_new_tokens=8)]
@@ -206,7 +207,8 @@ def test_evaluate_has_the_same_model_in_any_layout(
         found.append(json.loads(out)["results"][0]["metrics"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     # Each document begins after the last entry, which ends others.
-    model, told = load_model(one.saved, torch.device("cpu"))[1:]
+    run = open_run(one.saved)
+    model, told = load_model(run, torch.device("cpu")), run.tokenizer
     try:
         begun = torch.cat([torch.full((4, 1), told.eod), TOKENS[:, 1:]], dim=1)
         logits = megatron_runs._logits(model, begun)[:, :-1, :ENTRIES].double()
@@ -305,7 +307,8 @@ def test_a_patched_trees_checkpoint(ran: Callable[[str], SavedRun], tmp_path: Pa
     with torch.no_grad():
         assert deviation(load(tmp_path / "hf")(TOKENS).logits, one.logits) < 1e-5
     try:
-        _, model, tokenizer = load_model(saved, torch.device("cpu"))
+        run = open_run(saved)
+        model, tokenizer = load_model(run, torch.device("cpu")), run.tokenizer
         assert deviation(megatron_runs._logits(model, TOKENS)[..., :ENTRIES], one.logits) < 1e-6
         assert len(list(generate(model, tokenizer, "3 14 15", max_new_tokens=8))) == 8
     finally:

@@ -8,10 +8,18 @@ MUTANTS = (
     mutant(
         "evaluate: a shifted label",
         "each token is scored by the probability of the one that was fed",
-        "evaluate.likelihood.Scorer._micro_batch",
+        "evaluate.likelihood.Scorer._row",
         "request.tokens[1:]",
         "request.tokens[:-1]",
         "evaluate/test_evaluate.py::test_transformers_computes_the_same[llama]",
+    ),
+    mutant(
+        "evaluate: a token that is seen",
+        "BERT is asked for a token that stands in the text",
+        "evaluate.likelihood.MaskedScorer._row",
+        "self._vocabulary",
+        "tokens[place]",
+        "evaluate/test_masks.py::test_pseudo_likelihoods",
     ),
     mutant(
         "generate: the vocabulary's padding",

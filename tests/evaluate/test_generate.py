@@ -18,7 +18,7 @@ from mup_megatron import cli
 from mup_megatron.config import parse_config
 from mup_megatron.convert.saved_run import find_checkpoint
 from mup_megatron.engines.setup import resolve
-from mup_megatron.evaluate.generate import Sampling, _Reader, generate
+from mup_megatron.evaluate.generate import Reader, Sampling, generate
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.checkpoints.test_checkpoint import seal
 from tests.helpers import bodies
@@ -176,7 +176,7 @@ class Bytes:
 
 def test_characters_come_whole() -> None:
     text = "naïve — 日本語 🙂 " * 3
-    reader = _Reader(Bytes(), list(b"caf"))
+    reader = Reader(Bytes(), list(b"caf"))
     pieces = [reader.read([byte], last=False) for byte in text.encode()]
     assert "".join(pieces) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)

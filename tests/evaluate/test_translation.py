@@ -180,3 +180,28 @@ def test_a_model_of_the_next_token(ranks: Ranks, tmp_path: Path, capfd: pytest.C
     assert said.startswith("--translation: needs an encoder-decoder, and ")
     assert said.endswith("is gpt3; expected --perplexity, --last-word, --choice or --cloze")
     shutil.rmtree(tmp_path / "run")
+
+
+def test_generate_writes_a_target(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Greedy text is the translation that one beam finds; the prompt is not part of it. Draws are of its seed."""
+    source = PAIRS[0]["line"]
+    (run.parent / "one.jsonl").write_text(json.dumps(PAIRS[0]) + "\n")
+    (result,) = found(run, [str(run.parent / "one.jsonl")], max_length=9)["results"]
+    assert cli.run(["generate", str(run), source, "--max-new-tokens", "8", "--json"]) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert said["text"] == result["translations"][0] != ""
+    assert cli.run(["generate", str(run), source, "--max-new-tokens", "8"]) == 0
+    assert capfd.readouterr().out == f"{said['text']}\n"
+    drawn = []
+    for seed in ("1", "1", "2"):
+        assert cli.run(["generate", str(run), source, "--temperature", "5", "--seed", seed, "--json"]) == 0
+        drawn.append(json.loads(capfd.readouterr().out)["tokens"])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_source_or_a_target_beyond_the_positions(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", str(run), "x " * 40]) == 2
+    assert "tokens, but the model learned 32 positions" in capfd.readouterr().err
+    assert cli.run(["generate", str(run), "x", "--max-new-tokens", "40"]) == 2
+    sentence = "--max-new-tokens: 40 need more than the 32 positions that the model learned"
+    assert sentence in capfd.readouterr().err

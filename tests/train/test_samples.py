@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from mup_megatron.config import parse_config
+from mup_megatron.convert.saved_run import open_run
 from mup_megatron.engines.setup import resolve
 from mup_megatron.evaluate.generate import generate, load_model
 from mup_megatron.parallel import runtime
@@ -85,8 +86,9 @@ def samples(run: Path) -> list[dict[str, Any]]:
 
 def generated(_rank: Rank, *, checkpoint: Path) -> list[str]:
     """The most likely text from a checkpoint, by the decoder that keeps keys and values."""
-    config, model, tokenizer = load_model(checkpoint, torch.device("cpu"))
-    room = [config.training.seq_length - max(1, len(tokenizer.tokenize(prompt))) for prompt in PROMPTS]
+    run = open_run(checkpoint)
+    model, tokenizer = load_model(run, torch.device("cpu")), run.tokenizer
+    room = [run.config.training.seq_length - max(1, len(tokenizer.tokenize(prompt))) for prompt in PROMPTS]
     return [
         "".join(token.text for token in generate(model, tokenizer, prompt, max_new_tokens=min(NEW_TOKENS, most)))
         for prompt, most in zip(PROMPTS, room, strict=True)

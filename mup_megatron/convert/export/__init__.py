@@ -53,8 +53,8 @@ class Source:
 
     @property
     def vocabulary(self) -> int:
-        """Entries of the tokenizer, without what pads them."""
-        return int(self.run.tokenizer.vocab_size)
+        """Entries of the tokenizer and the mask that BERT has beside them, without what pads them."""
+        return int(self.run.tokenizer.vocab_size) + self.run.config.model.added_tokens
 
 
 def open_source(path: Path, tokenizer: str | None = None) -> Source:
@@ -63,14 +63,13 @@ def open_source(path: Path, tokenizer: str | None = None) -> Source:
     Call `upstream.prepare_process` before.
 
     Args:
-        path: as for `open_run`, as the other.
+        path: as for `open_run`.
         tokenizer: instead of the checkpoint's own.
 
     Raises:
         UserError: as `open_run`, or its base is another than its config gives here.
     """
     run = open_run(path, tokenizer)
-    run.config.needs_gpt("export or rebase")
     parametrization = parametrize(run.config, int(run.tokenizer.vocab_size))
     check_base(run.manifest, parametrization, run.path)
     return Source(run=run, parametrization=parametrization, weights=run.weights())
@@ -158,15 +157,18 @@ def export_hugging_face(
     weights = FoldedWeights(source.weights, parametrization, factors, source.vocabulary)
     parts = architecture.parts(weights, config)
     files, remark = tokenizer_files(source.run)
+    activation = activation_name(config.model, fused=source.run.fused_activation)
     eod = int(source.run.tokenizer.eod)
-    # A document begins after the end of another, as in training.
+    # A document begins after the end of another, as in training, and so does what an encoder-decoder writes.
     special = {"bos_token_id": eod, "eos_token_id": eod}
-    made = architecture.config(parametrization, activation_name(config.model, fused=source.run.fused_activation))
+    if config.model.family == "t5":
+        special["decoder_start_token_id"] = eod
+    made = architecture.config(parametrization, activation)
     name = str(DTYPES[dtype]).removeprefix("torch.")
     made |= {"vocab_size": source.vocabulary, **special, "torch_dtype": name, "dtype": name}
     said = {"to": "hf", "architecture": architecture.name, "dtype": dtype, **provenance(source, weights.factors)}
-    if remark:
-        say(remark)
+    for line in filter(None, (remark, architecture.remark(activation))):
+        say(line)
     described: dict[str, Any] = {
         "config.json": made,
         "generation_config.json": {**special, "pad_token_id": eod},
@@ -247,6 +249,7 @@ def export_megatron(
         UserError: also where Megatron has no option for the model.
     """
     config, parametrization = source.run.config, source.parametrization
+    config.needs_gpt("export --to megatron")
     if dtype != "fp32":
         raise UserError(
             "--dtype bf16: a Megatron checkpoint is loaded into whatever precision its run has; expected fp32"

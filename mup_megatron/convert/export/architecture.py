@@ -27,6 +27,7 @@ class Architecture:
         parts: the tensors of its state dict, in order.
         refuse: raises ConfigError with the first key of a model that the class does not compute.
         factors: what the class needs in weights beside the multipliers, by global name; of tensors that take none.
+        remark: from the activation's name: what the class computes otherwise; None where nothing is.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Architecture:
     parts: Callable[[FoldedWeights, Config], list[Part]]
     refuse: Callable[[Config], None]
     factors: Callable[[Parametrization], dict[str, Factors]] = lambda _parametrization: {}
+    remark: Callable[[str], str | None] = lambda _activation: None
 
 
 def refuse(config: Config, name: str, strange: Mapping[str, tuple[bool, str]]) -> None:

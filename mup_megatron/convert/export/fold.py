@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
+from mup_megatron.config import Model
 from mup_megatron.engines.saved_weights import SavedWeights
 from mup_megatron.rules import formulas
 from mup_megatron.rules.shapes import Init, TensorSpec
@@ -25,7 +26,6 @@ Factors = dict[str | None, float]
 
 EXPERT_BIAS = "expert_bias"
 """What a router keeps beside its weight, moved by load: it takes part in the choice of experts."""
-_FINAL_NORM = "decoder.final_layernorm"
 _CHUNK = 1 << 22
 _NEUTRAL: Factors = {None: 1.0}
 
@@ -35,7 +35,7 @@ def fold(parametrization: Parametrization) -> dict[str, Factors]:
 
     Embeddings take the embedding's multiplier, output projections of both branches (weight and bias) the residual
     one, query rows (weight and bias) the softmax scale over megatron-core's own. The readout's goes into the head;
-    where the head is tied to the embedding, into the final norm, divided by what the embedding has taken. Under
+    where the head is tied to the embedding, into the norm before it, divided by what the embedding has taken. Under
     QK-norm, which undoes any scale of the query rows, the query norm takes what they would have taken.
 
     Args:
@@ -63,9 +63,9 @@ def fold(parametrization: Parametrization) -> dict[str, Factors]:
             f"undoes every scale of the queries and has no gain, so no weight can take attention's factor {query:g}",
         )
     normed = model.qk_layernorm and not model.multi_latent_attention  # whose norms are of the latents
-    norms = {_FINAL_NORM: final_norm}
+    norms = {_norm_before_head(model): final_norm}
     if normed:
-        norms |= {f"decoder.layers.{layer}.self_attention.q_layernorm": query for layer in range(model.num_layers)}
+        norms |= {f"{layer}.self_attention.q_layernorm": query for layer in _layers(model)}
     found: dict[str, Factors] = {
         f"{norm}.{part}": {None: factor} for norm, factor in norms.items() for part in ("weight", "bias")
     }
@@ -83,9 +83,18 @@ def fold(parametrization: Parametrization) -> dict[str, Factors]:
             found[name] = {None: forward.residual}
         elif layer.endswith(".linear_qkv") and not normed:
             found[name] = {block: query if block == "query" else 1.0 for block in shape.fan_outs}
-        elif layer.endswith((".linear_q_proj", ".linear_q_up_proj")):
+        elif layer.endswith((".linear_q", ".linear_q_proj", ".linear_q_up_proj")):
             found[name] = dict.fromkeys(shape.fan_outs, query)
     return found
+
+
+def _norm_before_head(model: Model) -> str:
+    return "lm_head.layer_norm" if model.family == "bert" else "decoder.final_layernorm"
+
+
+def _layers(model: Model) -> list[str]:
+    """What the names of each layer's tensors begin with."""
+    return [f"{stack}.layers.{layer}" for stack, count in model.stacks.items() for layer in range(count)]
 
 
 def _times_theta(parametrization: Parametrization, factors: Mapping[str, Factors]) -> dict[str, Factors]:
@@ -200,24 +209,20 @@ class FoldedWeights:
         model = config.model
         if model.norm_gains != "none":
             return {}
-        layers = [f"decoder.layers.{layer}" for layer in range(model.num_layers)]
-        sizes = {
-            **{
-                f"{layer}.{norm}": model.hidden_size
-                for layer in layers
-                for norm in ("input_layernorm", "pre_mlp_layernorm")
-                if norm not in model.without_norms
-            },
-            **({} if "final_layernorm" in model.without_norms else {_FINAL_NORM: model.hidden_size}),
-        }
+        layers = _layers(model)
+        norms = [f"{layer}.{norm}" for layer in layers for norm in ("input_layernorm", "pre_mlp_layernorm")]
+        norms += [f"{stack}.final_layernorm" for stack in model.stacks]
+        if model.family == "t5":
+            norms += [f"decoder.layers.{layer}.pre_cross_attn_layernorm" for layer in range(model.stacks["decoder"])]
+        sizes = {norm: model.hidden_size for norm in norms if norm.rpartition(".")[2] not in model.without_norms}
         if model.qk_layernorm and model.multi_latent_attention:
             ranks = {"q_layernorm": model.q_lora_rank, "kv_layernorm": model.kv_lora_rank}
             sizes |= {
                 f"{layer}.self_attention.{norm}": rank for layer in layers for norm, rank in ranks.items() if rank
             }
         elif model.qk_layernorm:
-            norms = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-            sizes |= {f"{layer}.{norm}": model.head_size for layer in layers for norm in norms}
+            of_heads = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+            sizes |= {f"{layer}.{norm}": model.head_size for layer in layers for norm in of_heads}
         one = TensorSpec(shape=(1,), fan_in=None, fan_out=0, init=Init.ONES)
         gains = {f"{name}.weight": dataclasses.replace(one, shape=(size,)) for name, size in sizes.items()}
         if model.normalization == "RMSNorm":
@@ -239,7 +244,7 @@ def expert_biases(parametrization: Parametrization) -> dict[str, TensorSpec]:
 
 
 def _has_vocabulary(name: str, spec: TensorSpec) -> bool:
-    return name == WORD_EMBEDDINGS or spec.readout
+    return name == WORD_EMBEDDINGS or spec.readout or name.endswith("output_layer.bias")
 
 
 def row_factors(factors: Factors, spec: TensorSpec, rows: int) -> torch.Tensor:

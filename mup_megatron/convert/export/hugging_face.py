@@ -1,7 +1,8 @@
 """Hugging Face's architectures: which one a model is, its config.json, and its tensors made from megatron-core's.
 
-Public names: `architecture_of`, `activation_name`; DeepSeek-V3 is in deepseek.py. Nothing here imports
-transformers: names and layouts are its own as of version 5.23, and tests/convert compares with it.
+Public names: `architecture_of`, `activation_name`; DeepSeek-V3 is in deepseek.py, models with an encoder are in
+encoders.py. Nothing here imports transformers: names and layouts are its own as of version 5.23, and tests/convert
+compares with it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from mup_megatron.config import Config, Model
 from mup_megatron.convert.export.architecture import Architecture, Parts, common, llama_like, refuse
 from mup_megatron.convert.export.deepseek import DEEPSEEK
+from mup_megatron.convert.export.encoders import encoder_of
 from mup_megatron.convert.export.fold import FoldedWeights
 from mup_megatron.convert.export.folder import Part
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
@@ -35,8 +37,12 @@ def architecture_of(config: Config, *, keep_multipliers: bool) -> Architecture:
         ConfigError: there is none; names the first key that stands in the way, and what can be done.
     """
     model = config.model
-    gpt2 = model.normalization == "LayerNorm" and not model.gated_linear_unit
-    found = GPT2 if gpt2 else _like_llama(model)
+    if model.family != "gpt":
+        found = encoder_of(model)
+    elif model.normalization == "LayerNorm" and not model.gated_linear_unit:
+        found = GPT2
+    else:
+        found = _like_llama(model)
     if keep_multipliers:
         found = _with_multipliers(config, found)
     _refuse_what_none_has(config, found)
@@ -54,10 +60,9 @@ def _like_llama(model: Model) -> Architecture:
 
 def _with_multipliers(config: Config, plain: Architecture) -> Architecture:
     """The class that is a plain one with µP's multipliers."""
-    keys = {GPT2.name: "architecture", DEEPSEEK.name: "multi_latent_attention"}
-    if plain.name in keys:
+    if plain not in (LLAMA, MIXTRAL, QWEN3):
         raise config.error(
-            f"model.{keys[plain.name]}",
+            f"model.{'multi_latent_attention' if plain is DEEPSEEK else 'architecture'}",
             f"{plain.name} has no multipliers of its own; expected no --keep-multipliers, which folds them",
         )
     return GRANITE_MOE if plain is MIXTRAL else GRANITE

@@ -13,7 +13,7 @@ from typing import Any
 
 from mup_megatron.convert.saved_run import SavedRun
 from mup_megatron.data.prepare import data_directory
-from mup_megatron.data.tokenizer import HUGGING_FACE_FILES
+from mup_megatron.data.tokenizer import HUGGING_FACE_FILES, MASK
 from mup_megatron.util.files import read_bytes
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -30,7 +30,8 @@ def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
     if library == "sentencepiece":
         content = read_bytes(Path(path) if path else data_directory(config) / "tokenizer.model")
         files = {"tokenizer.model": content}
-        made = _as_tokenizers_json(content, int(run.tokenizer.eod), config.max_position_embeddings)
+        masks = bool(config.model.added_tokens)
+        made = _as_tokenizers_json(content, int(run.tokenizer.eod), config.max_position_embeddings, masks=masks)
         if made is None:
             return files, (
                 "warning: tokenizer.model is copied, but no tokenizer.json made of it: it changes text in ways that "
@@ -47,13 +48,14 @@ def tokenizer_files(run: SavedRun) -> tuple[dict[str, bytes], str | None]:
     return {}, f"warning: transformers has no tokenizer of library {library}; the folder holds none"
 
 
-def _as_tokenizers_json(content: bytes, eod: int, positions: int) -> dict[str, bytes] | None:
+def _as_tokenizers_json(content: bytes, eod: int, positions: int, *, masks: bool) -> dict[str, bytes] | None:
     """tokenizer.json and tokenizer_config.json of a SentencePiece model; None where they would not be the same.
 
     Args:
         content: of the .model file.
         eod: the token that ends documents, and after which they begin.
         positions: of the model.
+        masks: whether the model has a mask, the entry after the tokenizer's own.
     """
     from sentencepiece import sentencepiece_model_pb2
 
@@ -95,7 +97,27 @@ def _as_tokenizers_json(content: bytes, eod: int, positions: int) -> dict[str, b
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # in a text `</s>` is four signs, as it was in training
     }
+    if masks:
+        # Spaces before a mask are the masked token's own, as in `generate`.
+        mask = {**_added(len(model.pieces), MASK, special=True), "lstrip": True}
+        tokenizer["added_tokens"] = [*_added_tokens(model), mask]
+        tokenizer["post_processor"] = _between_ends(end, eod)
+        inputs = ["input_ids", "token_type_ids", "attention_mask"]
+        settings |= {"mask_token": MASK, "split_special_tokens": False, "model_input_names": inputs}
     return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(settings)}
+
+
+def _between_ends(end: str, eod: int) -> dict[str, Any]:
+    """What puts a text, or two segments, between ends of documents, as data/masked.py does."""
+    ends = [{"SpecialToken": {"id": end, "type_id": kind}} for kind in (0, 1)]
+    first, second = ({"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB"))
+    single = [ends[0], first, ends[0]]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, second, ends[1]],
+        "special_tokens": {end: {"id": end, "ids": [eod], "tokens": [end]}},
+    }
 
 
 def _is_plain(model: Any) -> bool:
@@ -116,15 +138,15 @@ def _added_tokens(model: Any) -> list[dict[str, Any]]:
     """The pieces that text is never cut within."""
     kinds = model.SentencePiece
     return [
-        {
-            "id": number,
-            "content": piece.piece,
-            "special": piece.type != kinds.USER_DEFINED,
-            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-        }
+        _added(number, piece.piece, special=piece.type != kinds.USER_DEFINED)
         for number, piece in enumerate(model.pieces)
         if piece.type in (kinds.UNKNOWN, kinds.CONTROL, kinds.USER_DEFINED)
     ]
+
+
+def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": special, **plain}
 
 
 def _merges(model: Any, vocabulary: Mapping[str, int]) -> list[list[str]]:

@@ -24,7 +24,7 @@ from mup_megatron.proof.grid import Grid, Job, Outcome, ended
 from mup_megatron.proof.halving import Wanted, wanted
 from mup_megatron.proof.ladder_verdict import laws
 from mup_megatron.proof.optimum import Curve
-from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
+from mup_megatron.proof.rungs import Ladder, Over, Rung, cost, rungs
 from mup_megatron.telemetry.band import Band, of_widths
 from mup_megatron.tuning.fitted import facts
 from mup_megatron.tuning.loss_law import AXES
@@ -58,6 +58,7 @@ def ladder(config: Config, asked: Ladder, grid: Grid) -> dict[str, Any]:
         if (times := times_read(each, prepared.blend[0])) > 1:
             grid.say(f"warning: {rung.name} reads its text {times:.3g} times; the laws are then of repeated text")
     runs = _Runs(asked.over, asked.values, range(config.run.seed, config.run.seed + asked.seeds))
+    grid.say(cost(asked, made))
     while jobs := runs.missing(made):
         grid.say(f"{len(jobs)} runs on {len(made)} rungs, {grid.workers} at a time")
         runs.outcomes |= grid.run(jobs)

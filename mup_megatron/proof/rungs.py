@@ -1,12 +1,13 @@
 """The sizes of a ladder: batch, tokens, width and layers, as factors of a config's own.
 
-Public names: `Ladder`, `Rung`, `rungs`, `varied`, `octaves`, `NAMES`, `Over`.
+Public names: `Ladder`, `Rung`, `rungs`, `varied`, `octaves`, `cost`, `NAMES`, `Over`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,8 @@ Over = Literal["lr", "weight_decay"]
 
 NAMES: dict[Over, str] = {"lr": "rate", "weight_decay": "decay"}
 """What the value of a ladder is called in words and in its JSON, by the key of `hparams:` that it varies."""
+_MORE = 4
+"""Doublings of an axis that a ladder which is too small is told to add, at most; and one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +130,20 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
     for (width, layers), model in _models(derive(config, without_rules(config)), asked).items():
         for batch in asked.batch:
             for tokens in asked.tokens:
-                rung, steps = Rung(batch, tokens, width, layers), round(config.training.train_steps * tokens / batch)
+                rung = Rung(batch, tokens, width, layers)
+                steps = _steps(config, rung)
                 if steps < asked.min_steps:
                     short.append(f"{rung.name} ({steps})")
                 else:
                     found[rung] = _sized(model, rung, steps)
     if short:
         say(f"left out, with fewer than {asked.min_steps} steps: {', '.join(short)}")
-    _check(asked, found)
+    _check(config, asked, found)
     return found
+
+
+def _steps(config: Config, rung: Rung) -> int:
+    return round(config.training.train_steps * rung.tokens / rung.batch)
 
 
 def _models(config: Config, asked: Ladder) -> dict[tuple[int, int], Config]:
@@ -168,14 +176,47 @@ def _sized(model: Config, rung: Rung, steps: int) -> Config:
         raise UserError(f"ladder: batch {rung.batch}, tokens {rung.tokens}: {error}") from None
 
 
-def _check(asked: Ladder, found: dict[Rung, Config]) -> None:
-    """Raises UserError where the laws would have more unknowns than rungs."""
+def _check(config: Config, asked: Ladder, found: dict[Rung, Config]) -> None:
+    """Raises UserError where the laws would have more unknowns than rungs; names the cheapest ladder that has not."""
     largest = Rung(asked.batch[-1], asked.tokens[-1], *((each or [1])[-1] for each in (asked.width, asked.layers)))
     if largest not in found:
         raise UserError(f"--min-steps {asked.min_steps}: leaves out {largest.name}, on which the laws are tested")
-    unknown = 1 + sum(len({getattr(rung, name) for rung in found}) > 1 for name in AXES)
+    unknown = _unknown(found)
     if len(found) - 1 <= unknown:
         raise UserError(
             f"ladder: {len(found)} rungs, of which one is kept out, do not determine {unknown} numbers and their "
-            "errors; expected more factors of --batch, --tokens, --width or --layers, or a smaller --min-steps"
+            f"errors; expected {_enough(config, asked)}"
         )
+
+
+def _unknown(found: Collection[Rung]) -> int:
+    """Numbers of a law: its constant, and an exponent for each axis that varies."""
+    return 1 + sum(len({getattr(rung, name) for rung in found}) > 1 for name in AXES)
+
+
+def _enough(config: Config, asked: Ladder) -> str:
+    """The cheapest ladder that determines its laws and goes on from the one that was asked, by batch and tokens."""
+    found: list[tuple[dict[str, list[int]], list[Rung]]] = []
+    for batches, steps in itertools.product(range(_MORE), repeat=2):
+        axes = {"batch": _doubled(asked.batch, batches), "tokens": _doubled(asked.tokens, steps)}
+        models = list(itertools.product(asked.width or [1], asked.layers or [1]))
+        made = [Rung(*sizes, *model) for model in models for sizes in itertools.product(*axes.values())]
+        kept = [rung for rung in made if _steps(config, rung) >= asked.min_steps]
+        if made[-1] in kept and len(kept) - 1 > _unknown(kept):
+            found.append((axes, kept))
+    if not found:
+        return "a smaller --min-steps"
+    axes, kept = min(found, key=lambda each: (sum(rung.tokens for rung in each[1]), len(each[1])))
+    options = " ".join(f"--{name} {','.join(map(str, factors))}" for name, factors in axes.items())
+    return f"{options}, which is enough: {cost(asked, kept)}"
+
+
+def cost(asked: Ladder, made: Collection[Rung]) -> str:
+    """How many runs some rungs are at most, and what they read; those near the minimum alone have every seed."""
+    runs = len(asked.values) * asked.seeds
+    tokens = runs * sum(rung.tokens for rung in made)
+    return f"{len(made)} rungs of at most {runs} runs, which read {tokens:,} times the tokens of the config's own run"
+
+
+def _doubled(factors: Sequence[int], more: int) -> list[int]:
+    return [*factors, *(factors[-1] * 2**octave for octave in range(1, more + 1))]

@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mup_megatron.config import Config, derive
+from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.data.record import tokens_digest
+from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
 from mup_megatron.proof.family import members
 from mup_megatron.proof.grid import Grid, Job, Outcome, comparable, ended
@@ -31,6 +33,7 @@ from mup_megatron.proof.optimum import (
 )
 from mup_megatron.proof.question import Across, Question
 from mup_megatron.proof.verdict import verdict_of
+from mup_megatron.rules.table import Parametrization
 from mup_megatron.tuning.megatron_command import MegatronCommand
 from mup_megatron.tuning.space import key_of, stretched
 from mup_megatron.util.errors import ConfigError, UserError
@@ -70,31 +73,53 @@ def stability(config: Config, asked: Question, grid: Grid) -> dict[str, Any]:
     """
     upstream.prepare_process()
     jobs = jobs_of(config, asked)
-    grid.say(f"{len(jobs)} runs: {asked.over} over {asked.across}, {grid.workers} at a time")
+    distinct = {job.name: job for job in jobs.values()}
+    shared = len(jobs) - len(distinct)
+    also = f"; {shared} more curve points are the same runs, of another parametrization" if shared else ""
+    grid.say(f"{len(distinct)} runs: {asked.over} over {asked.across}, {grid.workers} at a time{also}")
     sizes = {run.factor: job.config for run, job in jobs.items()}
     grid.prepare([] if config.tuning.command else sizes.values())
-    return _result(config, asked, jobs, grid.run(list(jobs.values())))
+    return _result(config, asked, jobs, grid.run(list(distinct.values())))
 
 
 def jobs_of(config: Config, asked: Question) -> dict[Run, Job]:
-    """Every run, those of the first seed first.
+    """Every run, those of the first seed first; where parametrizations say the same of every tensor, one run is theirs.
 
     Raises:
         UserError: a size or a value makes no config; names it.
     """
     seeds = range(config.run.seed, config.run.seed + asked.seeds)
-    sized = zip(asked.factors, _sized(config, asked), strict=True)
+    sized = list(zip(asked.factors, _sized(config, asked), strict=True))
     parametrizations = [config.parametrization.name, *asked.compare_with]
+    alike = {factor: _alike(sizes, parametrizations) for factor, sizes in sized}
     jobs = {}
-    for seed, (factor, sizes), value, name in itertools.product(seeds, sized, asked.values, parametrizations):
+    for seed, (factor, sizes), value, run_as in itertools.product(seeds, sized, asked.values, parametrizations):
+        name = alike[factor][run_as]
         try:
             made = derive(sizes, {key_of(asked.over): value, "parametrization.name": name, "run.seed": seed})
         except ConfigError as error:
             raise UserError(f"--values: {value}: {error}") from None
         shown = value if isinstance(value, str) else f"{value:.6g}"
         folder = f"{name}-{asked.across}-{factor}-{asked.over}-{shown}-seed-{seed}"
-        jobs[Run(name, factor, value, seed)] = Job(name=folder, config=made)
+        jobs[Run(run_as, factor, value, seed)] = Job(name=folder, config=made)
     return jobs
+
+
+def _alike(config: Config, parametrizations: Sequence[str]) -> dict[str, str]:
+    """For each parametrization the first that says the same of every tensor; of a script of the user's own, itself.
+
+    At the base all of them do. What is varied does not matter: multipliers do not depend on what they multiply.
+    """
+    found: dict[str, str] = {}
+    tables: dict[str, Parametrization] = {}
+    for name in parametrizations:
+        found[name] = name
+        if config.tuning.command:
+            continue
+        table = parametrize(derive(config, {"parametrization.name": name}), known_vocab_size(config))
+        found[name] = next((one for one, other in tables.items() if other.says_the_same(table)), name)
+        tables.setdefault(found[name], table)
+    return found
 
 
 def _sized(config: Config, asked: Question) -> list[Config]:

@@ -209,7 +209,8 @@ def advice(verdicts: Mapping[str, Mapping[str, Any]], seeds: int, lr: float) -> 
         # An interval goes as one over the square root of the seeds.
         needed = [_seeds(verdict, seeds) for verdict in measured if verdict not in bent]
         most = max([*needed, seeds + 1])
-        words.insert(0, f"--seeds {most}" if most <= _MOST_SEEDS else "more seeds")
+        costs = f"--seeds {most} (which costs {most / seeds:.2g} times as much)"
+        words.insert(0, costs if most <= _MOST_SEEDS else "more seeds")
     if bent:
         what = "without the smallest width" if len(bent) == len(open_) else "or without the smallest width"
         words.append(f"a lower rate (hparams.lr={lr / 4:.3g}; points of all seeds bend alike) {what}")

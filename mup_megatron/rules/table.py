@@ -274,6 +274,13 @@ class Parametrization:
         unheard = name.startswith("mtp.") and not self.config.model.mtp_loss_scaling_factor
         return self.tensors[name].shape.spec.frozen or unheard
 
+    def says_the_same(self, other: Parametrization) -> bool:
+        """Whether it gives every tensor and the forward pass the same numbers, so that runs under both are the same."""
+        mine, theirs = (
+            [(name, tensor, each.carried.get(name)) for name, tensor in each.tensors.items()] for each in (self, other)
+        )
+        return self.forward == other.forward and mine == theirs
+
     def replaced(
         self, change: Callable[[TensorHyperparameters], TensorHyperparameters] | None = None, **forward: float
     ) -> Parametrization:

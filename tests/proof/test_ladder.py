@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -352,10 +353,28 @@ def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options
     assert sentence in capsys.readouterr().err
 
 
-def test_too_few_rungs_are_refused(config_of_ladder: Any) -> None:
-    asked = Ladder(batch=[1, 2], tokens=[1, 2], width=[], values=[1.0, 2.0, 4.0], seeds=1)
-    with pytest.raises(UserError, match="4 rungs, of which one is kept out, do not determine 3"):
+@pytest.mark.parametrize(
+    ("given", "least", "sentence"),
+    [
+        # Nine times the tokens for three values: batch 1, 2 and 4 with the tokens once and twice.
+        ({}, 1, "--batch 1,2,4 --tokens 1,2, which is enough: 6 rungs of at most 3 runs, which read 27 times"),
+        ({"tokens": [1]}, 1, "--batch 1,2,4,8 --tokens 1, which is enough: 4 rungs of at most 3 runs, which read 12 t"),
+        # Of a run of 200 steps, batch 2 has 100 with the tokens once, and batch 4 with them twice.
+        ({}, 150, "--batch 1,2 --tokens 1,2,4, which is enough: 5 rungs of at most 3 runs, which read 39 times"),
+    ],
+)
+def test_too_few_rungs_are_refused(config_of_ladder: Any, given: Any, least: int, sentence: str) -> None:
+    """And the smallest ladder that is enough is named, and what it costs; it is taken."""
+    asked = Ladder(
+        **{"batch": [1, 2], "tokens": [1, 2], "width": [], "values": [1.0, 2.0, 4.0], "seeds": 1, **given},
+        min_steps=least,
+    )
+    with pytest.raises(UserError, match=r"rungs, of which one is kept out, do not determine [23]") as error:
         rungs(config_of_ladder, asked, lambda line: None)
+    assert sentence in str(error.value)
+    words = str(error.value).partition("expected ")[2].partition(", which")[0].replace(" --", "|").strip("-").split("|")
+    named = {word.split()[0]: list(map(int, word.split()[1].split(","))) for word in words}
+    assert rungs(config_of_ladder, replace(asked, **named), lambda line: None)
 
 
 @pytest.mark.slow

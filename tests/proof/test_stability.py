@@ -114,9 +114,9 @@ def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path)
 )
 def test_what_grows_and_nothing_else(tmp_path: Path, across: Any, sizes: dict[int, int]) -> None:
     config = config_of(tmp_path, training__lr_warmup_steps=2, parallel__zero_stage=3)
-    jobs = stability.jobs_of(config, asked(config, across=across, factors=[1, 4], seeds=2))
+    jobs = stability.jobs_of(config, asked(config, across=across, factors=[1, 4], seeds=2, compare=False))
     assert {run.factor: stability.size_of(job.config, across) for run, job in jobs.items()} == sizes
-    assert len({job.name for job in jobs.values()}) == len(jobs) == 2 * 9 * 2 * 3
+    assert len({job.name for job in jobs.values()}) == len(jobs) == 2 * 9 * 2
     for run, job in jobs.items():
         made = job.config
         assert (made.hparams.lr, made.run.seed, made.parametrization.name) == (run.value, run.seed, run.parametrization)
@@ -126,6 +126,39 @@ def test_what_grows_and_nothing_else(tmp_path: Path, across: Any, sizes: dict[in
         for other in ("width", "depth", "batch", "sequence"):
             if other != across:  # the config's own, which for the width is no multiple of the base
                 assert stability.size_of(made, other) == stability.size_of(config, other)
+
+
+def test_parametrizations_share_what_is_the_same_run(tmp_path: Path) -> None:
+    """At the base all three say the same of every tensor, so its runs are µP's alone; elsewhere each has its own."""
+    config = config_of(tmp_path)
+    jobs = stability.jobs_of(config, asked(config, factors=[1, 2, 4], seeds=2))
+    at_base = {run: job for run, job in jobs.items() if run.factor == 1}
+    assert {job.name.partition("-")[0] for job in at_base.values()} == {"mup"}
+    for run, job in jobs.items():
+        assert job.name.startswith("mup" if run.factor == 1 else run.parametrization)
+        assert job.config.parametrization.name == job.name.partition("-")[0]
+    assert len(jobs) == 3 * 9 * 2 * 3
+    assert len({job.name for job in jobs.values()}) == len(jobs) - 2 * 9 * 2
+    # Of a size that is not the base none is shared: under batch, the model is the config's own.
+    jobs = stability.jobs_of(config, asked(config, across="batch", factors=[1, 2], seeds=1))
+    assert len({job.name for job in jobs.values()}) == len(jobs)
+
+
+@pytest.mark.slow
+def test_a_shared_run_is_each_ones_own(tmp_path: Path, ranks: Ranks) -> None:
+    """The run at the base trained under each of the parametrizations by itself: the same losses to the last bit."""
+    config = config_of(tmp_path, training__train_steps=4)
+    jobs = stability.jobs_of(config, asked(config, factors=[1, 2], seeds=1))
+    shared = jobs[stability.Run("standard", 1, 8e-3, config.run.seed)].config
+    found = []
+    for name in ("mup", "standard", "fan_in"):
+        given = derive(shared, {"parametrization.name": name, "run.dir": str(tmp_path / name)}).model_dump()
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(given))
+        ((status, _, err),) = ranks.run(1, bodies.command, arguments=["train", str(tmp_path / f"{name}.yaml")])
+        assert status == 0, err
+        found.append(losses(tmp_path / name))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 4
 
 
 def outcome(loss: float) -> Outcome:

@@ -199,8 +199,8 @@ def _enough(config: Config, asked: Ladder) -> str:
     found: list[tuple[dict[str, list[int]], list[Rung]]] = []
     for batches, steps in itertools.product(range(_MORE), repeat=2):
         axes = {"batch": _doubled(asked.batch, batches), "tokens": _doubled(asked.tokens, steps)}
-        models = list(itertools.product(asked.width or [1], asked.layers or [1]))
-        made = [Rung(*sizes, *model) for model in models for sizes in itertools.product(*axes.values())]
+        sizes = itertools.product(asked.width or [1], asked.layers or [1], axes["batch"], axes["tokens"])
+        made = [Rung(batch, tokens, width, layers) for width, layers, batch, tokens in sizes]
         kept = [rung for rung in made if _steps(config, rung) >= asked.min_steps]
         if made[-1] in kept and len(kept) - 1 > _unknown(kept):
             found.append((axes, kept))

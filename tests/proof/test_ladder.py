@@ -373,7 +373,7 @@ def test_too_few_rungs_are_refused(config_of_ladder: Any, given: Any, least: int
         rungs(config_of_ladder, asked, lambda line: None)
     assert sentence in str(error.value)
     words = str(error.value).partition("expected ")[2].partition(", which")[0].replace(" --", "|").strip("-").split("|")
-    named = {word.split()[0]: list(map(int, word.split()[1].split(","))) for word in words}
+    named: dict[str, Any] = {word.split()[0]: list(map(int, word.split()[1].split(","))) for word in words}
     assert rungs(config_of_ladder, replace(asked, **named), lambda line: None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +63,9 @@ def explain(
     page: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write a page on which sizes are moved, instead.")
     ] = None,
+    notebook: Annotated[
+        str | None, typer.Option(metavar="FILE.ipynb", help="Write a notebook with that page in it, instead.")
+    ] = None,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
     setup = laid_out(config, overrides, world_size)
@@ -78,8 +81,8 @@ def explain(
     from mup_megatron.telemetry.band import band_of
 
     vocabulary = known_vocab_size(settings)
-    if page is not None:
-        _write_explorer(Path(page), settings, vocabulary)
+    if page is not None or notebook is not None:
+        _write_explorer(page, notebook, settings, vocabulary, [config, *(overrides or [])])
         return
     parametrization = setup.parametrization(vocabulary)
     if save_base_shapes:
@@ -97,13 +100,19 @@ def explain(
         show(None, False, lines_of(on))
 
 
-def _write_explorer(path: Path, config: Config, vocabulary: int) -> None:
-    """Writes the page of `explain --html`."""
+def _write_explorer(
+    page: str | None, notebook: str | None, config: Config, vocabulary: int, words: Sequence[str]
+) -> None:
+    """Writes the page of `explain --html`, and a notebook that shows it."""
     from mup_megatron.model.build import parametrize
     from mup_megatron.report.document import write_document
-    from mup_megatron.report.explorer import explorer_page
+    from mup_megatron.report.explorer import explorer_page, notebook_of
 
-    print(write_document(path, explorer_page(config, lambda moved: parametrize(moved, vocabulary))))
+    made = explorer_page(config, lambda moved: parametrize(moved, vocabulary))
+    if page is not None:
+        print(write_document(Path(page), made))
+    if notebook is not None:
+        print(write_document(Path(notebook), notebook_of(made, words)))
 
 
 @app.command(epilog="Example: mup-megatron horizon configs/demo.yaml tuning.train_steps=100")

@@ -1,7 +1,7 @@
 """The page of `mup-megatron explain --html`: sizes are moved by hand, and every number of the table follows.
 
-Public names: `explorer_page`, `RULES`. explorer.js draws the page; what it computes with are the laws of the run's own
-tables (rules/measured_laws.py), and what it says of a rule is the table at the head of rules/formulas.py.
+Public names: `explorer_page`, `notebook_of`, `RULES`. explorer.js draws the page; what it computes with are the laws of
+the run's own tables (rules/measured_laws.py), and what it says of a rule is the table at the head of rules/formulas.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import html
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,24 @@ def explorer_page(config: Config, table_of: Callable[[Config], Parametrization])
     still = [name for name in laws[own].sizes if name not in moving]
     body = f"<style>{_STYLE}</style>{_body(config, still)}<script>const DATA = {written};\n{script}</script>"
     return document(f"{config.run.name}: what µP does to every tensor", [body], {}, "")
+
+
+def notebook_of(page: str, words: Sequence[str]) -> str:
+    """A Jupyter notebook (nbformat 4.5) whose one cell makes the page, and shows it as it was made.
+
+    Args:
+        page: of `explorer_page`.
+        words: of `explain`: the config and its overrides.
+    """
+    frame = f'<iframe srcdoc="{html.escape(page)}" width="100%" height="900" style="border: 0"></iframe>'
+    command = ["mup-megatron", "explain", *words, "--html", "explain.html"]
+    source = ["import subprocess\n", "\n", "from IPython.display import IFrame\n", "\n"]
+    source += [f"subprocess.run({command!r}, check=True)\n", 'IFrame("explain.html", width="100%", height=900)']
+    shown = {"output_type": "execute_result", "execution_count": 1, "metadata": {}, "data": {"text/html": frame}}
+    cell = {"cell_type": "code", "id": "explain", "execution_count": 1, "metadata": {}, "source": source}
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    about = {"metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps({"cells": [{**cell, "outputs": [shown]}], **about}, indent=1) + "\n"
 
 
 def _laws(config: Config, table_of: Callable[[Config], Parametrization]) -> dict[str, Laws]:

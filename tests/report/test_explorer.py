@@ -169,6 +169,34 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "base.file: tells tensor by tensor what grows" in capfd.readouterr().err
 
 
+@needs_browser
+def test_a_notebook_shows_the_page(tmp_path: Path) -> None:
+    """A cell of its own words makes it again, and what it shows is the page, with all numbers in it."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(json.loads(make(MIXED).model_dump_json())))
+    words = [str(config), "model.vocab_size=384"]
+    written = tmp_path / "page.ipynb"
+    assert cli.run(["explain", *words, "--notebook", str(written)]) == 0
+    found = json.loads(written.read_text())
+    assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
+    (cell,) = found["cells"]
+    (ran,) = [line for line in cell["source"] if line.startswith("subprocess")]
+    assert ran == f"subprocess.run({['mup-megatron', 'explain', *words, '--html', 'explain.html']!r}, check=True)\n"
+    compile("".join(cell["source"]), "cell", "exec")
+    outer = tmp_path / "outer.html"
+    outer.write_text(f"<html><head></head><body>{cell['outputs'][0]['data']['text/html']}</body></html>")
+    script = (
+        "<script>addEventListener('load', () => {"
+        "const inside = document.querySelector('iframe').contentDocument;"
+        "const count = (what) => inside.querySelectorAll(what).length;"
+        "const result = [count('#tensors tr'), count('#sizes input')];"
+        + SEEN.replace("</script></body>", "});</script></body>")
+    )
+    rows, inputs = look(outer, tmp_path, script)["result"]
+    assert rows == len(laws_of(make(MIXED), table_of).tensors)
+    assert inputs > 4
+
+
 def test_the_committed_page(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repository)
     committed = repository / "docs" / "examples" / "explain.html"

@@ -30,6 +30,10 @@ STATES = {
 """How a trial that ended so is drawn: label, marker, color."""
 
 
+BEYOND = "#8c564b"
+"""Of the ring about a trial that stands at the edge of the picture and belongs beyond it."""
+
+
 def load_pyplot() -> Any:
     """Matplotlib's pyplot, which draws into files alone."""
     import matplotlib
@@ -127,6 +131,10 @@ def draw_search(run: Run) -> Path | None:
             losses = [min(trial.loss, high) if trial.loss is not None else high for trial in shown]
             heights = [objective.shown(loss) for loss in losses]
             axis.plot([trial.values[name] for trial in shown], heights, marker, color=color, ms=5, label=label)
+        beyond = [trial.values[name] for trial in trials if trial.loss is None or trial.loss > high]
+        if beyond:
+            edge = [objective.shown(high)] * len(beyond)
+            axis.plot(beyond, edge, "o", color=BEYOND, mfc="none", ms=9, label="worse than is shown")
         chosen = study.values[name]
         axis.axvline(chosen, color="0.2", lw=1, ls=":", label="chosen")
         axis.set_title(f"{name} = {_shown(chosen)}", fontsize=9, loc="left")

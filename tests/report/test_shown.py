@@ -517,6 +517,32 @@ def test_bleu_is_shown_as_bleu(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "proxy loss" not in page
 
 
+def test_a_loss_beyond_the_picture_is_marked(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that is far off, and one without a number, stand at the edge with a ring about them, and no other has."""
+
+    def off(data: Any) -> None:
+        first, second = [trial for trial in data["study"]["trials"] if trial["state"] == "complete"][-2:]
+        first.update(loss=50.0)
+        second.update(loss=None, state="diverged")
+
+    rewritten(copied, off)
+    drawn: dict[str, int] = {}
+    edges: list[float] = []
+
+    def keep(figure: Any, path: Path) -> None:
+        for line in figure.axes[0].get_lines():
+            drawn[str(line.get_label())] = len(line.get_xdata())
+            if line.get_label() == "worse than is shown":
+                assert line.get_markerfacecolor() == "none"
+                edges.extend([*map(float, line.get_ydata()), figure.axes[0].get_ylim()[1]])
+
+    monkeypatch.setattr(pictures, "save_figure", keep)
+    draw_search(read_run(copied))
+    assert drawn["worse than is shown"] == 2
+    assert drawn["diverged"] == 1
+    assert edges[0] == edges[1] < edges[2] < 50
+
+
 def test_pictures_draw_the_range(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 0.001 to 0.03 all is in the picture, however little of it was tried."""
     record = TransferRecord.expect(copied / "transfer.json", None)

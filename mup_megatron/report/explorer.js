@@ -93,7 +93,8 @@ function cell(index, quantity) {
   for (const [block, value] of shown) {
     const before = quantity === "init" ? base.init[block || Object.keys(base.init)[0]] : base[quantity];
     const line = element("div", null, {style: `background: ${colour(value / before)}`});
-    line.append(element("span", block ? `${block} ${number(value)}` : number(value)));
+    const text = quantity === "init" && value === 0 ? "constant" : number(value);
+    line.append(element("span", block ? `${block} ${text}` : text));
     if (value && before && value !== before) line.append(element("small", ` ${times(value / before)}`));
     if (other) {
       const theirs = quantity === "init" ? other.init[block || Object.keys(other.init)[0]] : other[quantity];

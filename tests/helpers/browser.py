@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,14 @@ def look(page: Path, folder: Path, script: str) -> dict[str, Any]:
     return seen
 
 
+def picture(page: Path, folder: Path, width: int, path: Path) -> None:
+    """What a screen of a width shows of a page, 1500 pixels high, as PNG. In an iframe, as in `measure`."""
+    outer = folder / "outer.html"
+    size = f"width='{width}' height='1500'"
+    outer.write_text(f"<body style='margin: 0'><iframe src='{page.as_uri()}' {size} style='border: 0'></iframe>")
+    browse(outer, folder, f"--screenshot={path}", f"--window-size={width},1500", "--hide-scrollbars")
+
+
 def measure(page: Path, folder: Path, width: int) -> dict[str, Any]:
     """What does not fit on a screen of a width; chromium's own window is never narrower than 500 pixels."""
     inner = folder / "inner.html"
@@ -87,3 +97,9 @@ def measure(page: Path, folder: Path, width: int) -> dict[str, Any]:
     seen: dict[str, Any] = json.loads(html.unescape(found.group(1)))
     assert seen["width"] == width
     return seen
+
+
+if __name__ == "__main__":  # python -m tests.helpers.browser PAGE PICTURE: makes PICTURE-390.png and PICTURE-1280.png
+    with tempfile.TemporaryDirectory() as made:
+        for screen in (390, 1280):
+            picture(Path(sys.argv[1]).resolve(), Path(made), screen, Path(f"{sys.argv[2]}-{screen}.png").resolve())

@@ -13,6 +13,7 @@ import contextlib
 import io
 import math
 import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,7 +140,8 @@ def show(
         console.print(f"a run refuses {sentence}", style="yellow", highlight=False)
     if settings.written is not None:
         write_tuning_config(settings.written, config, settings.unsaid, settings.command)
-        console.print(f"written: {settings.written}; next: mup-megatron tune {settings.written}", highlight=False)
+        following = f"mup-megatron tune {shlex.quote(str(settings.written))}"
+        console.print(f"written: {settings.written}; next: {following}", highlight=False, soft_wrap=True)
 
 
 def _print_entries(built: BuiltModel, console: Any) -> None:

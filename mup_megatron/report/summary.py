@@ -44,7 +44,8 @@ def summarize(directory: Path, console: Any) -> None:
 
 _FOLLOWING = {
     "gpt": "mup-megatron generate {} 'Once upon a time'  # text from the last checkpoint",
-    "t5": "mup-megatron evaluate {} --translation SOURCE:TARGET  # BLEU of the last checkpoint on your own files",
+    "t5": "mup-megatron generate {} 'Once upon a time'  # the target of a source, by the last checkpoint",
+    "bert": "mup-megatron generate {} 'Once upon a [MASK]'  # masks filled by the last checkpoint",
 }
 """What to do with a checkpoint, by the family of its model."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.convert.test_deepseek import EXPERTS, YARN
 from tests.convert.test_deepseek import config_of as deepseek_of
 from tests.convert.test_hugging_face import EXPERT_KEYS, logits
 from tests.helpers import bodies, megatron_runs
+from tests.helpers.commands import next_commands
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
 
@@ -128,9 +128,7 @@ def test_what_to_type_next(
     path.write_text(yaml.safe_dump(config_for(one, tmp_path / "of the file").model_dump()))
     own = [f"run.dir={tmp_path / 'own run'}", "training.train_steps=3", "training.lr_decay_steps=3"]
     assert cli.run(["import", str(tmp_path / "hf"), str(path), *own]) == 0
-    _, _, following = capfd.readouterr().out.strip().partition("next: ")
-    program, *words = shlex.split(following)
-    assert program == "mup-megatron"
+    (words,) = next_commands(capfd.readouterr().out)
     ((status, out, err),) = ranks.run(1, bodies.command, arguments=words)
     assert status == 0, err
     assert f"resumed from {tmp_path / 'own run' / 'checkpoints' / 'step_00000000'} at step 0" in out

@@ -29,6 +29,7 @@ from mup_megatron.util.errors import DiskFull, UserError
 from tests.convert.sources import config_of
 from tests.engines.test_full_disk import Disk
 from tests.helpers import bodies
+from tests.helpers.commands import next_commands
 from tests.helpers.configs import VOCABULARY
 from tests.helpers.distributed import Ranks
 
@@ -325,6 +326,24 @@ def test_what_is_left_out_is_seen(
         "second moments": set(found.weights),
     }[what]
     assert seen == expected
+
+
+# --- the command ---
+
+
+def test_what_to_type_next(
+    ran: Callable[[str], Path], ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The line that `rebase` prints, as a shell reads it, goes on with the rebased run."""
+    base, out = tmp_path / "base.yaml", tmp_path / "a rebased run"
+    base.write_text(OTHER)
+    assert cli.run(["rebase", str(checkpoint(ran("one rank"), AT)), str(out), "--base", str(base)]) == 0
+    (words,) = next_commands(capfd.readouterr().out)
+    assert words == ["train", str(out / "config.yaml")]
+    ((status, said, err),) = ranks.run(1, bodies.command, arguments=words)
+    assert status == 0, err
+    assert f"resumed from {out / 'checkpoints'}" in said
+    assert max(losses(out)) == STEPS
 
 
 # --- what cannot be kept ---

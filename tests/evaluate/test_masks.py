@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from mup_megatron import cli
 from mup_megatron.convert.saved_run import open_run
@@ -20,8 +21,10 @@ from mup_megatron.evaluate.likelihood import MaskedScorer
 from mup_megatron.evaluate.masks import fill, masked_tokens
 from mup_megatron.parallel import runtime, upstream
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.report.summary import summarize
 from mup_megatron.util.errors import UserError
 from tests.helpers import bodies
+from tests.helpers.commands import next_commands
 from tests.helpers.configs import HEAD_SIZE, VOCABULARY, make
 from tests.helpers.distributed import Ranks
 
@@ -98,6 +101,15 @@ def test_the_command(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "\n".join(lines[:-2]) == found["text"]
     assert lines[-2].startswith("mask 1: ")
     assert lines[-1].count("%") == 5
+
+
+def test_what_a_run_says_comes_next(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As it is printed: a page of the run, and masks that are filled."""
+    summarize(run, Console(width=60))
+    report, generate = next_commands(capfd.readouterr().out)
+    for words in (report, generate):
+        assert cli.run(words) == 0
+    assert "mask 1: " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

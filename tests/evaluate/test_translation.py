@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from sacrebleu import corpus_bleu
 
 from mup_megatron import cli
@@ -20,7 +21,9 @@ from mup_megatron.evaluate.evaluation import Evaluation, evaluate_translations
 from mup_megatron.parallel import runtime, upstream
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.ranks import Rank
+from mup_megatron.report.summary import summarize
 from tests.helpers import bodies
+from tests.helpers.commands import next_commands
 from tests.helpers.configs import MIXED, make, make_t5, pairs_file
 from tests.helpers.distributed import Ranks
 
@@ -197,6 +200,15 @@ def test_generate_writes_a_target(run: Path, capfd: pytest.CaptureFixture[str]) 
         assert cli.run(["generate", str(run), source, "--temperature", "5", "--seed", seed, "--json"]) == 0
         drawn.append(json.loads(capfd.readouterr().out)["tokens"])
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_a_run_says_comes_next(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As it is printed: a page of the run, and the target of a source."""
+    summarize(run, Console(width=60))
+    report, generate = next_commands(capfd.readouterr().out)
+    for words in (report, generate):
+        assert cli.run(words) == 0
+    assert len(capfd.readouterr().out.splitlines()) >= 2
 
 
 def test_a_source_or_a_target_beyond_the_positions(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

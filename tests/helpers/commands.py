@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +36,12 @@ def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[s
     return subprocess.run(
         command, capture_output=True, text=True, env=environment(), timeout=240, check=False, **options
     )
+
+
+def next_commands(said: str) -> list[list[str]]:
+    """The words of each command that a line of what was said names as the next, as a shell reads them."""
+    lines = re.findall(r"\bnext: mup-megatron (.+?)(?:  #.*)?$", said, re.MULTILINE)
+    return [shlex.split(line) for line in lines]
 
 
 def mup(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -38,7 +38,7 @@ from mup_megatron.tuning.remarks import remarks, to_check
 from mup_megatron.tuning.space import check_overrides
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers import bodies
-from tests.helpers.commands import metrics, mup
+from tests.helpers.commands import metrics, mup, next_commands
 from tests.helpers.configs import HEAD_SIZE, MIXED, make
 from tests.helpers.distributed import Ranks
 from tests.helpers.records import study_of
@@ -73,15 +73,16 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], None], name: str = "ex
     (folder / name).write_text(json.dumps(data))
 
 
-@pytest.mark.parametrize(("architecture", "said"), [("gpt3", "generate"), ("t5", "--translation"), ("bert", None)])
+@pytest.mark.parametrize(("architecture", "said"), [("gpt3", "time"), ("t5", "time"), ("bert", "a [MASK]")])
 def test_what_comes_next_takes_such_a_model(
-    copied: Path, architecture: str, said: str | None, capsys: pytest.CaptureFixture[str]
+    copied: Path, architecture: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edited(copied, lambda data: data["config"]["model"].update(architecture=architecture))
     summarize(copied, Console(width=400))
-    following = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
-    assert "report" in following[0]
-    assert [said is not None and said in line for line in following[1:]] == ([] if said is None else [True])
+    report, generate = next_commands(capsys.readouterr().out)
+    assert report == ["report", str(copied)]
+    assert generate[:2] == ["generate", str(copied)]
+    assert generate[2].endswith(said)
 
 
 def rewritten(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:

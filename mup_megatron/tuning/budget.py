@@ -6,12 +6,8 @@ Public names: `plan`, `Plan`, `priced`, `flops_per_token`, `attention_flops`, `r
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
-import multiprocessing
-import os
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +18,15 @@ from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.shares import shares
 from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of, without_fitted
+from mup_megatron.tuning.speed import process_speed
 from mup_megatron.util.errors import ConfigError
 from mup_megatron.util.progress import short_bytes, short_count
 
 # Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
 # ones, whose steps are mostly overhead, far less: no bound in either direction.
 _EFFICIENCY = 0.5
+_STEADY = 1.25
+"""By how much the slowest products may lag behind the fastest before a time is a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +38,15 @@ class Cost:
         tokens: seen in training.
         flops: floating point operations.
         hours: on the processes at hand; None where their speed is unknown.
+        least, most: the same by the fastest and the slowest products that were timed, a tenth of them left out.
     """
 
     parameters: int
     tokens: int
     flops: float
     hours: float | None = None
+    least: float | None = None
+    most: float | None = None
 
     @property
     def six_nd(self) -> float:
@@ -220,48 +222,12 @@ def _cost(parametrization: Parametrization, steps: float, workers: int, measure:
     config, training = parametrization.config, parametrization.config.training
     tokens = round(steps * training.global_batch_size * config.sample_tokens)
     flops = tokens * flops_per_token(parametrization)
-    hours = flops / (_matmul_speed(config, workers) * _EFFICIENCY * workers) / 3600 if measure else None
-    return Cost(parameters=parametrization.size, tokens=tokens, flops=flops, hours=hours)
-
-
-def _matmul_speed(config: Config, workers: int) -> float:
-    """FLOP/s of one process in matrix products as large as the model's own.
-
-    On a GPU it is measured in a process of its own, for this one will start trials there and holds no context.
-    """
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    # Larger products are no faster per FLOP, and on a CPU each takes seconds.
-    most_rows, most_hidden, most_ffn = (8192, 4096, 16384) if on_gpu else (512, 1024, 4096)
-    rows = min(config.training.micro_batch_size * config.training.seq_length, most_rows)
-    hidden, ffn = min(config.model.hidden_size, most_hidden), min(config.model.ffn_size, most_ffn)
-    if not on_gpu:
-        return _time_matmul(rows, hidden, ffn, "cpu", max(1, (os.cpu_count() or 1) // workers))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_time_matmul, rows, hidden, ffn, "cuda", 1).result()
-
-
-def _time_matmul(rows: int, hidden: int, ffn: int, device: str, threads: int) -> float:
-    """FLOP/s of [rows, hidden] @ [hidden, ffn]: the best round of a quarter of a second, without the first."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        left = torch.randn(rows, hidden, device=device, dtype=dtype)
-        right = torch.randn(hidden, ffn, device=device, dtype=dtype)
-        rounds: list[float] = []
-        while len(rounds) < 2 or sum(rounds) < 0.25:
-            began = time.perf_counter()
-            product = left @ right
-            float(product[0, 0])  # waits for the device
-            rounds.append(time.perf_counter() - began)
-    finally:
-        torch.set_num_threads(before)
-    return 2.0 * rows * hidden * ffn / min(rounds[1:])
+    cost = Cost(parameters=parametrization.size, tokens=tokens, flops=flops)
+    if not measure:
+        return cost
+    speed = process_speed(config, workers)
+    least, hours, most = (flops / (each * _EFFICIENCY * workers) / 3600 for each in reversed(speed))
+    return replace(cost, hours=hours, least=least, most=most)
 
 
 def device_hours(budget: Plan, tflops: float, utilization: float) -> dict[str, float]:
@@ -283,19 +249,19 @@ def lines(config: Config, budget: Plan) -> list[str]:
     then = f"; then at most {budget.descent} of coordinate descent" if budget.descent else ""
     rows = [
         f"plan: {budget.trials} trials of {budget.steps} steps on the proxy{halved}{again}{then}",
-        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'6ND':>12}{'share':>10}{'time, about':>15}",
+        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'6ND':>12}{'share':>10}{'time, about':>20}",
     ]
     for name, cost in (("tuning", budget.tuning), ("target", budget.target)):
         share = f"{cost.flops / budget.target.flops:.3g}"
         rule = f"{cost.six_nd:>12.2e}{cost.six_nd / budget.target.six_nd:>10.3g}"
         rows.append(
             f"{name:8}{short_count(cost.parameters):>12}{short_count(cost.tokens):>12}{cost.flops:>12.2e}{share:>10}"
-            f"{rule}{_duration(cost.hours):>15}"
+            f"{rule}{_time(cost):>20}"
         )
     if budget.target.hours is not None:
         rows.append(
-            f"time: a guess from matrix products timed on this machine, {_EFFICIENCY:.0%} of whose speed training is "
-            "taken to reach; small models, evaluations and start-up take longer"
+            f"time: a guess from matrix products timed on this machine as it is now, {_EFFICIENCY:.0%} of whose speed "
+            "training is taken to reach; small models, evaluations and start-up take longer"
         )
     most = budget.most.flops / budget.target.flops
     rows.append(
@@ -326,9 +292,16 @@ def guidance(config: Config) -> list[str]:
     return [f"{name} {size} < {least}" for name, (size, least) in sizes.items() if size < least]
 
 
-def _duration(hours: float | None) -> str:
-    if hours is None:
+def _time(cost: Cost) -> str:
+    """A range where the machine's speed varies by more than a quarter."""
+    if cost.hours is None or cost.least is None or cost.most is None:
         return "unknown"
+    if cost.most <= _STEADY * cost.least:
+        return _duration(cost.hours)
+    return f"{_duration(cost.least)} to {_duration(cost.most)}"
+
+
+def _duration(hours: float) -> str:
     if hours >= 48:
         return f"{hours / 24:.3g} days"
     if hours >= 1:

@@ -1,4 +1,7 @@
-"""The wheel, installed outside a checkout: it holds what the checkout holds, and its commands run from anywhere."""
+"""The wheel, installed outside a checkout: it holds what the checkout holds, and its commands run from anywhere.
+
+The sdist makes the same wheel.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -32,9 +36,12 @@ def checkout(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+    return wheel_of(checkout, tmp_path_factory.mktemp("wheel"))
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    built = subprocess.run([*pip, "-w", folder, checkout], capture_output=True, text=True, check=False)
+    built = subprocess.run([*pip, "-w", folder, source], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -55,6 +62,26 @@ def test_it_holds_every_file_once(checkout: Path, wheel: Path) -> None:
     assert set(found) ^ expected == set()
     assert len(found) == len(expected)
     assert len(licences) == 1
+
+
+def test_the_sdist_makes_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    """To the last byte of every file."""
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    built = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    again = wheel_of(source, tmp_path / "again")
+    assert again.name == wheel.name
+    assert contents(again) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Every file but the list of them, whose order is the file system's."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
 def outside_a_checkout() -> dict[str, str]:

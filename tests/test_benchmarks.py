@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from benchmarks import harness, table, tuning_cost
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.tuning.record import BudgetRecord, StudyRecord, TransferRecord
+from tests.helpers.commands import environment
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
 from tests.helpers.records import BUDGET, study_of
@@ -41,6 +43,21 @@ def test_benchmarks_run(repository: Path) -> None:
     )
     for what in ("gpt3, megatron, TP 2", "peak of tensors", "first step's end", "init", "explain"):
         assert what in result.stdout
+
+
+@pytest.mark.slow
+def test_the_loader_reads_from_the_disk(repository: Path) -> None:
+    """Where pages were dropped each batch is read anew. In a process of its own, which starts the process groups."""
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tempfile.gettempdir()], capture_output=True, text=True, check=True)
+    if kind.stdout.strip() == "tmpfs":
+        pytest.skip("the temporary folder is in memory")
+    code = "import json; from benchmarks.loader import measure; print(json.dumps(measure(2**18, 6, tiny=True)))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=repository, check=True, capture_output=True, text=True, env=environment()
+    )
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["disk_bytes_per_batch"]["min"] >= 2 * found["batch_tokens"]
+    assert found["seconds"]["disk"]["runs"] == 6
 
 
 def test_native_is_absent_only_where_upstream_has_none() -> None:

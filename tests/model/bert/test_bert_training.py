@@ -241,20 +241,18 @@ def test_commands_that_need_a_next_token_refuse_it(ranks: Ranks, tmp_path: Path)
         "training__checkpoint_interval": 2,
     }
     file.write_text(yaml.safe_dump(config_of(run__dir=str(run), parallel__zero_stage=0, **keys).model_dump()))
-    (tmp_path / "text.jsonl").write_text('{"text": "def main():"}')
     (status, _, err) = ranks.run(1, shared.command, arguments=["train", str(file)])[0]
     assert status == 0, err
     for what, words in {
-        "generate": [str(run), "def"],
-        "evaluate": [str(run), "--perplexity", str(tmp_path / "text.jsonl")],
-        "export": [str(run), str(tmp_path / "exported")],
+        "export": [str(run), str(tmp_path / "exported"), "--to", "megatron"],
+        "rebase": [str(run), str(tmp_path / "rebased"), "--base", str(tmp_path / "base.yaml")],
         "import": [str(run), str(file)],
     }.items():
         (status, _, err) = ranks.run(1, shared.command, arguments=[what, *words])[0]
         assert status == 2, (what, err)
         assert "needs a model that predicts the next token, and bert does not; expected gpt3 or llama" in err
         assert "Traceback" not in err
-    assert not (tmp_path / "exported").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.yaml"]
 
 
 @pytest.mark.slow

@@ -185,14 +185,14 @@ def test_a_model_of_the_next_token(ranks: Ranks, tmp_path: Path, capfd: pytest.C
     shutil.rmtree(tmp_path / "run")
 
 
-def test_generate_writes_a_target(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_writes_a_target(run: Path, files: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
     """Greedy text is the translation that one beam finds; the prompt is not part of it. Draws are of its seed."""
-    source = PAIRS[0]["line"]
-    (run.parent / "one.jsonl").write_text(json.dumps(PAIRS[0]) + "\n")
-    (result,) = found(run, [str(run.parent / "one.jsonl")], max_length=9)["results"]
+    (result,) = found(run, files[:1], max_length=9)["results"]
+    translations = {pair["line"]: text for pair, text in zip(PAIRS, result["translations"], strict=True) if text}
+    source = max(translations, key=lambda line: len(translations[line]))
     assert cli.run(["generate", str(run), source, "--max-new-tokens", "8", "--json"]) == 0
     said = json.loads(capfd.readouterr().out)
-    assert said["text"] == result["translations"][0] != ""
+    assert said["text"] == translations[source]
     assert cli.run(["generate", str(run), source, "--max-new-tokens", "8"]) == 0
     assert capfd.readouterr().out == f"{said['text']}\n"
     drawn = []

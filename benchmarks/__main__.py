@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import table
 from benchmarks.harness import absent, has_plain_experts, wait_for_quiet, write
-from benchmarks.start import explain, first_steps, in_child
+from benchmarks.start import explain, first_steps, imports, in_child
 from mup_megatron.util.provenance import machine
 
 
@@ -70,6 +70,7 @@ def main() -> None:
         "first_steps": [first_steps(vocabulary, rounds) for vocabulary in vocabularies],
         "init": in_child("draw", str(min(runs, 11))),
         "explain": explain(rounds),
+        "imports": imports(rounds),
     }
     result = {
         "machine": machine(),

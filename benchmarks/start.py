@@ -81,14 +81,24 @@ def explain(runs: int) -> dict[str, Any]:
     return {name: _explain(name, smallest_world(config), runs) for name, config in configs.items()}
 
 
+def imports(runs: int) -> dict[str, Any]:
+    """Seconds of a process that imports what builds a model, torch and megatron-core's GPTModel, and nothing else."""
+    return _timed([[sys.executable, "-c", "import torch, megatron.core.models.gpt.gpt_model"]] * runs)
+
+
 def _explain(config: str, world_size: int, runs: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "mup_megatron", "explain", config, "--json", "--world-size", str(world_size)]
+    ranks = [(0, world_size - 1, world_size // 2 + 1)[number % 3] for number in range(runs)]
+    return {"processes": world_size, **_timed([[*command, "--rank", str(rank)] for rank in ranks])}
+
+
+def _timed(commands: list[list[str]]) -> dict[str, Any]:
+    """Seconds, CPU seconds and peak memory of commands, one after the other."""
     seconds, cpu_seconds, mebibytes = [], [], []
-    for number in range(runs):
-        rank = (0, world_size - 1, world_size // 2 + 1)[number % 3]
+    for command in commands:
         began = time.perf_counter()
         process = subprocess.Popen(  # noqa: S603
-            [*command, "--rank", str(rank)], cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         _, status, usage = os.wait4(process.pid, 0)
         seconds.append(time.perf_counter() - began)
@@ -98,7 +108,6 @@ def _explain(config: str, world_size: int, runs: int) -> dict[str, Any]:
             raise RuntimeError(f"{' '.join(command)} failed with exit status {process.returncode}")
         mebibytes.append(usage.ru_maxrss / 1024)  # begins with this process's own peak, which is far below
     return {
-        "processes": world_size,
         "seconds": spread(seconds),
         "cpu_seconds": spread(cpu_seconds),
         "peak_mebibytes": spread(mebibytes),

@@ -23,6 +23,8 @@ set is what was added to that after the imports. Plain and native are not charge
 """
 _GOAL = 1.01
 """Of ours / plain, a step's."""
+_START_GOAL, _EXPLAIN_GOAL = 1.05, 3.0
+"""Of ours / plain until the first step's end; seconds of CPU of `explain`."""
 
 
 def write(folder: Path = RESULTS) -> Path:
@@ -107,7 +109,37 @@ def one(result: dict[str, Any]) -> str:
         spreads = (explain["seconds"], explain["cpu_seconds"])
         peak = _cell(explain["peak_mebibytes"], 0)
         lines += _row(config, str(explain["processes"]), *(_cell(spread, 2) for spread in spreads), peak)
-    return "\n".join(lines) + "\n"
+    alone = result["imports"]
+    times = (_cell(alone[kind], 2) for kind in ("seconds", "cpu_seconds"))
+    lines += _row("torch and megatron-core's GPTModel imported alone", "1", *times, _cell(alone["peak_mebibytes"], 0))
+    found = missed(result)
+    return "\n".join([*lines, "", "Goals that are missed:" if found else "No goal is missed.", "", *found]) + "\n"
+
+
+def missed(result: dict[str, Any]) -> list[str]:
+    """The goals that a result misses, each with what it is made of."""
+    found = []
+    for steps in result["steps"]:
+        if verdict(ratio := steps["ours_over"]["plain"]) == "no":
+            what = f"{steps['architecture']}, {steps['engine']}, {steps['layout']}, vocabulary {steps['vocabulary']}"
+            found.append(f"- A step of {what}: {_with_interval(ratio)} of plain's; the goal is {_GOAL}.")
+    for start in result["first_steps"]:
+        ratio, ours = start["seconds_ours_over"]["plain"], start["seconds"]["ours"]
+        if ratio["median"] > _START_GOAL:
+            apart = ours["upstream_imports"]["median"] - start["seconds"]["plain"]["upstream_imports"]["median"]
+            found.append(
+                f"- Start-up with vocabulary {start['vocabulary']}: {_cell(ratio, 3)} of plain's; the goal is"
+                f" {_START_GOAL}. Our own imports are {ours['our_imports']['median']:.2f} s of it; the imports of"
+                f" upstream, which are the same on both sides, differ by {apart:+.2f} s."
+            )
+    most = max(explain["cpu_seconds"]["median"] for explain in result["explain"].values())
+    if most > _EXPLAIN_GOAL:
+        alone = result["imports"]["cpu_seconds"]["median"]
+        found.append(
+            f"- `explain` takes up to {most:.2f} s of CPU; the goal is {_EXPLAIN_GOAL:g}. It reads the tensors of the"
+            f" model that megatron-core builds, and importing what builds it takes {alone:.2f} s by itself."
+        )
+    return found
 
 
 def verdict(ratio: dict[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -273,7 +274,7 @@ def _ratio(median: float, half: float) -> dict[str, float]:
 def test_table_says_what_the_json_says(tmp_path: Path) -> None:
     names = ("ours", "plain")
     phases = ("upstream_imports", "our_imports", "build", "first_step", "total")
-    result = {
+    result: dict[str, Any] = {
         "machine": {"date": "2030-01-02", "cores": 2, "processor": "P", "gpus": [], "python": "3.11.7", "versions": {}},
         "busy": {"before": 0.04, "after": 0.25},
         "absent": {"native": "too old"},
@@ -317,6 +318,11 @@ def test_table_says_what_the_json_says(tmp_path: Path) -> None:
                 "peak_mebibytes": _spread(400.0, 1),
             }
         },
+        "imports": {
+            "seconds": _spread(3.5, 1),
+            "cpu_seconds": _spread(2.5, 1),
+            "peak_mebibytes": _spread(300.0, 1),
+        },
     }
     assert harness.write(result, tmp_path) == tmp_path / "cpu-3.11.json"
     text = table.write(tmp_path).read_text()
@@ -328,6 +334,17 @@ def test_table_says_what_the_json_says(tmp_path: Path) -> None:
     ) in rows
     assert "| peak of tensors, MiB, vocabulary 7 | 64 | 64 | 1.250 |" in rows
     assert "| c.yaml | 128 | 5.00 | 4.00 | 400 |" in rows
+    assert [row.split("; the goal")[0] for row in rows[rows.index("Goals that are missed:") + 2 :] if row] == [
+        "- A step of gpt3, deepspeed, TP 1, vocabulary 7: 2.000 [1.500, 2.500] of plain's",
+        "- Start-up with vocabulary 7: 1.500 (0.750 to 3.000) of plain's",
+        "- `explain` takes up to 4.00 s of CPU",
+    ]
+    assert text.rstrip().endswith("importing what builds it takes 2.50 s by itself.")
+    met = copy.deepcopy(result)
+    met["steps"][0]["ours_over"]["plain"] = _ratio(0.5, 0.125)
+    met["first_steps"][0]["seconds_ours_over"]["plain"] = _spread(1.0)
+    met["explain"]["c.yaml"]["cpu_seconds"] = _spread(2.0, 1)
+    assert table.one(met).rstrip().endswith("No goal is missed.")
     assert "2030-01-02" in text
     columns = {row.count("|") for row in rows if "MiB, vocabulary" in row or row.startswith("| — build")}
     assert columns == {5}

@@ -11,6 +11,7 @@ from benchmarks.evidence.records import (
     LINES,
     Rows,
     asked,
+    judged_from,
     lacks,
     line_verdict,
     octaves,
@@ -203,7 +204,7 @@ def every_record() -> Rows:
         of = LINES.get(found.get("judged", ""), found.get("judged", "")).replace("mup", "µP")
         if "runs" in found or "rungs" in found:
             of = "µP"
-        start = str(found.get("from", found["sizes"][0]["size"])) if "lines" in found else ""
+        start = str(judged_from(found)) if "lines" in found else ""
         link = f"[{path.removesuffix('.json')}]({path})"
         rows.append([link, asked(found), of, steps(found), seeds(found), start, verdict(found), lacks(found)])
     return rows

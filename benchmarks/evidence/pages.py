@@ -47,7 +47,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-rates": width.said_of_rates,
     "rates-fan-in": partial(width.rates, width.FAIR),
     "said-of-baselines": width.said_of_baselines,
-    "rates-512": width.rates_512,
+    "rates-512": partial(width.rates, width.FAR),
     "said-of-512": width.said_of_512,
     "does-it-stay": width.does_it_stay,
     "rates-bert": partial(width.rates, "bert/lr-width.json"),

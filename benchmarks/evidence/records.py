@@ -187,6 +187,12 @@ def losses(found: Mapping[str, Any], line: str = "mup") -> str:
     return ", ".join(f"{row['minimum']['loss']:.3f}" for row in found["lines"][line]["rows"])
 
 
+def judged_from(found: Mapping[str, Any]) -> int:
+    """The size that is compared with the largest."""
+    size: int = found.get("from", found["sizes"][0]["size"])
+    return size
+
+
 def span(found: Mapping[str, Any]) -> str:
     """The least and the largest size."""
     sizes = [size["size"] for size in found["sizes"]]

@@ -12,6 +12,7 @@ from benchmarks.evidence.records import (
     best,
     cost,
     cost_of_fitted,
+    judged_from,
     losses,
     octaves,
     record,
@@ -43,22 +44,13 @@ def heads(size: int) -> list[str]:
 def rates(path: str) -> Rows:
     """The learning rate over width: a block of rows per parametrization."""
     found = record(path)
-    rows = [["", "hidden size", "best rate", *heads(256), "lowest loss", "verdict"]]
+    rows = [["", "hidden size", "best rate", *heads(found["sizes"][-1]["size"]), "lowest loss", "verdict"]]
     for name, line in found["lines"].items():
         for number, row in enumerate(line["rows"]):
+            label = LINES[name] if number == 0 else ""
             cells = ["", "", ""] if row is line["rows"][-1] else costs(found, row, name)
-            said, label = (f"**{own(line)}**", LINES[name]) if number == 0 else ("", "")
+            said = f"**{own(line)}**" if row["size"] == judged_from(found) else ""
             rows.append([label, str(row["size"]), best(row), *cells, f"{row['minimum']['loss']:.3f}", said])
-    return rows
-
-
-def rates_512() -> Rows:
-    """µP alone, to hidden size 512."""
-    found = record(FAR)
-    rows = [["hidden size", "best rate", *heads(512), "lowest loss"]]
-    for row in found["lines"]["mup"]["rows"]:
-        cells = ["", "", ""] if row is found["lines"]["mup"]["rows"][-1] else costs(found, row)
-        rows.append([str(row["size"]), best(row), *cells, f"{row['minimum']['loss']:.3f}"])
     return rows
 
 

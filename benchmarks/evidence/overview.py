@@ -76,10 +76,21 @@ def _as_low(path: str) -> str:
 
 
 def _published() -> str:
+    """How many powers that others publish come within the ladder's bound at its largest rung, and how far off the rest.
+
+    Having no rule is none of them.
+    """
     found = record("ladder/ladder.json")
-    bound, off = found["bounds"]["octaves"], [each["octaves"] for each in found["published"].values()]
-    said = "failed" if min(map(abs, off)) > bound else "passed"
-    return f"**{said}**: off by {min(off):+.2f} to {max(off):+.2f} octaves at the largest rung, the bound is {bound:g}"
+    bound = found["bounds"]["octaves"]
+    off = {name: each["octaves"] for name, each in searches.of_others(found).items() if name != "no rule"}
+    near = [f"{name} by {octaves:+.2f}" for name, octaves in off.items() if abs(octaves) <= bound]
+    far = [octaves for octaves in off.values() if abs(octaves) > bound]
+    word = "failed" if len(near) <= len(far) else "passed"
+    named = f" ({', '.join(near)})" if near else ""
+    return (
+        f"**{word}**: {len(near)} of {len(off)} come within {bound:g} octaves at the largest rung{named}, "
+        f"the others are off by {min(far):+.2f} to {max(far):+.2f}"
+    )
 
 
 def _better() -> str:

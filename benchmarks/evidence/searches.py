@@ -10,6 +10,9 @@ from functools import cache
 from typing import Any
 
 from benchmarks.evidence.records import Rows, best, record
+from mup_megatron.proof.ladder_verdict import published
+from mup_megatron.proof.rungs import Rung
+from mup_megatron.rules.horizon_rules import PUBLISHED
 
 _SEARCHES = {
     "random": "random",
@@ -282,10 +285,17 @@ def exponents() -> Rows:
     rows = [["", *columns, "scatter of all rungs (octaves)"]]
     cells = [f"{found['rate'][axis]['exponent']:+.2f} ± {found['rate'][axis]['error']:.2f}" for axis in axes]
     rows.append(["fitted", *cells, _off(found["held_out"]["rate"]["octaves"]), f"{found['rate']['spread']:.2f}"])
-    for name, each in found["published"].items():
+    for name, each in of_others(found).items():
+        sources = "; ".join(law.source for law in PUBLISHED if law.exponents == name)
         cells = [*[""] * len(axes), _off(each["octaves"]), f"{each['scatter']:.2f}"]
-        rows.append([f"{name}, from the first rung", *cells])
+        rows.append([f"{name} ({sources}), from the first rung", *cells])
     return rows
+
+
+def of_others(found: Mapping[str, Any]) -> dict[str, Any]:
+    """How well published exponents tell a ladder's rungs; computed here, for more are known than when it was run."""
+    axes = ("batch", "tokens", "width")
+    return published({Rung(**{axis: rung[axis] for axis in axes}): rung["value"] for rung in found["rungs"]})
 
 
 def _off(octaves: float | None) -> str:
@@ -296,7 +306,7 @@ def said_of_ladder() -> str:
     """The law of the loss, and how both laws tell the largest rung."""
     found = record("ladder/ladder.json")
     rate, loss, bounds = found["held_out"]["rate"], found["held_out"]["loss"], found["bounds"]
-    scatter = min(each["scatter"] for each in found["published"].values())
+    scatter = min(each["scatter"] for each in of_others(found).values())
     order = "more than" if scatter > found["rate"]["spread"] else "not more than"
     return (
         f"The law of the loss is {found['loss']['said']}, with a spread of {found['loss']['spread']:.3f} nats. Of the "

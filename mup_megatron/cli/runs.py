@@ -119,10 +119,12 @@ def _write_explorer(
 def horizon(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Show what each rule over batch and tokens says of the step from the trials to the run."""
     from mup_megatron.rules.horizon_rules import lines_of, side_by_side
+    from mup_megatron.tuning.fitted import beside_others, ladder_of
 
     settings = read_config(config, overrides)
-    found = side_by_side(settings)
-    show([each.as_json() for each in found], as_json, lines_of(settings, found))
+    ladder = ladder_of(settings, None)
+    found = side_by_side(settings, beside_others(ladder) if ladder else None)
+    show([each.as_json() for each in found], as_json, lines_of(settings, found, has_ladder=ladder is not None))
 
 
 @app.command(epilog="Example: mup-megatron train configs/demo.yaml training.train_steps=100 --nproc-per-node 2")

@@ -1,6 +1,6 @@
 """The laws of a ladder's curves, and whether they hold on the largest rung, which they have not seen.
 
-Public names: `laws`, `BOUNDS`, `PUBLISHED`.
+Public names: `laws`, `published`, `BOUNDS`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mup_megatron.proof.laws import Law, fit
 from mup_megatron.proof.optimum import Curve, Minimum, least_loss, minimum
 from mup_megatron.proof.rungs import NAMES, Over, Rung
 from mup_megatron.proof.verdict import verdict_of
+from mup_megatron.rules.horizon_rules import PUBLISHED
 from mup_megatron.tuning.loss_law import AXES, LossLaw, fit_loss_law
 from mup_megatron.util.errors import UserError
 
@@ -22,12 +23,12 @@ BOUNDS = {"octaves": 0.25, "loss": 0.01}
 """The laws hold if the largest rung's best value is at most so far from the predicted one, and its loss off by at most
 this share. A value that is farther off, but within two standard errors, is undecided."""
 
-PUBLISHED: dict[Over, dict[str, tuple[float, float]]] = {
-    "lr": {"no rule": (0.0, 0.0), "batch^0.5 tokens^-0.32": (0.5, -0.32), "(batch / tokens)^0.5": (0.5, -0.5)},
+_PUBLISHED: dict[Over, dict[str, tuple[float, float]]] = {
+    "lr": {each.exponents: (each.batch, each.tokens) for each in PUBLISHED},
     "weight_decay": {"no rule": (0.0, 0.0), "batch / tokens": (1.0, -1.0)},
 }
-"""Exponents of batch and tokens that others give. Of the rate: none; the square root rule (2205.10287) with Bjorck et
-al. (2409.19913); the rate of Complete(d)P (2512.22382). Of the decay at one rate: none; `timescale` (2405.13698)."""
+"""Exponents of batch and tokens that others give: of the rate those of rules.horizon_rules, of the decay at one rate
+none and `timescale` (2405.13698)."""
 
 
 def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
@@ -77,7 +78,7 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
         name: best.as_json(),
         "loss": loss.as_json() | {"said": str(loss)},
         "held_out": held_out,
-        "published": _published(least, PUBLISHED[over]),
+        "published": published({rung: found.value for rung, found in least.items()}, over),
         "keys": _keys(best) if over == "lr" else {},
         "bounds": BOUNDS,
         "reasons": reasons,
@@ -127,17 +128,21 @@ def _judge(
     return reasons, opened, held_out
 
 
-def _published(least: Mapping[Rung, Minimum], rules: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+def published(best: Mapping[Rung, float | None], over: Over = "lr") -> dict[str, Any]:
     """How well the exponents of others tell the best values.
+
+    Args:
+        best: value of each rung, the largest last; None where it lies beyond what was tried.
+        over: what was varied.
 
     Returns:
         By name, `octaves`: from where they come from the first rung's best value to the last's, None where one of the
         two is not known; and `scatter`: standard deviation over all rungs about them, with a constant per model.
     """
-    known = {rung: math.log2(found.value) for rung, found in least.items() if found.value is not None}
-    first, last = next(iter(least)), list(least)[-1]
+    known = {rung: math.log2(value) for rung, value in best.items() if value is not None}
+    first, last = next(iter(best)), list(best)[-1]
     found = {}
-    for name, (batch, tokens) in rules.items():
+    for name, (batch, tokens) in _PUBLISHED[over].items():
         off = {
             rung: place - batch * rung.octaves["batch"] - tokens * rung.octaves["tokens"]
             for rung, place in known.items()

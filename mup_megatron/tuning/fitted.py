@@ -1,6 +1,6 @@
 """What a ladder has measured, as a config and a transfer record take it: exponents, span, verdict, law of the loss.
 
-Public names: `Fitted`, `facts`, `measured`, `sizes_of`, `ladder_of`, `settled`, `told`.
+Public names: `Fitted`, `facts`, `measured`, `sizes_of`, `ladder_of`, `beside_others`, `settled`, `told`.
 
 `mup-megatron ladder` (proof/) writes ladder.json, with `facts` of the runs in it. A config names the file
 (`tuning.ladder`), or takes the record's copy. `settled` puts the numbers in the place of `fitted`. It refuses a ladder
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from mup_megatron.config import Config, derive, growing_sizes
 from mup_megatron.rules.horizon import without_rules
+from mup_megatron.rules.horizon_rules import Published
 from mup_megatron.tuning.family import as_read, differences, digest, digested
 from mup_megatron.tuning.loss_law import AXES, read_loss_law
 from mup_megatron.util.errors import UserError, no_such_file
@@ -150,6 +151,14 @@ def ladder_of(config: Config, held: Fitted | None) -> Fitted | None:
     if config.tuning.ladder is not None:
         return _read(config, Path(config.tuning.ladder))
     return None if held is None else _of_family(config, held, None)
+
+
+def beside_others(found: Fitted) -> Published:
+    """A ladder's exponents of batch and tokens as they stand beside published ones (`horizon_rules.side_by_side`)."""
+    power = {axis: found.exponents[axis] for axis in ("batch", "tokens") if axis in found.exponents}
+    errors = ", ".join(f"{axis} ± {each.error:.2g}" for axis, each in power.items())
+    batch, tokens = (round(power[axis].exponent, 3) if axis in power else 0.0 for axis in ("batch", "tokens"))
+    return Published(batch=batch, tokens=tokens, source=f"your ladder, {found.path}: {found.verdict}", remark=errors)
 
 
 def _read(config: Config, path: Path) -> Fitted:

@@ -76,11 +76,11 @@ def test_exponents_that_were_put_in_come_out() -> None:
     # From batch 1, tokens 1 to batch 4, tokens 8: 2 · 0.4 - 3 · 0.3 = -0.1; the square root rule says 1 - 0.96 = 0.04.
     assert found["published"]["no rule"]["octaves"] == pytest.approx(-0.1)
     assert found["published"]["batch^0.5 tokens^-0.32"]["octaves"] == pytest.approx(-0.14)
-    assert found["published"]["(batch / tokens)^0.5"]["octaves"] == pytest.approx(-0.1 + 0.5)
+    assert found["published"]["batch^0.5 tokens^-0.5"]["octaves"] == pytest.approx(-0.1 + 0.5)
     # What is left is -0.1 per octave of batch (0, 1, 2: variance 2/3) and 0.2 per octave of tokens (0 to 3: 5/4), on a
     # grid of 12: sum of squares 12 · (0.01 · 2/3 + 0.04 · 5/4) over 11.
     left = math.sqrt(12 * (0.01 * 2 / 3 + 0.04 * 5 / 4) / 11)
-    assert found["published"]["(batch / tokens)^0.5"]["scatter"] == pytest.approx(left)
+    assert found["published"]["batch^0.5 tokens^-0.5"]["scatter"] == pytest.approx(left)
 
 
 def test_errors_are_of_the_size_of_what_scatters() -> None:

@@ -23,6 +23,7 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
 from mup_megatron.proof.stability import _as_trials
 from mup_megatron.rules import formulas, horizon
+from mup_megatron.rules.horizon_rules import PUBLISHED
 from mup_megatron.tuning.record import TransferRecord, write_record
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import proxy_config, stretched, values_of
@@ -333,9 +334,14 @@ def test_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "batch: sqrt_sde": 2.0,
             "tokens: power:-0.32": 0.4118,
             "batch: sqrt_sde, tokens: power:-0.32": 0.8236,
-            "weight_decay: timescale": 1.0,
             "batch: complete_d": 0.5,
-            "Step Law's rate": 2.342,
+            "batch: power:0.5, tokens: power:-0.32": 0.8236,
+            "batch: power:0.5, tokens: power:-0.3": 0.8706,
+            "batch: power:0.5, tokens: power:-0.2813": 0.9169,
+            "batch: power:0.5, tokens: power:-0.395": 0.6690,
+            "tokens: power:-0.3509": 0.3780,
+            "tokens: power:0.307": 2.342,
+            "weight_decay: timescale": 1.0,
         },
         rel=1e-3,
     )
@@ -345,5 +351,16 @@ def test_rules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert said.startswith("a step has 4 times a trial's tokens, the run 16 times, in 4 times the steps\n")
     assert "leaves none of beta 0.7" in said  # of the square root rule
-    assert "at the batch that it says, 4.87 times a trial's (here 4)" in said
-    assert "rates are 2.5 octaves apart, from 0.4118 to 2.342" in said
+    assert "at the batch that it tells, 4.87 times a trial's (here 4)" in said
+    assert "rates are 2.6 octaves apart, from 0.378 to 2.342" in said
+
+
+def test_a_rule_is_what_the_config_takes() -> None:
+    """Every published rule, copied into `parametrization:`, gives the factors that stand beside it."""
+    for each in PUBLISHED:
+        chosen = dict(part.split(": ") for part in each.rule.split(", ")) if each.rule != "none" else {}
+        keys = {f"parametrization.{axis}": chosen.get(axis, "none") for axis in ("batch", "tokens")}
+        config = config_of(**{**SDE, **keys, "tuning.train_steps": 5, "training.train_steps": 20})
+        said = each.factors(m_batch=config.batch_ratio, m_tokens=config.tokens_ratio)
+        assert horizon.horizon(config) == said
+        assert said.lr == pytest.approx(4.0**each.batch * 16.0**each.tokens)

@@ -149,6 +149,25 @@ def test_the_ladder_says_the_number(ladder: Path) -> None:
     assert told_[1].endswith(f"; here × {4 ** exponents['tokens']['exponent']:.3g} ± {2 * error:.2f} octaves")
 
 
+def test_horizon_puts_it_beside_the_published_ones(
+    ladder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice the batch and four times the tokens: 2^0.4 · 4^-0.3 = 0.87, whatever rule the config has itself."""
+    source = tmp_path / "run.yaml"
+    source.write_text(yaml.safe_dump(target_of(ladder, **dict.fromkeys(FITTED, "none")).model_dump()))
+    assert cli.run(["horizon", str(source)]) == 0
+    said = capsys.readouterr().out
+    row = next(line for line in said.splitlines() if "your ladder" in line)
+    assert f"your ladder, {ladder}: passed (batch ± " in row
+    assert row.startswith("batch: power:0.")
+    assert float(row.split()[4]) == pytest.approx(0.8706, rel=0.04)
+    assert "take your ladder's if it passed" in said
+    assert cli.run(["horizon", str(source), "tuning.ladder=null"]) == 0
+    said = capsys.readouterr().out
+    assert "your ladder" not in said
+    assert "the default is none; mup-megatron ladder CONFIG measures your own" in said
+
+
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [

@@ -6,19 +6,14 @@ did, on this rank; nothing is read from what somebody asked for.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from mup_megatron.audit.findings import Audit, Finding
+from mup_megatron.audit.findings import Audit
 from mup_megatron.audit.first_steps import FirstSteps
-from mup_megatron.audit.multiple import Measured, multiple
 from mup_megatron.audit.update import (
     ERROR,
     WEIGHT,
@@ -28,16 +23,14 @@ from mup_megatron.audit.update import (
     judged_update,
     share_of_update,
 )
-from mup_megatron.config.per_tensor import PerTensor
-from mup_megatron.mup.in_place import adds_l2, rule_of
-from mup_megatron.mup.layer import MuReadout
-from mup_megatron.mup.optim import MULTIPLIER, SCALES_EPS, SOURCE
+from mup_megatron.mup.audited_groups import AGREES, NAMES, Group, compared, decay_of, expected_values
+from mup_megatron.mup.audited_readouts import Readouts
+from mup_megatron.mup.in_place import adds_l2
 from mup_megatron.mup.parameters import clean_names
 from mup_megatron.rules import formulas
 from mup_megatron.util.errors import UserError
 
 Action = Literal["stop", "warn", "off"]
-Group = Mapping[str, Any]
 
 _GRADIENT = "gradient"
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -48,11 +41,6 @@ _UPDATES: dict[str, formulas.UpdateRule] = {
     "SGD": "sgd",
 }
 """Classes of optimizers whose updates are recomputed, by name: Apex's and DeepSpeed's need not be importable."""
-_AGREES = 1e-6
-"""Relative, of what a group holds."""
-_NAMES = {"lr": "learning rate", "weight_decay": "weight decay", "eps": "epsilon"}
-_CALLS, _ROWS = 4, 32
-"""Calls of a readout that are looked at, and rows of each."""
 
 
 def audit(
@@ -133,41 +121,6 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int:
     return max([0, *(int(each.get("step", 0)) for each in held)])
 
 
-class _Multipliers(NamedTuple):
-    """What multiplies base values for one tensor; None where the rules are not known.
-
-    Args:
-        lr: of the learning rate.
-        weight_decay: of the decay.
-        eps: of Adam's epsilon.
-    """
-
-    lr: float
-    weight_decay: float | None
-    eps: float | None
-
-
-class _Look:
-    """A hook that looks; copies of the model, and files, have one that does not.
-
-    Args:
-        see: takes the call; None does not look.
-    """
-
-    def __init__(self, see: Callable[..., None] | None) -> None:
-        self._see = see
-
-    def __call__(self, *call: Any) -> None:
-        if self._see is not None and not torch.compiler.is_compiling():
-            self._see(*call)
-
-    def __deepcopy__(self, memo: Any) -> _Look:
-        return _Look(None)
-
-    def __reduce__(self) -> Any:
-        return _Look, (None,)
-
-
 class ModelAudit:
     """`Questions` about a plain torch model, each asked of what this rank holds.
 
@@ -194,46 +147,17 @@ class ModelAudit:
             for name, each in model.named_parameters()
             if (each.requires_grad if wanted is None else id(each) in wanted)
         ]
-        self._model, self._optimizer = model, optimizer
+        self._optimizer = optimizer
         self._gather, self._groups = (
             gather or self._held,
             groups or (lambda parameter: self._by_id.get(id(parameter), [])),
         )
         self._samples: list[tuple[str, torch.nn.Parameter, Sample]] = []
         self._expected: dict[str, dict[str, float]] = {}
-        self._readouts: dict[str, list[tuple[float, Measured]]] = {}
-        self._handles: list[Any] = []
         self._by_id: dict[int, list[Group]] = {}
         self.audit = Audit()
-
-    def watch_multipliers(self) -> None:
-        """From now on, calls of readouts are looked at; not of compiled models, which hooks would compile again."""
-        modules = dict(self._model.named_modules())
-        compiled = any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules.values())
-        for name, module in modules.items():
-            if not isinstance(module, MuReadout):
-                continue
-            if compiled:
-                self.audit.unseen.append(f"multiplier of {name}, which is compiled")
-                continue
-            self._readouts[name] = []
-            # Before ZeRO 3's own hook takes the weight away again.
-            hook = module.register_forward_hook(_Look(functools.partial(self._see, name)), prepend=True)
-            self._handles.append(hook)
-
-    def ask_multipliers(self) -> None:
-        """What the readouts that were looked at multiply with."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        clean = clean_names(f"{name}." for name in self._readouts)
-        for name, calls in self._readouts.items():
-            told = [(expected, Measured(*map(float, measured))) for expected, measured in calls]
-            label = clean[f"{name}."].removesuffix(".")
-            found = list(_judged_readout(label, told))
-            self.audit.add(found)
-            self.audit.unseen += [] if found else [f"multiplier of {label}"]
-        self._readouts.clear()
+        readouts = Readouts(model, self.audit)  # which ask these two questions
+        self.watch_multipliers, self.ask_multipliers = readouts.watch, readouts.ask
 
     def begin_step(self, done: int) -> None:
         """Before a step, behind so many updates: keeps a few elements of every tensor that is in one group."""
@@ -250,18 +174,18 @@ class ModelAudit:
         self._look()
         held = {name: (parameter, self._groups(parameter)) for name, parameter in self._named}
         counts = [
-            _finding(name, "optimizer groups that hold it", 1.0, float(len(groups)), "exactly")
+            compared(name, "optimizer groups that hold it", 1.0, float(len(groups)), "exactly")
             for name, (_, groups) in held.items()
         ]
         one = {name: (parameter, groups[0]) for name, (parameter, groups) in held.items() if len(groups) == 1}
-        self._expected = _expected(one, self._rows(one), self._optimizer.defaults)
+        self._expected = expected_values(one, self._optimizer)
         rate = max((expected.get("lr", 0.0) for expected in self._expected.values()), default=0.0)
         if rate:  # otherwise nothing moves yet, and nothing is told apart
             self.audit.add(counts)
             for name, expected in self._expected.items():
                 for quantity, value in expected.items():
                     found = float(one[name][1][quantity])
-                    self.audit.add([_finding(name, _NAMES[quantity], value, found, f"{_AGREES:g} of it")])
+                    self.audit.add([compared(name, NAMES[quantity], value, found, f"{AGREES:g} of it")])
         return Rates(rate)
 
     def end_step(self, rates: Rates, done: int) -> None:
@@ -303,7 +227,7 @@ class ModelAudit:
     def _expected_update(
         self, group: Group, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], updates: int
     ) -> torch.Tensor | None:
-        rule, lr, decay = _UPDATES.get(type(self._optimizer).__name__), float(group["lr"]), _decay(group)
+        rule, lr, decay = _UPDATES.get(type(self._optimizer).__name__), float(group["lr"]), decay_of(group)
         if rule is None or group.get("amsgrad") or group.get("nesterov"):
             return None
         if rule == "sgd" and not group.get("momentum"):
@@ -338,31 +262,6 @@ class ModelAudit:
             for each in group["params"]:
                 self._by_id.setdefault(id(each), []).append(group)
 
-    def _rows(self, held: Mapping[str, tuple[torch.nn.Parameter, Group]]) -> dict[str, _Multipliers]:
-        """By the rule of the optimizer's class; where that is not known, by the one that fits more groups."""
-        known = rule_of(self._optimizer)
-        rules: Iterable[formulas.UpdateRule] = ("adam", "sgd") if known is None else (known,)
-        found = [{name: _multipliers(rule, *each) for name, each in held.items()} for rule in rules]
-
-        def fitting(rows: Mapping[str, _Multipliers]) -> int:
-            said = {name: float(group.get(MULTIPLIER, 1.0)) for name, (_, group) in held.items()}
-            return sum(_same(row.lr, said[name]) for name, row in rows.items())
-
-        return max(found, key=fitting)
-
-    def _see(self, name: str, module: MuReadout, inputs: Any, output: torch.Tensor) -> None:
-        """One call of a readout; what is not understood is not judged."""
-        seen = self._readouts.get(name)
-        if seen is None or len(seen) >= _CALLS or isinstance(module.weight, DTensor):
-            return
-        with torch.no_grad(), contextlib.suppress(Exception):
-            rows = inputs[0].detach().flatten(0, -2)[:_ROWS].to(output.dtype).double()
-            found = output.detach().flatten(0, -2)[:_ROWS]
-            bias = 0.0 if module.bias is None else module.bias.detach().double()
-            reference = F.linear(rows, module.weight.detach().to(output.dtype).double())
-            measured = multiple(found.double() - bias, reference, rounded=found)
-            seen.append((module.output_mult * float(_forward(module)), measured))
-
 
 def _moments_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
     return [state[kind] for kind in MOMENTS if torch.is_tensor(state.get(kind))]
@@ -370,77 +269,3 @@ def _moments_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 def _coarsest(tensors: Iterable[torch.Tensor]) -> float:
     return max((torch.finfo(each.dtype).eps for each in tensors), default=0.0)
-
-
-def _forward(module: MuReadout) -> float:
-    """A of a readout, from its weight's infinite shape; the module's own note where a tracer has taken that away."""
-    infshape = getattr(module.weight, "infshape", None)
-    return 1.0 / module.width_mult() if infshape is None else float(infshape.readout.forward)
-
-
-def _multipliers(rule: formulas.UpdateRule, parameter: torch.nn.Parameter, group: Group) -> _Multipliers:
-    infshape = getattr(parameter, "infshape", None)
-    if infshape is None or (MULTIPLIER in group and SOURCE not in group):  # of another model's, or by other rules
-        return _Multipliers(float(group.get(MULTIPLIER, 1.0)), None, None)
-    ratios, own = infshape.ratios, infshape.per_tensor or PerTensor()
-    lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
-    decay = float(formulas.weight_decay("independent", lr)) * own.weight_decay if SOURCE in group else None
-    # MuAdam leaves epsilon alone, as microsoft/mup does.
-    eps = float(formulas.epsilon(m_out=ratios.m_out, forward=ratios.forward)) if group.get(SCALES_EPS) else 1.0
-    return _Multipliers(float(lr) * own.lr, decay, eps if SCALES_EPS in group else None)
-
-
-def _expected(
-    held: Mapping[str, tuple[torch.nn.Parameter, Group]], rows: Mapping[str, _Multipliers], defaults: Group
-) -> dict[str, dict[str, float]]:
-    """What each tensor's group should hold: its multiplier times the base value, each source's own.
-
-    A base value is the optimizer's default where any group agrees with that, as a schedule moves rates alone; otherwise
-    the one that the middle tensor has.
-    """
-    expected: dict[str, dict[str, float]] = {name: {} for name in held}
-    for source in {group.get(SOURCE) for _, group in held.values()}:
-        names = [name for name, (_, group) in held.items() if group.get(SOURCE) == source]
-        for quantity in _NAMES:
-            factors = {name: getattr(rows[name], quantity) for name in names if quantity in held[name][1]}
-            factors = {name: factor for name, factor in factors.items() if factor is not None}
-            bases = [float(held[name][1][quantity]) / factor for name, factor in factors.items() if factor]
-            base, default = statistics.median_low(bases or [0.0]), float(defaults.get(quantity) or 0.0)
-            if quantity != "lr" and any(_same(default, each) for each in bases):
-                base = default
-            for name, factor in factors.items():
-                expected[name][quantity] = base * factor
-    return expected
-
-
-def _same(expected: float, found: float) -> bool:
-    return abs(found - expected) <= _AGREES * abs(expected)
-
-
-def _decay(group: Group) -> float:
-    return float(group.get("weight_decay", 0.0))
-
-
-def _finding(name: str, quantity: str, expected: float, found: float, within: str) -> Finding:
-    return Finding(
-        tensor=name, quantity=quantity, expected=expected, found=found, within=within, right=_same(expected, found)
-    )
-
-
-def _judged_readout(name: str, calls: Sequence[tuple[float, Measured]]) -> Iterator[Finding]:
-    """Of the calls that tell something, the one that is the farthest off."""
-    told = [
-        (abs(measured.found - expected) - ERROR * abs(expected) - 2 * measured.noise, expected, measured)
-        for expected, measured in calls
-        if measured.found == measured.found and measured.noise < 0.1 * abs(measured.found) and measured.strange < 0.05
-    ]
-    for off, expected, measured in sorted(told, key=lambda each: each[0])[-1:]:
-        yield Finding(
-            tensor=name,
-            quantity="readout multiplier",
-            expected=expected,
-            found=measured.found,
-            within=f"{ERROR * abs(expected) + 2 * measured.noise:.3g}",
-            right=off <= 0,
-            of="module",
-        )

@@ -2,8 +2,10 @@
 
 `Batches` reads indexed datasets of megatron-core in the shuffled order of a run. One dataset was read whole before, and
 stays in the page cache. The pages of the other are dropped before every batch, so that each sample is read from the
-disk: what a file larger than memory costs, without such a file. Beside them stands an optimizer step on as many tokens,
-of the model of `benchmarks.contenders`. All take turns. Writes results/loader/3.12.json.
+disk: what a file larger than memory costs, without such a file. Both are read as this project reads
+(data/exact_reads.py) and through megatron-core's memory map; each way has files of its own, since mapped pages are not
+dropped. Beside them stands an optimizer step on as many tokens, of the model of `benchmarks.contenders`. All take
+turns. Writes results/loader/3.12.json.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, _MMapBinReader
 
 from benchmarks import contenders
 from benchmarks.harness import RESULTS, in_turn, ratios, spread, wait_for_quiet
@@ -37,43 +39,49 @@ _TOKENS, _RUNS, _WARMUP = 2**28, 60, 3
 def measure(tokens: int, runs: int, *, tiny: bool = False) -> dict[str, Any]:
     """Seconds of a batch from the cache and from the disk, and of a step on as many tokens."""
     bench = contenders.start(_VOCABULARY, tiny=tiny)
-    seconds: dict[str, list[float]] = {"cache": [], "disk": [], "step": []}
-    read: list[int] = []
+    kinds = ("cache", "disk", "cache, mapped", "disk, mapped")
+    seconds: dict[str, list[float]] = {name: [] for name in (*kinds, "step")}
+    read: dict[str, list[int]] = {name: [] for name in kinds if name.startswith("disk")}
     with tempfile.TemporaryDirectory() as folder:
-        loaders = {}
-        for name in ("cache", "disk"):
-            prefix = Path(folder) / name
+        loaders, drops = {}, {}
+        for name in kinds:
+            prefix = Path(folder) / name.replace(", ", "-")
             _write_dataset(prefix, tokens)
             config = _config(bench, prefix, _WARMUP + runs)
             train, _ = build_datasets(config, prepare(config))
-            loaders[name] = train, Batches(train, config, bench.layout, 0, bench.device)
-        with open(Path(folder) / "cache.bin", "rb") as whole:
-            while whole.read(2**24):
-                pass
-        drop = _dropper(loaders["disk"][0], Path(folder) / "disk.bin")
+            if name.endswith("mapped"):
+                train.dataset.bin_reader = _MMapBinReader(str(prefix.with_suffix(".bin")))
+            loaders[name] = Batches(train, config, bench.layout, 0, bench.device)
+            if name in read:
+                drops[name] = _dropper(train, prefix.with_suffix(".bin"))
+            else:
+                with open(prefix.with_suffix(".bin"), "rb") as whole:
+                    while whole.read(2**24):
+                        pass
         step = contenders.build("ours", bench).step
         for number in range(_WARMUP + runs):
             for name in in_turn(list(seconds), number):
-                if name == "disk":
-                    drop()
+                if name in drops:
+                    drops[name]()
                 before, began = _bytes_read(), time.perf_counter()
                 if name == "step":
                     step()
                 else:
-                    loaders[name][1][number]
+                    loaders[name][number]
                 if number >= _WARMUP:
                     seconds[name].append(time.perf_counter() - began)
-                    read += [_bytes_read() - before] if name == "disk" else []
+                    if name in read:
+                        read[name].append(_bytes_read() - before)
     runtime.stop_distributed()
     batch = bench.batch.tokens.numel()
-    over = {name: ratios(seconds, name, "step") for name in ("cache", "disk")}
+    over = {name: ratios(seconds, name, "step") for name in kinds}
     return {
         **bench.describe(),
         "dataset_tokens": tokens,
         "batch_tokens": batch,
         "seconds": {name: spread(values) for name, values in seconds.items()},
-        "tokens_per_second": {name: spread([batch / each for each in seconds[name]]) for name in ("cache", "disk")},
-        "disk_bytes_per_batch": spread([float(each) for each in read]),
+        "tokens_per_second": {name: spread([batch / each for each in seconds[name]]) for name in kinds},
+        "disk_bytes_per_batch": {name: spread([float(each) for each in counts]) for name, counts in read.items()},
         "over_step": over,
         "target_met": {name: each["high"] <= _TARGET for name, each in over.items()},
     }
@@ -102,12 +110,13 @@ def _config(bench: contenders.Bench, prefix: Path, batches: int) -> Config:
 
 def _dropper(dataset: Any, path: Path) -> Callable[[], None]:
     """What drops a file's pages, first from this process's map, then from the cache (madvise(2), posix_fadvise(2))."""
-    mapped = dataset.dataset.bin_reader._bin_buffer_mmap._mmap
+    reader = dataset.dataset.bin_reader
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
 
     def drop() -> None:
-        mapped.madvise(mmap.MADV_DONTNEED)
+        if isinstance(reader, _MMapBinReader):
+            reader._bin_buffer_mmap._mmap.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     return drop

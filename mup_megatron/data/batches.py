@@ -17,6 +17,7 @@ import torch
 from mup_megatron.config import Config
 from mup_megatron.data.batch import Batch, Sample
 from mup_megatron.data.cache import own_cache
+from mup_megatron.data.exact_reads import read_exactly
 from mup_megatron.data.families import family_of
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import still_there
@@ -51,6 +52,7 @@ def build_datasets(
         "blend": prepared.blend,
         "split": config.data.split,
         "path_to_cache": str(cache),
+        "mmap_bin_files": False,
         "tokenizer": load_tokenizer(config, Path(prepared.tokenizer) if prepared.tokenizer else None),
     }
     dataset, dataset_config = family_of(config.model).dataset(config, common)
@@ -74,6 +76,8 @@ def build_datasets(
         except (ValueError, EOFError, IndexError, pickle.UnpicklingError) as error:  # of NumPy, which reads the index
             raise UserError(f"{cache}: cannot read the index of the samples ({error}); remove that folder") from None
     still_there(prepared)
+    for part in (train, valid):
+        read_exactly(part)
     return train, valid
 
 

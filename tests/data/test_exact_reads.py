@@ -1,0 +1,71 @@
+"""Datasets read from open files: the bytes of megatron-core's memory map, and a file that ends early is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from mup_megatron.data.batches import build_datasets
+from mup_megatron.data.exact_reads import _OpenFile, read_exactly
+from mup_megatron.data.prepare import prepare
+from mup_megatron.util.errors import UserError
+from tests.helpers.configs import MIXED, make
+
+LENGTHS = (1, 700, 33, 5000)
+
+
+@pytest.fixture(params=[200, 100_000], ids=["two bytes a token", "four"])
+def prefix(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    generator = np.random.default_rng(3)
+    builder = IndexedDatasetBuilder(str(tmp_path / "some.bin"), dtype=DType.optimal_dtype(request.param))
+    for length in LENGTHS:
+        builder.add_document(torch.from_numpy(generator.integers(request.param, size=length)), [length])
+    builder.finalize(str(tmp_path / "some.idx"))
+    return str(tmp_path / "some")
+
+
+def opened(prefix: str) -> IndexedDataset:
+    dataset = IndexedDataset(prefix, mmap=False)
+    read_exactly(SimpleNamespace(dataset=dataset))
+    assert isinstance(dataset.bin_reader, _OpenFile)
+    return dataset
+
+
+def test_it_reads_what_the_map_reads(prefix: str) -> None:
+    mapped, ours = IndexedDataset(prefix, mmap=True), opened(prefix)
+    for document, length in enumerate(LENGTHS):
+        assert np.array_equal(ours[document], mapped[document])
+        assert ours[document].dtype == mapped[document].dtype
+        for offset, count in ((0, 1), (length // 2, length - length // 2), (length - 1, 1), (length // 3, 0)):
+            assert np.array_equal(ours.get(document, offset, count), mapped.get(document, offset, count))
+
+
+def test_a_file_that_ends_early_is_named(prefix: str) -> None:
+    """A memory map ends the process with a signal there."""
+    ours, path = opened(prefix), Path(f"{prefix}.bin")
+    before = ours[0]
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    assert np.array_equal(ours[0], before)
+    with pytest.raises(UserError, match=r"some\.bin: ends at byte \d+, before a sample does"):
+        ours[3]
+
+
+def test_every_part_of_a_run_is_read_so(tmp_path: Path) -> None:
+    """Of one dataset and of a blend, training and validation text; and nothing of it is mapped."""
+    keys = {"training__eval_interval": 5, "data__split": "60,40,0"}
+    settings = make(MIXED, "gpt3", data__dir=str(tmp_path / "data"), **keys)
+    written = prepare(settings).blend[0][0]
+    keys |= {"data__files": [], "data__tokenizer": {"library": "null", "vocab_size": 400}}
+    blend = make(MIXED, "gpt3", data__dir=str(tmp_path / "blend"), data__data_path=[0.3, written, 0.7, written], **keys)
+    for each in (settings, blend):
+        for part in build_datasets(each, prepare(each)):
+            for dataset in getattr(part, "datasets", [part]):
+                assert isinstance(dataset.dataset.bin_reader, _OpenFile)
+    mapped = Path("/proc/self/maps").read_text()
+    assert f"{written}.bin" not in mapped

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
+from mup_megatron.config import Config
 from mup_megatron.data.batches import build_datasets
 from mup_megatron.data.exact_reads import _OpenFile, read_exactly
 from mup_megatron.data.prepare import prepare
+from mup_megatron.parallel import runtime
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, make
+from tests.helpers.distributed import Ranks
 
 LENGTHS = (1, 700, 33, 5000)
 
@@ -56,16 +62,21 @@ def test_a_file_that_ends_early_is_named(prefix: str) -> None:
         ours[3]
 
 
-def test_every_part_of_a_run_is_read_so(tmp_path: Path) -> None:
-    """Of one dataset and of a blend, training and validation text; and nothing of it is mapped."""
-    keys = {"training__eval_interval": 5, "data__split": "60,40,0"}
+def readers(rank: Rank, *, config: Config) -> tuple[list[str], bool]:
+    """Classes of what reads each part of a run, and whether a file of tokens is mapped."""
+    runtime.start_distributed(resolve_layout(config, rank.world_size), rank, config.run.seed)
+    parts = build_datasets(config, prepare(config))
+    stored = [each.dataset for part in parts for each in getattr(part, "datasets", [part])]
+    return [type(each.bin_reader).__name__ for each in stored], ".bin" in Path("/proc/self/maps").read_text()
+
+
+def test_every_part_of_a_run_is_read_so(ranks: Ranks, tmp_path: Path) -> None:
+    """Of one dataset and of a blend of two, training and validation text; and nothing of it is mapped."""
+    keys: dict[str, Any] = {"training__eval_interval": 5, "data__split": "60,40,0"}
     settings = make(MIXED, "gpt3", data__dir=str(tmp_path / "data"), **keys)
+    assert ranks.run(1, readers, config=settings) == [(["_OpenFile"] * 2, False)]
     written = prepare(settings).blend[0][0]
     keys |= {"data__files": [], "data__tokenizer": {"library": "null", "vocab_size": 400}}
-    blend = make(MIXED, "gpt3", data__dir=str(tmp_path / "blend"), data__data_path=[0.3, written, 0.7, written], **keys)
-    for each in (settings, blend):
-        for part in build_datasets(each, prepare(each)):
-            for dataset in getattr(part, "datasets", [part]):
-                assert isinstance(dataset.dataset.bin_reader, _OpenFile)
-    mapped = Path("/proc/self/maps").read_text()
-    assert f"{written}.bin" not in mapped
+    parts = [0.3, written, 0.7, written]
+    blend = make(MIXED, "gpt3", data__dir=str(tmp_path / "blend"), data__data_path=parts, **keys)
+    assert ranks.run(1, readers, config=blend) == [(["_OpenFile"] * 4, False)]

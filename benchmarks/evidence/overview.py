@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import searches
+from benchmarks.evidence import searches, width
 from benchmarks.evidence.records import (
     LINES,
     Rows,
@@ -107,6 +107,10 @@ def _same_order() -> str:
 
 
 CLAIMS = (
+    Claim(what="The best rate of hidden size 128 is that of 1,024", whose=f"{_PAPER}, figure 1", page="width.md",
+          path=width.ENGLISH),
+    Claim(what="The same, where the embedding has a rate of its own", whose="this project", page="width.md",
+          path=width.APART),
     Claim(what="The best rate of hidden size 32 is that of 256", whose=f"{_PAPER}, figure 1", page="width.md",
           path="stability-lr-width/lr-width.json"),
     Claim(what="The best rate of hidden size 64 is that of 512", whose=f"{_PAPER}, figure 1",

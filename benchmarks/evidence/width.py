@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.evidence.records import (
@@ -17,13 +18,22 @@ from benchmarks.evidence.records import (
     octaves,
     record,
     row_of,
+    span,
     verdict,
 )
 from mup_megatron.proof.optimum import Curve, drift, minimum
 
 MAIN = "stability-lr-width/lr-width.json"
 FAIR = "stability-fan-in/lr-width.json"
+ENGLISH = "stability-english/lr-width.json"
+APART = "stability-english-embedding/lr-width.json"
 FAR = "stability-lr-width-512/lr-width.json"
+LAWS = {
+    "one rate, natural text": ENGLISH,
+    "the embedding's rate × 8": APART,
+    "base 32, code": FAR,
+    "base 32, one seed": FAIR,
+}
 
 
 def own(line: Mapping[str, Any]) -> str:
@@ -54,7 +64,84 @@ def rates(path: str) -> Rows:
     return rows
 
 
+def laws(named: Mapping[str, str]) -> Rows:
+    """How the best rate goes with width, how flat the loss is about it, and where the lowest loss goes.
+
+    Args:
+        named: records, by what they are called.
+    """
+    columns = ["octaves per doubling", "farthest from that line", "octaves that cost the largest 0.5 %"]
+    rows = [["", "", "sizes", *columns, "its lowest loss", "the limit of that"]]
+    for label, path in named.items():
+        found = record(path)
+        for number, (name, line) in enumerate(found["lines"].items()):
+            lowest = [row["minimum"]["loss"] for row in line["rows"]]
+            cells = [*_line_of(line["rows"]), _flat(found, line["rows"][-1]), f"{lowest[-1]:.3f}", _limit(lowest)]
+            rows.append([label if number == 0 else "", LINES[name], span(found), *cells])
+    return rows
+
+
+def _line_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The least-squares line of the best rate's octaves over the width's, and how far the farthest size is from it."""
+    known = [row for row in rows if row["minimum"]["value"] is not None]
+    if len(known) < 3:
+        return "beyond what was tried", ""
+    x = [math.log2(row["size"]) for row in known]
+    y = [math.log2(row["minimum"]["value"]) for row in known]
+    middle, height = statistics.fmean(x), statistics.fmean(y)
+    weights = [(each - middle) / sum((other - middle) ** 2 for other in x) for each in x]
+    slope = sum(weight * each for weight, each in zip(weights, y, strict=True))
+    errors = [row["minimum"]["error"] for row in known]
+    error = math.hypot(*(weight * each for weight, each in zip(weights, errors, strict=True))) if all(errors) else 0.0
+    off = max((abs(up - height - slope * (at - middle)) for at, up in zip(x, y, strict=True)))
+    return f"{slope:+.2f}{f' ± {error:.2f}' if error else ''}", f"{off:.2f} octaves"
+
+
+def _flat(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """How far from its best rate a size's loss is 0.5 % up, by the parabola through its lowest three means."""
+    means = [statistics.fmean(each) for each in row["losses"]]
+    place = means.index(min(means))
+    if not 0 < place < len(means) - 1:
+        return "beyond what was tried"
+    x, y = [math.log2(value) for value in found["values"][place - 1 : place + 2]], means[place - 1 : place + 2]
+    bend = ((y[2] - y[1]) / (x[2] - x[1]) - (y[1] - y[0]) / (x[1] - x[0])) / (x[2] - x[0])
+    return f"± {math.sqrt(found['bounds']['cost'] * row['minimum']['loss'] / bend):.2f}"
+
+
+def _limit(losses: Sequence[float]) -> str:
+    """Where the lowest losses of doubling widths go, if what a doubling gains shrinks by one factor (Aitken)."""
+    before, last = losses[-2] - losses[-3], losses[-1] - losses[-2]
+    if not before < last < 0:
+        return "none: it does not level off"
+    return f"{losses[-1] - last**2 / (last - before):.2f}"
+
+
 # --- what follows from them ---
+
+
+def said_of_english() -> str:
+    """One rate for all tensors beside a rate of the embedding's own, from hidden size 128."""
+    one, apart = record(ENGLISH), record(APART)
+    largest, factor = one["sizes"][-1]["size"], apart["config"]["hparams"]["per_tensor"]["embedding"]["lr"]
+    ends = [row_of(found, largest)["minimum"]["loss"] for found in (one, apart)]
+    return (
+        f"With one rate for all tensors µP {_from_128(one)}. With a rate of the embedding {factor:g} times the others' "
+        f"it {_from_128(apart)}. At {largest} the second ends at {ends[1]:.3f} nats, the first at {ends[0]:.3f}; "
+        f"{_seeds_of(apart)} ran."
+    )
+
+
+def _from_128(found: Mapping[str, Any]) -> str:
+    line, row, largest = found["lines"]["mup"], row_of(found, 128), found["sizes"][-1]["size"]
+    return (
+        f"{own(line)}: the vertex moves by {octaves(row)} octaves to {largest} (bound {found['bounds']['octaves']:g}), "
+        f"the best tried rate of 128 costs {largest} {cost(row)} of its loss, and the fitted one "
+        f"{cost_of_fitted(found, row)}"
+    )
+
+
+def _seeds_of(found: Mapping[str, Any]) -> str:
+    return "one seed" if found["seeds"] == 1 else f"{found['seeds']} seeds"
 
 
 def said_of_rates() -> str:
@@ -110,6 +197,7 @@ def does_it_stay() -> str:
     moves = {name: f"{row['drift']['octaves']:.2f}" for name, row in rows.items()}
     of_main, of_far = row_of(main, 32)["drift"]["octaves"], row_of(far, 64)["drift"]["octaves"]
     reasons = "; ".join(found["lines"]["mup"]["reasons"])
+    one, apart = (row_of(record(path), 128) for path in (ENGLISH, APART))
     return (
         f'The command\'s verdict on µP is *{own(found["lines"]["mup"])}*, "{reasons}"; its bound is '
         f"{found['bounds']['octaves']:g}. With three seeds and without the third panel it moves by {of_main:.2f} "
@@ -118,7 +206,9 @@ def does_it_stay() -> str:
         f"apart, costs {tried['mup']} of its loss in µP, {tried['standard']} in the standard parametrization and "
         f"{tried['fan_in']} with 1/sqrt(fan-in). With the rate *fitted* at 32 (a parabola's vertex) it costs "
         f"{fitted['mup']}, {fitted['standard']} and {fitted['fan_in']}. In the two others the optimum moves by "
-        f"{moves['standard']} and {moves['fan_in']} octaves."
+        f"{moves['standard']} and {moves['fan_in']} octaves. On natural text, from a base of 128 to 1,024, µP's moves "
+        f"by {octaves(one)}, and the best tried rate of 128 costs {cost(one)}; with a rate of the embedding's own it "
+        f"is {octaves(apart)} and {cost(apart)}."
     )
 
 

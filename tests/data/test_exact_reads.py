@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,3 +81,16 @@ def test_every_part_of_a_run_is_read_so(ranks: Ranks, tmp_path: Path) -> None:
     parts = [0.3, written, 0.7, written]
     blend = make(MIXED, "gpt3", data__dir=str(tmp_path / "blend"), data__data_path=parts, **keys)
     assert ranks.run(1, readers, config=blend) == [(["_OpenFile"] * 4, False)]
+
+
+def test_the_page_tells_what_it_costs(repository: Path) -> None:
+    """docs/layouts.md, from the benchmark's results."""
+    page = " ".join((repository / "docs/layouts.md").read_text().split())
+    found = json.loads((repository / "benchmarks/results/loader/3.12.json").read_text())
+    ms = {name: f"{1e3 * each['median']:.1f} ms" for name, each in found["seconds"].items()}
+    read = {name: each["median"] for name, each in found["disk_bytes_per_batch"].items()}
+    assert (
+        f"A batch of {found['batch_tokens']:,} tokens takes {ms['cache']} from the page cache and {ms['disk']} from "
+        f"the disk ({read['disk'] / 1e3:.0f} kB of it); through megatron-core's memory map {ms['cache, mapped']} and "
+        f"{ms['disk, mapped']} ({read['disk, mapped'] / 1e6:.0f} MB), a step {ms['step']}"
+    ) in page

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence import pages, records, searches
+from benchmarks.evidence import pages, records, searches, width
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in pages.PAGES}
 EVIDENCE = {path: text for path, text in TEXTS.items() if path.parent == records.FOLDER}
@@ -158,6 +158,35 @@ def test_a_fitted_cost_is_worked_out_by_hand() -> None:
     small = {"size": 1, "losses": losses, "minimum": {"value": 2**1.4}}
     found = {"values": [1.0, 2.0, 4.0, 8.0], "lines": {"mup": {"rows": [small, large]}}}
     assert records.cost_of_fitted(found, small) == "0.90 %"
+
+
+def test_laws_over_width_are_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """y = L + 0.1 (x + k/5)² at 1/4 to 4: the vertex falls by 0.2 octaves a doubling, L = 5, 4.5, 4.25 goes to 4.
+
+    At 4.25 the loss is 0.5 % up where 0.1 d² = 0.02125, at d = 0.46.
+    """
+    values, rows = [0.25, 0.5, 1.0, 2.0, 4.0], []
+    for k, lowest in enumerate((5.0, 4.5, 4.25)):
+        losses = [[lowest + 0.1 * (x + k / 5) ** 2] for x in range(-2, 3)]
+        rows.append(
+            {"size": 2**k, "losses": losses, "minimum": {"value": 2 ** (-k / 5), "error": None, "loss": lowest}}
+        )
+    found = {
+        "sizes": [{"size": 1}, {"size": 4}],
+        "values": values,
+        "bounds": {"cost": 0.005},
+        "lines": {"mup": {"rows": rows}},
+    }
+    monkeypatch.setattr(width, "record", lambda _: found)
+    assert width.laws({"a": ""})[1] == ["a", "µP", "1 to 4", "-0.20", "0.00 octaves", "± 0.46", "4.250", "4.00"]
+    for row in rows:  # an error of 0.1 octaves each: hypot(1/2, 0, 1/2) of it
+        row["minimum"]["error"] = 0.1
+    assert width.laws({"a": ""})[1][3] == "-0.20 ± 0.07"
+    rows[1]["minimum"]["value"] = 2**0.1  # the line stays, and the three lie 0.1, 0.2 and 0.1 from it
+    assert width.laws({"a": ""})[1][4] == "0.20 octaves"
+    # Control: where the wider one gains more than the one before, there is no limit.
+    rows[1]["minimum"]["loss"] = 4.7
+    assert width.laws({"a": ""})[1][-1] == "none: it does not level off"
 
 
 def test_another_number_in_a_record_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class _OpenFile:
             UserError: the file ends before, as it may when somebody replaces it during a run.
         """
         found = np.empty(count, dtype=dtype)
-        left = memoryview(found).cast("B") if count else memoryview(b"")
+        left = found.view(np.uint8).data
         while left:
             read = os.preadv(self._file.fileno(), [left], offset)
             if not read:

@@ -68,6 +68,7 @@ def test_every_family_is_there() -> None:
         "t5": ("iwslt-like", "wmt14-base", "wmt14-big"),
         "proof": (
             "gpt3",
+            "english",
             "llama",
             "moe",
             "experts",

@@ -284,6 +284,7 @@ def born_partitioned(rank: Rank, *, mu: str = "ours") -> dict[str, Any]:
     import deepspeed
 
     whole = model()
+    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)  # else zero.Init takes the world for one rank
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=settings(3, rank.world_size)):
         net = Model(32, 96)

@@ -64,7 +64,7 @@ def _check_head_size_growth(config: Config) -> None:
 
 def _check_depth(config: Config) -> None:
     depth = config.parametrization.depth
-    if config.parametrization.name != "mup":
+    if config.parametrization.name not in ("mup", "ntk"):
         return
     if depth != "none":
         if config.base.num_layers is None:

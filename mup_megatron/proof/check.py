@@ -32,7 +32,7 @@ class MeasuredParametrization:
     broken: str | None = None
 
 
-_KNOWN = {name: MeasuredParametrization(label=name, name=name) for name in ("mup", "standard", "fan_in")}
+_KNOWN = {name: MeasuredParametrization(label=name, name=name) for name in ("mup", "standard", "fan_in", "ntk")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Check:
         growth: key of `base:` to factors of its own, instead.
         steps: optimizer steps.
         seeds: repetitions, with seeds from the config's on.
-        point: the parametrization that is judged: mup, standard, fan_in or interpolate:INIT,LR; the config's own unless
-            given.
+        point: the parametrization that is judged: mup, standard, fan_in, ntk or interpolate:INIT,LR; the config's own
+            unless given.
         broken: a rule to take out of µP (`controls.CONTROLS`), in the regime that excites it.
         regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
         compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
@@ -133,7 +133,5 @@ class Check:
             if kind != "interpolate" or not (math.isfinite(init) and math.isfinite(lr)):
                 raise ValueError
         except ValueError:
-            raise UserError(
-                f"--parametrization {point}: expected mup, standard, fan_in, or interpolate:0.5,1"
-            ) from None
+            raise UserError(f"--parametrization {point}: expected {', '.join(_KNOWN)}, or interpolate:0.5,1") from None
         return MeasuredParametrization(label=point, break_=interpolate(init, lr))

@@ -40,10 +40,11 @@ def small_model(config: Config) -> Config:
     small = config.base.width.sizes
     if not small:
         raise config.error("base", "names no size of a smaller model; expected hidden_size, ...")
-    if config.parametrization.name == "fan_in":
+    name = config.parametrization.name
+    if name in ("fan_in", "ntk"):
         raise config.error(
             "parametrization.name",
-            "fan_in gives every tensor of the large model a deviation of its own, and the small one takes a single "
+            f"{name} gives every tensor of the large model a deviation of its own, and the small one takes a single "
             "hparams.init_method_std from it; expected standard",
         )
     given = config.model.model_dump()

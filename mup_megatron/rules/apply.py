@@ -79,7 +79,7 @@ def base_std(config: Config, init: Init) -> float:
     hparams = config.hparams
     # Megatron's 1/sqrt(2L) takes the base depth, so that it is a constant of the family; the others take the depth
     # of the model, as Megatron does.
-    layers = config.num_layers_base if _is_mup(config) else config.model.num_layers
+    layers = config.num_layers_base if _follows_width(config) else config.model.num_layers
     return {
         Init.WEIGHT: hparams.init_method_std,
         Init.OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(2.0 * layers),
@@ -92,9 +92,9 @@ def base_std(config: Config, init: Init) -> float:
     }[init]
 
 
-def _is_mup(config: Config) -> bool:
-    """Whether µP's rules hold; otherwise all multipliers are 1, except those of `fan_in` on init."""
-    return config.parametrization.name == "mup"
+def _follows_width(config: Config) -> bool:
+    """Whether µP's rules hold, or those of `ntk` on top; otherwise all multipliers are 1, but `fan_in`'s on init."""
+    return config.parametrization.name in ("mup", "ntk")
 
 
 class Rules:
@@ -111,11 +111,13 @@ class Rules:
         self._rule = UPDATE_RULES[config.optimizer.name]
         self._base = BaseValues(config.hparams.lr, config.optimizer.eps, config.hparams.weight_decay)
         self._decoupled = config.optimizer.decoupled_lr
-        exponent = config.parametrization.depth_exponent if _is_mup(config) else None
+        exponent = config.parametrization.depth_exponent if _follows_width(config) else None
         m_layers = Fraction(config.model.num_layers, config.num_layers_base)
         self._depth = formulas.depth_factors(self._rule, m_layers, exponent)
         self._shared_depth = formulas.shared_depth_factors(self._rule, m_layers, exponent)
         self._horizon = horizon(config)
+        in_kernel_regime = config.parametrization.name == "ntk"
+        self._kernel = formulas.kernel_factors(self._rule, self._readout().m_in if in_kernel_regime else formulas.ONE)
         self.forward = self._forward(base_head_size)
 
     def row(self, shape: TensorShape) -> TensorHyperparameters:
@@ -132,6 +134,7 @@ class Rules:
             init_std={block: self._init_std(shape, block, ratios) for block in shape.fan_outs},
             gradient_norm={
                 block: float(formulas.gradient_norm(m_in=ratios.m_in, m_out=m_out, forward=ratios.forward))
+                / self._kernel_of(shape.spec).readout ** 2
                 for block, m_out in ratios.m_outs.items()
             },
             group=group,
@@ -151,11 +154,11 @@ class Rules:
         return ForwardMultipliers(
             softmax_scale=formulas.softmax_scale(
                 model.head_size,
-                base_head_size if _is_mup(self._config) else model.head_size,
+                base_head_size if self._config.parametrization.name == "mup" else model.head_size,
                 hparams.attention_multiplier,
                 mscale,
             ),
-            readout=hparams.output_multiplier * float(self._readout().forward),
+            readout=hparams.output_multiplier * float(self._readout().forward) * self._kernel.readout,
             embedding=hparams.embedding_multiplier,
             residual=hparams.residual_multiplier * self._depth.branch,
             relative_bias=hparams.relative_bias_multiplier,
@@ -163,7 +166,7 @@ class Rules:
 
     def _ratios(self, shape: TensorShape) -> formulas.Ratios:
         """Those of the tensor; all 1 where µP's rules do not hold."""
-        held = _is_mup(self._config) and not shape.spec.standard
+        held = _follows_width(self._config) and not shape.spec.standard
         if not held:
             return formulas.Ratios(m_outs=dict.fromkeys(shape.fan_outs, formulas.ONE))
         routed = shape.spec.expert or shape.name.endswith((".router.weight", ".router.bias"))
@@ -180,7 +183,7 @@ class Rules:
     def _group(self, shape: TensorShape, ratios: formulas.Ratios) -> GroupKey:
         spec, config = shape.spec, self._config
         rule = self._rule_of(spec)
-        depth = self._depth_of(shape)
+        depth, kernel = self._depth_of(shape), self._kernel_of(spec)
         if rule in ("sgd", "soap") and len(set(ratios.m_outs.values())) > 1:
             raise UserError(
                 f"optimizer.name: {rule} needs one learning rate per tensor, but the blocks of "
@@ -190,12 +193,12 @@ class Rules:
             )
         if spec.frozen:
             lr: Fraction | float = Fraction(0)
-        elif rule == "muon" and _is_mup(config) and not spec.standard:
-            lr = _muon_rate(shape) * _exact(depth.lr)
+        elif rule == "muon" and _follows_width(config) and not spec.standard:
+            lr = _muon_rate(shape) * _exact(depth.lr * kernel.lr)
         else:
             lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
-            lr *= _exact(depth.lr)
-        eps = _epsilon(rule, ratios) * _exact(depth.eps * self._horizon.eps)
+            lr *= _exact(depth.lr * kernel.lr)
+        eps = _epsilon(rule, ratios) * _exact(depth.eps * kernel.readout * self._horizon.eps)
         decayed = is_decayed(config, shape) and lr
         decay = formulas.weight_decay(config.parametrization.weight_decay, lr) if decayed else Fraction(0)
         lr, decay = lr * _exact(self._horizon.lr), decay * _exact(self._horizon.weight_decay)
@@ -215,6 +218,10 @@ class Rules:
         if shape.spec.init is Init.RELATIVE_BIAS:
             return self._shared_depth
         return self._depth if shape.layer is not None else formulas.DepthFactors()
+
+    def _kernel_of(self, spec: TensorSpec) -> formulas.KernelFactors:
+        """The factors of `ntk`, where the tensor follows a rule over width."""
+        return formulas.KernelFactors() if spec.standard else self._kernel
 
     def _rule_of(self, spec: TensorSpec) -> formulas.UpdateRule:
         """Megatron-core's Muon, SOAP and Lion take what has two dimensions and is neither embedding nor readout.

@@ -18,12 +18,13 @@
 | experts and router, more experts          | m_out counts all experts' rows    | `of_experts`         |
 | readout's output, A                       | 1 / m_in                          | `readout_multiplier` |
 | attention logits                          | sqrt(d_base) / d                  | `softmax_scale`      |
+| `ntk`: logits and epsilon, rate           | m^1/2, m^-1/2 (SGD 1/m)           | `kernel_factors`     |
 | residual branches, rate and epsilon in them, over depth | m_L^-α, m_L^(α-1), m_L^-α | `depth_factors`  |
 
 Sources: Tensor Programs V (arXiv 2203.03466), Table 8 and appendices B and D; the spectral condition (2310.17813) for
 Muon; Qiu et al. (2512.05620) for SOAP; Everett et al. (2407.05872) for epsilon; Wang & Aitchison (2405.13698) for
 weight decay; CompleteP (2505.01618) for depth; Malladi et al. (2205.10287) for batch; Bjorck et al. (2409.19913) for
-tokens; Jiang et al. (2601.20205) for experts.
+tokens; Jiang et al. (2601.20205) for experts; Yang & Littwin (2308.01814) for `ntk`.
 
 Ratios are exact fractions, so that equal multipliers are equal to the last bit and a model at its base shape is
 Megatron's own. This module imports neither torch, nor megatron-core, nor DeepSpeed.
@@ -215,6 +216,34 @@ def depth_factors(rule: UpdateRule, m_layers: Fraction, exponent: float | None) 
     m = float(m_layers)
     lr = m ** (2 * exponent - 1) if rule == "sgd" else m ** (exponent - 1)
     return DepthFactors(branch=m**-exponent, lr=lr, eps=m**-exponent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFactors:
+    """What makes µP the neural tangent parametrization; both 1 in µP.
+
+    Args:
+        readout: on the logits. All gradients grow by it, so it is on Adam's epsilon too.
+        lr: on the learning rate.
+    """
+
+    readout: float = 1.0
+    lr: float = 1.0
+
+
+def kernel_factors(rule: UpdateRule, m: Fraction) -> KernelFactors:
+    """Factors of `ntk` (docs/parametrization.md, section 8).
+
+    The logits of µP are made m^1/2 larger, so that they start at one size for all widths. Features may then move by
+    m^-1/2 alone, or logits would move by more than a constant. Adam's hidden rate becomes m^-3/2, the others m^-1/2:
+    the adaptive form of the neural tangent parametrization (Tensor Programs IVb, 2308.01814, section 2). SGD's gradient
+    is m^1/2 larger already, so that its rate takes 1/m.
+
+    Args:
+        rule: how the optimizer's update scales.
+        m: ratio of the readout's fan-in.
+    """
+    return KernelFactors(readout=math.sqrt(m), lr=1 / float(m) if rule == "sgd" else 1 / math.sqrt(m))
 
 
 BatchRule = Literal["sqrt_sde", "complete_d"]

@@ -89,7 +89,7 @@ def _save(saver: Saver, number: int, step: Callable[[], None] | None) -> dict[st
     began = time.perf_counter()
     saver.begin(number)
     copied, beside = time.perf_counter(), []
-    while not saver.is_written():
+    while not (saver.is_written() and beside):
         beside.append(_seconds(step or _nap))
     written = time.perf_counter()
     saver.finish()

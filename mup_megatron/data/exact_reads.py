@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import open_regular
 
 
 def read_exactly(dataset: Any) -> None:
@@ -38,7 +39,7 @@ class _OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - as long as the dataset lives
+        self._file = open_regular(path)  # as long as the dataset lives
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
         """So many numbers from a byte of the file on, [count].

@@ -88,7 +88,8 @@ def _save(saver: Saver, number: int, step: Callable[[], None] | None) -> dict[st
     """Seconds of one checkpoint; the run goes on with steps meanwhile, or waits."""
     began = time.perf_counter()
     saver.begin(number)
-    copied, beside = time.perf_counter(), []
+    copied = time.perf_counter()
+    beside: list[float] = []
     while not (saver.is_written() and beside):
         beside.append(_seconds(step or _nap))
     written = time.perf_counter()

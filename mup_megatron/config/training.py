@@ -26,10 +26,11 @@ _POWER = r"^(none|fitted(:-?\d(\.\d+)?)?|power:-?\d(\.\d+)?)$"
 class ParametrizationSection(Section):
     """Which rules hold. Section numbers are those of docs/parametrization.md."""
 
-    name: Literal["mup", "standard", "fan_in", "ntk"] = "mup"
-    """`mup`, or one of three to compare it with: `standard` is Megatron's own, the same numbers at every width,
-    `fan_in` has initial values as 1/sqrt(fan-in) and one rate, `ntk` is the neural tangent parametrization, in which
-    the features of a wide model do not move (section 8). All are one model at the base."""
+    name: Literal["mup", "standard", "fan_in", "one_ratio", "ntk"] = "mup"
+    """`mup`, or one of four to compare it with (section 8): `standard` is Megatron's own, the same numbers at every
+    width, `fan_in` has initial values as 1/sqrt(fan-in) and one rate, `one_ratio` is megatron-core's MuP, which moves
+    every matrix by hidden size / base hidden size, `ntk` is the neural tangent parametrization, in which the features
+    of a wide model do not move. All are one model at the base."""
     depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
     """Rule for models of different depth (section 5): `completep` (exponent 1), `depth_mup` (1/2), an exponent between
     them, or `none`, which refuses a depth other than the base's. Unit: an exponent."""

@@ -32,7 +32,9 @@ class MeasuredParametrization:
     broken: str | None = None
 
 
-_KNOWN = {name: MeasuredParametrization(label=name, name=name) for name in ("mup", "standard", "fan_in", "ntk")}
+_KNOWN = {
+    name: MeasuredParametrization(label=name, name=name) for name in ("mup", "standard", "fan_in", "one_ratio", "ntk")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,8 @@ class Check:
         growth: key of `base:` to factors of its own, instead.
         steps: optimizer steps.
         seeds: repetitions, with seeds from the config's on.
-        point: the parametrization that is judged: mup, standard, fan_in, ntk or interpolate:INIT,LR; the config's own
-            unless given.
+        point: the parametrization that is judged: mup, standard, fan_in, one_ratio, ntk or interpolate:INIT,LR;
+            the config's own unless given.
         broken: a rule to take out of µP (`controls.CONTROLS`), in the regime that excites it.
         regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
         compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.

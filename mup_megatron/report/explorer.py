@@ -11,15 +11,17 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mup_megatron.config import Config, derive
 from mup_megatron.report.document import document
 from mup_megatron.rules import formulas
-from mup_megatron.rules.laws import Laws, one_ratio
+from mup_megatron.rules.laws import Laws
 from mup_megatron.rules.measured_laws import laws_of
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import ConfigError
 from mup_megatron.util.files import read_text
 
 _NAMES = {
@@ -117,11 +119,11 @@ def _laws(config: Config, table_of: Callable[[Config], Parametrization]) -> dict
     """Of the run's own parametrization first, then of those that it is compared with."""
     plain = derive(config, {"parametrization.scaling": "none"})
     found: dict[str, Laws] = {config.parametrization.name: laws_of(plain, table_of)}
-    for name in ("mup", "standard", "fan_in"):
+    for name in ("mup", "standard", "fan_in", "one_ratio"):
         if name not in found:
-            found[name] = laws_of(derive(plain, {"parametrization.name": name}), table_of)
-    native = one_ratio(found["standard"], found["mup"], config)
-    return found if native is None else {**found, "one_ratio": native}
+            with suppress(ConfigError):  # one_ratio is for Adam alone, and for a hidden size that grows
+                found[name] = laws_of(derive(plain, {"parametrization.name": name}), table_of)
+    return found
 
 
 def _ratios(found: Any) -> Iterator[str]:

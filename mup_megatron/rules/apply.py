@@ -93,8 +93,13 @@ def base_std(config: Config, init: Init) -> float:
 
 
 def _follows_width(config: Config) -> bool:
-    """Whether µP's rules hold, or those of `ntk` on top; otherwise all multipliers are 1, but `fan_in`'s on init."""
+    """Whether every tensor follows its own ratios: in µP, and in `ntk`, which has factors on top."""
     return config.parametrization.name in ("mup", "ntk")
+
+
+def _is_product(spec: TensorSpec) -> bool:
+    """Whether it is a matrix that is neither a table of embeddings nor the head."""
+    return spec.fan_in is not None and not spec.is_lookup and not spec.readout
 
 
 class Rules:
@@ -116,6 +121,8 @@ class Rules:
         self._depth = formulas.depth_factors(self._rule, m_layers, exponent)
         self._shared_depth = formulas.shared_depth_factors(self._rule, m_layers, exponent)
         self._horizon = horizon(config)
+        sized = config.parametrization.name == "one_ratio"
+        self._one_ratio = Fraction(config.model.hidden_size, config.base.sizes["hidden_size"]) if sized else None
         in_kernel_regime = config.parametrization.name == "ntk"
         self._kernel = formulas.kernel_factors(self._rule, self._readout().m_in if in_kernel_regime else formulas.ONE)
         self.forward = self._forward(base_head_size)
@@ -154,7 +161,7 @@ class Rules:
         return ForwardMultipliers(
             softmax_scale=formulas.softmax_scale(
                 model.head_size,
-                base_head_size if self._config.parametrization.name == "mup" else model.head_size,
+                base_head_size if self._config.parametrization.name in ("mup", "one_ratio") else model.head_size,
                 hparams.attention_multiplier,
                 mscale,
             ),
@@ -165,15 +172,18 @@ class Rules:
         )
 
     def _ratios(self, shape: TensorShape) -> formulas.Ratios:
-        """Those of the tensor; all 1 where µP's rules do not hold."""
-        held = _follows_width(self._config) and not shape.spec.standard
-        if not held:
+        """Those of the tensor; the model's one ratio under `one_ratio`, and 1 where no rule over width holds."""
+        if self._one_ratio is not None and (shape.spec.readout or _is_product(shape.spec)):
+            return formulas.Ratios(m_in=self._one_ratio, m_outs=dict.fromkeys(shape.fan_outs, self._one_ratio))
+        if not _follows_width(self._config) or shape.spec.standard:
             return formulas.Ratios(m_outs=dict.fromkeys(shape.fan_outs, formulas.ONE))
         routed = shape.spec.expert or shape.name.endswith((".router.weight", ".router.bias"))
         return formulas.of_experts(shape.ratios, self._config.experts_ratio) if routed else shape.ratios
 
     def _readout(self) -> formulas.Ratios:
         """Ratios of the head. A tied head has no tensor of its own; its fan-in is the embedding's fan-out."""
+        if self._one_ratio is not None:
+            return formulas.Ratios(m_in=self._one_ratio, readout=True)
         for shape in self._shapes.values():
             if shape.spec.readout:
                 return self._ratios(shape)
@@ -200,7 +210,8 @@ class Rules:
             lr *= _exact(depth.lr * kernel.lr)
         eps = _epsilon(rule, ratios) * _exact(depth.eps * kernel.readout * self._horizon.eps)
         decayed = is_decayed(config, shape) and lr
-        decay = formulas.weight_decay(config.parametrization.weight_decay, lr) if decayed else Fraction(0)
+        decay_rule = config.parametrization.weight_decay if self._one_ratio is None else "coupled"
+        decay = formulas.weight_decay(decay_rule, lr) if decayed else Fraction(0)
         lr, decay = lr * _exact(self._horizon.lr), decay * _exact(self._horizon.weight_decay)
         return GroupKey(
             update_rule=rule,
@@ -228,7 +239,7 @@ class Rules:
 
         AdamW steps the rest.
         """
-        matrix = len(spec.shape) == 2 and not spec.is_lookup and not spec.readout
+        matrix = len(spec.shape) == 2 and _is_product(spec)
         if self._config.steps_matrices and not matrix:
             return "adam"
         return self._rule
@@ -239,11 +250,11 @@ class Rules:
         if (config.zero_init_readout and spec.readout) or (config.zero_init_query and spec.is_query(block)):
             return 0.0
         std = base_std(self._config, spec.init)
-        if spec.standard:
+        if spec.standard or (self._one_ratio is not None and spec.readout):
             return std
         if config.name == "fan_in":
             return std * formulas.init_std(m_in=self._fan_in_of_the_product(shape))
-        output_like = self.is_output_like(shape, block)
+        output_like = self._one_ratio is None and self.is_output_like(shape, block)
         return std * formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like)
 
     def _fan_in_of_the_product(self, shape: TensorShape) -> Fraction:

@@ -1,20 +1,16 @@
 """The table as a function of the sizes: what each tensor gets if the model is wider, deeper or trained for longer.
 
-Public names: `Law`, `Side`, `Size`, `TensorLaws`, `Laws`, `one_ratio`. Every number of the table is a constant times
-powers of the sizes and of the tensor's own ratios. measured_laws.py measures them. They are plain data
-(`dataclasses.asdict`), which report/explorer.py puts into a page.
+Public names: `Law`, `Side`, `Size`, `TensorLaws`, `Laws`. Every number of the table is a constant times powers of the
+sizes and of the tensor's own ratios. measured_laws.py measures them. They are plain data (`dataclasses.asdict`), which
+report/explorer.py puts into a page.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
-
-from mup_megatron.config import Config, growing_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,48 +129,3 @@ class Laws:
     sizes: dict[str, Size]
     forward: dict[str, Law]
     tensors: list[TensorLaws]
-
-
-def one_ratio(standard: Laws, mup: Laws, config: Config) -> Laws | None:
-    """megatron-core's native MuP (0.17 and later): every matrix by one ratio, hidden size / base hidden size.
-
-    As TransformerConfig and get_mup_config_overrides have it under Adam: matrices and head take rate and epsilon by
-    1/m, matrices start at m^-1/2, logits are multiplied by 1/m, attention is ours. Decay is not moved.
-
-    Args:
-        standard: laws of the same config in the standard parametrization.
-        mup: its laws in µP.
-        config: the run.
-
-    Returns:
-        None for another optimizer than Adam, or where hidden_size does not grow by itself.
-    """
-    hidden = growing_sizes(config).get("hidden_size")
-    if hidden is None or "model.hidden_size" not in standard.sizes or config.optimizer.name not in ("adam", "adamw"):
-        return None
-    m = Fraction(hidden.target, hidden.base)
-
-    def over_m(law: Law, power: float) -> Law:
-        return Law(constant=law.constant * m**power, powers={**law.powers, "model.hidden_size": power})
-
-    def tensor(laws: TensorLaws) -> TensorLaws:
-        if laws.kind in ("embedding", "vector"):
-            return laws
-        moved = {name: over_m(law, -1.0) for name, law in laws.values.items() if name in ("lr", "eps")}
-        if laws.kind == "readout":
-            return dataclasses.replace(
-                laws, values={**laws.values, **moved, "forward": over_m(laws.values["forward"], -1.0)}
-            )
-        init = {block: over_m(law, -0.5) for block, law in laws.init.items()}
-        return dataclasses.replace(laws, values={**laws.values, **moved}, init=init)
-
-    return dataclasses.replace(
-        standard,
-        parametrization="one_ratio",
-        forward={
-            **standard.forward,
-            "readout": over_m(standard.forward["readout"], -1.0),
-            "softmax_scale": mup.forward["softmax_scale"],
-        },
-        tensors=[tensor(laws) for laws in standard.tensors],
-    )

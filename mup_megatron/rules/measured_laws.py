@@ -226,16 +226,16 @@ class _Rows:
     def of(cls, table: Parametrization, elsewhere: Mapping[str, _Elsewhere], name: str) -> _Rows:
         """Asks the rules."""
 
-        def rules(config: Config) -> Rules:
-            return Rules(config, table.shapes, table.base_head_size)
+        def rules(of: Parametrization) -> Rules:
+            return Rules(of.config, of.shapes, of.base_head_size)
 
-        shape, asked = table.shapes[name], rules(table.config)
+        shape, asked = table.shapes[name], rules(table)
         base = _with_ratios(shape, Fraction(1), Fraction(1))
         return cls(
             shape=shape,
             at_base=asked.row(base),
             at_ratios=[asked.row(_with_ratios(shape, *ratios)) for ratios in _RATIOS],
-            at_sizes={size: (other.factor, rules(other.table.config).row(base)) for size, other in elsewhere.items()},
+            at_sizes={size: (other.factor, rules(other.table).row(base)) for size, other in elsewhere.items()},
         )
 
     def law(self, of: Callable[[TensorHyperparameters], float], value: float, block: str | None = None) -> Law:

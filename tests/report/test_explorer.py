@@ -74,7 +74,7 @@ def test_the_page_computes_the_table(case: str, tmp_path: Path) -> None:
     assert seen["fetched"] == 0
     names = ["mup", "standard", "fan_in"] + (["one_ratio"] if config.optimizer.name == "adamw" else [])
     assert list(seen["result"]) == names
-    for name in ("mup", "standard", "fan_in"):
+    for name in names:
         laws = laws_of(derive(config, {"parametrization.name": name}), table_of)
         for ratios, found in zip(draws, seen["result"][name], strict=True):
             check(laws, ratios, found)

@@ -15,11 +15,11 @@ from packaging.version import Version
 from mup_megatron.config import Config, derive
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
-from mup_megatron.rules.laws import Laws, one_ratio
+from mup_megatron.rules.laws import Laws
 from mup_megatron.rules.measured_laws import laws_of, size_of
 from mup_megatron.rules.shapes import without_numbers
 from mup_megatron.rules.table import Parametrization
-from mup_megatron.util.errors import UserError
+from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers.configs import HEAD_SIZE, MIXED, MLA, MOE, VOCABULARY, make, make_t5
 from tests.rules.test_oracles import PROPORTIONAL
 
@@ -42,6 +42,8 @@ CONFIGS: dict[str, Callable[[], Config]] = {
     "depth, batch and tokens": lambda: make(MIXED, **_RULES),
     "fan-in": lambda: make(MIXED, parametrization__name="fan_in"),
     "standard": lambda: make(MIXED, parametrization__name="standard"),
+    "one ratio": lambda: make(MIXED, parametrization__name="one_ratio"),
+    "neural tangent": lambda: make(MIXED, parametrization__name="ntk"),
     "factors by tensor": lambda: make(MIXED, hparams__per_tensor={"attention_q": {"init": 2.0}, "mlp": {"lr": 3.0}}),
     "SGD": lambda: make(PROPORTIONAL, optimizer__name="sgd"),
     "Muon": lambda: make(PROPORTIONAL, optimizer__name="muon", hparams__weight_decay=0.0, **_MEGATRON),
@@ -182,10 +184,8 @@ def test_one_ratio_is_megatron_cores(growth: dict[str, Any]) -> None:
     from megatron.core.optimizer import OptimizerConfig, get_mup_config_overrides
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = make(growth, "llama", parametrization__name="standard")
-    standard = laws_of(config, table_of)
-    laws = one_ratio(standard, laws_of(derive(config, {"parametrization.name": "mup"}), table_of), config)
-    assert laws is not None
+    config = make(growth, "llama", parametrization__name="one_ratio")
+    laws = laws_of(config, table_of)
     m = config.model.hidden_size / config.base.sizes["hidden_size"]
     overrides = get_mup_config_overrides(OptimizerConfig(optimizer="adam", lr=8e-3, adam_eps=1e-8), m)
     target = dict.fromkeys(laws.sizes, 1.0)
@@ -227,6 +227,7 @@ def test_one_ratio_is_megatron_cores(growth: dict[str, Any]) -> None:
 
 
 def test_one_ratio_needs_adam_and_a_hidden_size_that_grows() -> None:
-    config = make(PROPORTIONAL, optimizer__name="sgd")
-    laws = laws_of(config, table_of)
-    assert one_ratio(laws, laws, config) is None
+    with pytest.raises(ConfigError, match=r"optimizer\.name: sgd: parametrization\.name: one_ratio is for adam"):
+        make(PROPORTIONAL, optimizer__name="sgd", parametrization__name="one_ratio")
+    with pytest.raises(ConfigError, match=r"base\.hidden_size: missing; parametrization\.name: one_ratio"):
+        make(MIXED, parametrization__name="one_ratio", base__hidden_size=None)

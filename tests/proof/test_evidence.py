@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.evidence import pages, records, searches, width
+from benchmarks.evidence import forecast, pages, records, searches, width
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in pages.PAGES}
 EVIDENCE = {path: text for path, text in TEXTS.items() if path.parent == records.FOLDER}
@@ -187,6 +189,21 @@ def test_laws_over_width_are_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch)
     # Control: where the wider one gains more than the one before, there is no limit.
     rows[1]["minimum"]["loss"] = 4.7
     assert width.laws({"a": ""})[1][-1] == "none: it does not level off"
+
+
+def test_a_forecast_is_worked_out_by_hand() -> None:
+    """Gains of 1/2 and 1/4 go on with 1/8; errors of three losses count 1/4, 5/4 and 2 (the rule's derivatives)."""
+    loss, factor = forecast.next_loss([5.0, 4.5, 4.25])
+    assert loss == pytest.approx(4.125)
+    assert factor == pytest.approx(math.hypot(0.25, 1.25, 2))
+    for at, slope in enumerate((0.25, -1.25, 2)):
+        moved = [each + 1e-6 * (place == at) for place, each in enumerate((5.0, 4.5, 4.25))]
+        assert (forecast.next_loss(moved)[0] - loss) / 1e-6 == pytest.approx(slope, rel=1e-4)
+    # A second seed that is 0.3 above at every width says of no noise; differences of 0.2 and 0.4 have variance 0.02.
+    found: Any = {"values": [1.0], "lines": {"mup": {"rows": [{"losses": [[5.0, 5.3]]}, {"losses": [[4.0, 4.3]]}]}}}
+    assert forecast.noise(found) == pytest.approx(0)
+    found["lines"]["mup"]["rows"] = [{"losses": [[5.0, 5.2]]}, {"losses": [[4.0, 4.4]]}]
+    assert forecast.noise(found) == pytest.approx(0.1)
 
 
 def test_another_number_in_a_record_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

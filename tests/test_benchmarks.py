@@ -64,6 +64,19 @@ def test_the_loader_reads_from_the_disk(repository: Path) -> None:
     assert found["seconds"]["disk"]["runs"] == 6
 
 
+@pytest.mark.slow
+def test_a_study_is_loaded_by_processes() -> None:
+    """What they wrote down is what the study holds, and each trial has its operations timed."""
+    from benchmarks.journal import compare
+
+    (found,) = compare(["journal"], [3], 4.0)
+    assert (found["storage"], found["processes"]) == ("journal", 3)
+    assert found["trials"] > 0
+    runs = {name: each["runs"] for name, each in found["seconds"].items()}
+    assert runs == {"claim": found["trials"], "report": 4 * found["trials"], "end": found["trials"]}
+    assert found["trials_per_second"] == pytest.approx(found["trials"] / 4, rel=0.5)
+
+
 def test_native_is_absent_only_where_upstream_has_none() -> None:
     has = "use_mup" in {field.name for field in dataclasses.fields(TransformerConfig)}
     assert has == ("native" not in harness.absent())

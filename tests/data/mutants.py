@@ -6,6 +6,14 @@ from tests.mutants.mutant import mutant
 
 MUTANTS = (
     mutant(
+        "data: a short read goes on where it began",
+        "a sample that the system reads in two parts has the first one twice",
+        "data.exact_reads._OpenFile.read",
+        "offset + read",
+        "offset",
+        "data/test_exact_reads.py::test_a_read_in_parts",
+    ),
+    mutant(
         "data: a cut loses a character",
         "where a text is cut into documents, the first character of the next one is gone",
         "data.corpus.cut",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,13 @@ def test_it_reads_what_the_map_reads(prefix: str) -> None:
         assert ours[document].dtype == mapped[document].dtype
         for offset, count in ((0, 1), (length // 2, length - length // 2), (length - 1, 1), (length // 3, 0)):
             assert np.array_equal(ours.get(document, offset, count), mapped.get(document, offset, count))
+
+
+def test_a_read_in_parts(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system may read less than it is asked for; then what is left follows."""
+    mapped, system = IndexedDataset(prefix, mmap=True), os.preadv  # its arrays are gone where it is
+    monkeypatch.setattr(os, "preadv", lambda file, into, offset: system(file, [into[0][:7]], offset))
+    assert np.array_equal(opened(prefix)[3], mapped[3])
 
 
 def test_a_file_that_ends_early_is_named(prefix: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -153,7 +154,7 @@ def train(
         from mup_megatron.util.progress import Progress
 
         setup = resolve(settings, rank.world_size)
-        refuse_untaken_record(setup.config)
+        refuse_untaken_record(setup.config, overrides or [])
         with Progress(rank.is_first) as progress:
             told = told_by_a_ladder(setup.config, progress) if rank.is_first else None
         begin = InitFrom(Path(init_from), new_embeddings) if init_from else None
@@ -172,12 +173,20 @@ def pipeline(
 ) -> int:
     """Tune the proxy if there is no transfer record yet, then train the target with the transferred values."""
 
+    return _pipeline(config, overrides, nproc_per_node, control=control, allowed_changes=tuple(allow_change or ()))
+
+
+def _pipeline(
+    config: str, overrides: list[str] | None, processes: int | None, *, then: str = "", **options: Any
+) -> int:
+    """`run_pipeline` with these options; `then` as of `_ended`."""
+
     def body(settings: Any, rank: Any) -> None:
         from mup_megatron.tuning.pipeline import run_pipeline  # on ranks alone: it takes seconds to import
 
-        run_pipeline(settings, rank, control=control, allowed_changes=tuple(allow_change or ()))
+        run_pipeline(settings, rank, **options)
 
-    return _on_ranks(config, overrides, nproc_per_node, body)
+    return _on_ranks(config, overrides, processes, body, then)
 
 
 @app.command(
@@ -197,13 +206,14 @@ def tune(
     """Tune the proxy and write the transfer record; every process is a worker on one shared study."""
     if megatron:
         config, overrides = read_command([config, *(overrides or [])])
+    then = "" if megatron else shlex.join(["mup-megatron", "pipeline", config, *(overrides or [])])
     overrides = [*(overrides or []), "tuning.run=only"]
     if join:
-        return _join(config, overrides)
-    return pipeline(config, overrides, nproc_per_node, None, False)
+        return _join(config, overrides, then)
+    return _pipeline(config, overrides, nproc_per_node, then=then, control=False, allowed_changes=())
 
 
-def _join(config: str, overrides: list[str]) -> int:
+def _join(config: str, overrides: list[str], then: str) -> int:
     from mup_megatron.parallel.ranks import read_rank
 
     settings = read_config(config, overrides)
@@ -216,7 +226,7 @@ def _join(config: str, overrides: list[str]) -> int:
         nonlocal led
         led = join_study(settings, rank)
 
-    return _ended(settings, read_rank(), body, lambda: led)
+    return _ended(settings, read_rank(), body, then, lambda: led)
 
 
 @app.command(epilog="Example: mup-megatron transfer configs/demo.yaml --output target.yaml")
@@ -311,8 +321,17 @@ def plan(
     budget.check_share(settings, planned)
 
 
-def _on_ranks(config: str, overrides: list[str] | None, processes: int | None, body: Callable[[Any, Any], None]) -> int:
-    """Runs `body(config, rank)` here if a launcher started us, or one process is enough; else starts the ranks."""
+def _on_ranks(
+    config: str,
+    overrides: list[str] | None,
+    processes: int | None,
+    body: Callable[[Any, Any], None],
+    then: str = "",
+) -> int:
+    """Runs `body(config, rank)` here if a launcher started us, or one process is enough; else starts the ranks.
+
+    `then` as of `_ended`.
+    """
     from mup_megatron.parallel.layout import resolve_layout, smallest_world
     from mup_megatron.parallel.ranks import read_rank
 
@@ -326,11 +345,16 @@ def _on_ranks(config: str, overrides: list[str] | None, processes: int | None, b
             if settings.tuning.run != "only":
                 resolve_layout(settings, ranks)  # said once, before any rank is started; each resolves its run itself
             return start_typed(ranks)
-    return _ended(settings, rank, body)
+    return _ended(settings, rank, body, then)
 
 
-def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Callable[[], bool] | None = None) -> int:
-    """Runs `body`; how it ended as an exit status, and, on the first rank or where `shows`, what there is to see."""
+def _ended(
+    settings: Any, rank: Any, body: Callable[[Any, Any], None], then: str = "", shows: Callable[[], bool] | None = None
+) -> int:
+    """Runs `body`; how it ended as an exit status, and, on the first rank or where `shows`, what there is to see.
+
+    `then` is the command that trains the target with what was tuned, where that is what comes next.
+    """
     from mup_megatron.parallel import upstream
 
     upstream.prepare_process()  # before the next import, which brings megatron-core
@@ -360,5 +384,5 @@ def _ended(settings: Any, rank: Any, body: Callable[[Any, Any], None], shows: Ca
         from mup_megatron.report.summary import summarize
 
         with full_disk(directory, "pictures of the run"):
-            summarize(directory, console())
+            summarize(directory, console(), then)
     return status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -56,7 +57,7 @@ def new(
     share = write_folder(path, target)
     print(f"{path / 'config.yaml'}: width {hidden_size}, tuned at width {proxy_of(target).hidden_size};")
     print(f"tuning will cost {share:.2g} times the target's training. Next:")
-    print(f"  cd {path}")
+    print(f"  cd {shlex.quote(str(path))}")
     for command, what in (
         ("plan config.yaml", "what it costs, in time too"),
         ("explain config.yaml", "every tensor, its multipliers and rates"),

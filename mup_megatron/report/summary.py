@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     from mup_megatron.tuning.record import SpentRecord, StudyRecord, TransferRecord
 
 
-def summarize(directory: Path, console: Any) -> None:
-    """Draws the pictures of a run, prints its summary and what to run next; nothing for a run that did not begin."""
+def summarize(directory: Path, console: Any, then: str = "") -> None:
+    """Draws the pictures of a run, prints its summary and what to run next; nothing for a run that did not begin.
+
+    Args:
+        directory: of the run.
+        console: of rich.
+        then: the command that trains the target, said first where there is a record and no target yet.
+    """
     from mup_megatron.report.pictures import draw_curves, draw_search
 
     try:
@@ -35,6 +41,8 @@ def summarize(directory: Path, console: Any) -> None:
     for picture in (draw_search(run), draw_curves(run) if run.target and run.target.steps else None):
         if picture is not None:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+    if then and run.record is not None and run.target is None:
+        console.print(f"next: {then}  # the target, with these values", highlight=False, soft_wrap=True)
     folder = shlex.quote(str(directory))
     console.print(f"next: mup-megatron report {folder}  # one HTML page of the run", highlight=False, soft_wrap=True)
     following = _FOLLOWING.get(FAMILIES.get(str((run.config.get("model") or {}).get("architecture")), "gpt"))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +91,15 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     return tune
 
 
-def refuse_untaken_record(config: Config) -> None:
+def refuse_untaken_record(config: Config, typed: Sequence[str] = ()) -> None:
     """Refuses a config that has a record of other values, for `train`, which takes none.
 
     Not where `tuning.run` is `never` and no record is named, nor for a value that was given on the command line: these
     are meant. A record of another family is none of this config's.
+
+    Args:
+        config: the run.
+        typed: overrides of the command line, which the commands that are named repeat.
 
     Raises:
         ConfigError: names what differs, and the command that takes it.
@@ -110,11 +116,13 @@ def refuse_untaken_record(config: Config) -> None:
     differing = (key_of(name) for name, value in found.values.items() if value_of(config, name) != value)
     untaken = [key for key in differing if not config.is_overridden(key)]
     if untaken:
+        words = [str(config.source), *typed]
+        plain = [*words, "tuning.run=never", *(["tuning.record=null"] if tuning.record else [])]
         raise config.error(
             "tuning.record",
             f"{config.record_path} has other values of {', '.join(untaken)}, which `train` does not take; expected "
-            f"mup-megatron pipeline {config.source}, or mup-megatron train {config.source} tuning.run=never"
-            f"{' tuning.record=null' if tuning.record else ''}, which trains with the values of hparams:",
+            f"{shlex.join(['mup-megatron', 'pipeline', *words])}, or {shlex.join(['mup-megatron', 'train', *plain])}, "
+            "which trains with the values of hparams:",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -145,6 +146,19 @@ def test_own_text_is_found_from_the_folder(tmp_path: Path, monkeypatch: pytest.M
     config = new(tmp_path / "a" / "run", "--text", str(text))
     monkeypatch.chdir(tmp_path / "a" / "run")
     assert [Path(file).read_text() for file in config.data.files] == ["Words.\n"]
+
+
+def test_what_comes_next_is_typed_as_it_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a shell, from the folder where it was printed, with a blank in the folder's name; but not the training."""
+    assert cli.run(["new", str(tmp_path / "my run")]) == 0
+    lines = capsys.readouterr().out.partition("Next:\n")[2].splitlines()
+    assert [line.split("#")[0].split()[1:] for line in lines[1:]] == [
+        [command, "config.yaml"] for command in ("plan", "explain", "pipeline")
+    ]
+    typed = "\n".join(["set -e", lines[0], lines[2].replace("explain", "explain --json")])
+    ran = run("bash", "-c", typed)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["config"]["model"]["hidden_size"] == 1024
 
 
 @pytest.mark.slow

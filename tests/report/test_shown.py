@@ -85,6 +85,16 @@ def test_what_comes_next_takes_such_a_model(
     assert generate[2].endswith(said)
 
 
+def test_what_comes_after_tuning(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The target, where it has not begun; a run with a target has another next step."""
+    then = "mup-megatron pipeline run.yaml 'run.name=a b'"
+    summarize(copied, Console(width=400), then)
+    assert next_commands(capsys.readouterr().out)[0][0] == "report"
+    (copied / "metrics.jsonl").unlink()
+    summarize(copied, Console(width=400), then)
+    assert next_commands(capsys.readouterr().out)[0] == ["pipeline", "run.yaml", "run.name=a b"]
+
+
 def rewritten(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """A record changed, its checksum right."""
     data = json.loads((folder / "transfer.json").read_text())

@@ -71,11 +71,13 @@ def test_train_does_not_pass_over_a_record(
     write_record(tmp_path / "transfer.json", record)
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config_in(tmp_path).model_dump()))
-    assert cli.run(["train", str(path)]) == 2
+    typed = ["training.train_steps=3", "run.name=a b"]
+    assert cli.run(["train", str(path), *typed]) == 2
     (said,) = capfd.readouterr().err.splitlines()
     names = "hparams.lr, hparams.init_method_std, hparams.output_multiplier"
     assert f"tuning.record: {tmp_path / 'transfer.json'} has other values of {names}, which `train` does not" in said
-    expected = f"mup-megatron pipeline {path}, or mup-megatron train {path} tuning.run=never, which trains with"
+    words = f"{path} training.train_steps=3 'run.name=a b'"
+    expected = f"mup-megatron pipeline {words}, or mup-megatron train {words} tuning.run=never, which trains with"
     assert f"expected {expected} the values of hparams:" in said
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.yaml", "transfer.json"]
 

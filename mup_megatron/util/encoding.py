@@ -12,7 +12,7 @@ from pathlib import Path
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import open_regular
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES, _HEAD_BYTES = 1 << 20, 1000
 
 # What files of these begin with. That of UTF-32 begins with that of UTF-16, and stands before it.
 _MARKS = {
@@ -36,6 +36,9 @@ def encoding_problem(path: Path) -> str | None:
     with open_regular(path) as file:
         while True:
             piece = file.read(_PIECE_BYTES)
+            if not place and (name := _unmarked(piece[:_HEAD_BYTES])):
+                place = piece.index(0)
+                return _told(path, 1, f"byte {place} is 0x00; if this is {name.upper()} without a mark", name)
             begin = begin or piece[:4]
             held = len(decoder.getstate()[0])  # of a character that the piece before began
             try:
@@ -48,10 +51,21 @@ def encoding_problem(path: Path) -> str | None:
             place, line = place + len(piece), line + piece.count(b"\n")
 
 
+def _unmarked(head: bytes) -> str | None:
+    """The name of UTF-16 without a mark, whose letters of a Latin text are valid UTF-8 too, each with a zero beside."""
+    if not head or head.count(0) * 4 < len(head) or head.startswith(tuple(_MARKS)):
+        return None
+    return "utf-16le" if head[1::2].count(0) > head[::2].count(0) else "utf-16be"
+
+
 def _problem(path: Path, line: int, place: int, byte: int, begin: bytes) -> str:
     named = next((name for mark, name in _MARKS.items() if begin.startswith(mark)), None)
     name = "latin1" if named is None else named.lower()
     what = f"byte {place} is 0x{byte:02x}; if this is Latin-1" if named is None else f"byte 0 is the mark of {named}"
+    return _told(path, line, what, name)
+
+
+def _told(path: Path, line: int, what: str, name: str) -> str:
     files = (shlex.quote(str(each)) for each in (path, path.with_name(f"{path.stem}.utf8{path.suffix}")))
     return f"{path}, line {line}: not UTF-8 text: {what}, convert it: iconv -f {name} -t utf-8 {' > '.join(files)}"
 

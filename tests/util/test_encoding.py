@@ -30,7 +30,7 @@ def test_the_first_wrong_byte(tmp_path: Path, content: bytes, said: str) -> None
     assert str(encoding_problem(path)).startswith(f"{path}, {said}")
 
 
-@pytest.mark.parametrize("content", [b"", b"plain\n", b"a" * (PIECE - 1) + EURO * PIECE])
+@pytest.mark.parametrize("content", [b"", b"plain\n", b"a\0bcd\n", b"a" * (PIECE - 1) + EURO * PIECE])
 def test_utf8(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "my.txt"
     path.write_bytes(content)
@@ -41,6 +41,8 @@ def test_utf8(tmp_path: Path, content: bytes) -> None:
     ("mark", "encoding", "named"),
     [
         (b"", "latin1", "if this is Latin-1"),
+        (b"", "utf-16-le", "byte 1 is 0x00; if this is UTF-16LE without a mark,"),
+        (b"", "utf-16-be", "byte 0 is 0x00; if this is UTF-16BE without a mark,"),
         (b"\xff\xfe", "utf-16-le", "byte 0 is the mark of UTF-16,"),
         (b"\xfe\xff", "utf-16-be", "byte 0 is the mark of UTF-16,"),
         (b"\xff\xfe\0\0", "utf-32-le", "byte 0 is the mark of UTF-32,"),

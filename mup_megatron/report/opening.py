@@ -1,6 +1,6 @@
-"""The first lines of a run's page: what was tuned, what the target reached, what to check; when, and what words mean.
+"""The first lines of a run's page, a sentence each: what was tuned, what the target reached, what to check.
 
-Public name: `opening`.
+Public names: `opening`, `made`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WORDS = {
 
 
 def opening(run: Run) -> str:
-    """The lines as HTML; what no file of the run tells is left out."""
-    sentences = [sentence for sentence in (_proxy(run), _target(run), _check(run), _made(run)) if sentence]
+    """The lines as HTML, and what their words mean; what no file of the run tells is left out."""
+    sentences = [sentence for sentence in (_proxy(run), _target(run), _check(run)) if sentence]
     terms = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(text)}.</dd>" for word, text in _WORDS.items())
     said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
     return f"{said}<details><summary>What the words on this page mean</summary><dl>{terms}</dl></details>"
@@ -45,8 +45,8 @@ def _proxy(run: Run) -> str:
     unlike = f" ({', '.join(smaller)})" if smaller else ""
     spent = run.record.budget.spent.tokens
     return (
-        f"Tuned: trials of a proxy{size}{unlike}: {counted(run.record.study)}; {short_count(spent)} tokens in all. "
-        "The best values were transferred to the target by the rules of µP."
+        f"Tuned: trials of a proxy{size}{unlike} chose the values that the rules of µP transferred to the target: "
+        f"{counted(run.record.study)}; {short_count(spent)} tokens in all."
     )
 
 
@@ -60,12 +60,12 @@ def _target(run: Run) -> str:
         parameters = f" of {short_count(total)} parameters"
     sizes = f"{model.get('num_layers')} layers, hidden size {model.get('hidden_size')}"
     tokens = run.target.last * (training.get("global_batch_size") or 0) * (training.get("seq_length") or 0)
-    reached = f" It reached {run.target.result} (nats per token)." if run.target.evaluations else ""
-    told = f" A ladder had told {in_words(run.predicted)}." if run.predicted is not None else ""
-    lower = "".join(f" {line}." for line in ended_lower(run))
+    reached = f"reached {run.target.result} (nats per token)" if run.target.evaluations else "trained"
+    forecast = "nothing had forecast it" if run.predicted is None else f"a ladder had told {in_words(run.predicted)}"
+    told = [forecast] if run.target.evaluations else []
     return (
-        f"Trained: a {model.get('architecture')} target{parameters} ({sizes}) for {run.target.last} steps, "
-        f"{short_count(tokens)} tokens.{reached}{told}{lower}"
+        f"Trained: a {model.get('architecture')} target{parameters} ({sizes}) {reached} in {run.target.last} steps, "
+        f"{'; '.join([f'{short_count(tokens)} tokens', *told, *ended_lower(run)])}."
     )
 
 
@@ -77,7 +77,8 @@ def _check(run: Run) -> str:
     return f"To check: {'; '.join(found)}." if found else "To check: nothing of the search stands out."
 
 
-def _made(run: Run) -> str:
+def made(run: Run) -> str:
+    """When the run was tuned and its page made, and with what, in a sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     created = run.record.created[:10] if run.record is not None else ""
     tuned = f"tuned on {created}; " if created else ""

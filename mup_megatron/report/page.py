@@ -11,7 +11,7 @@ from typing import Any
 
 from mup_megatron.model.explain import shown_init
 from mup_megatron.report.document import curves, document, layout_of, table, write_document
-from mup_megatron.report.opening import opening
+from mup_megatron.report.opening import made, opening
 from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
@@ -81,8 +81,7 @@ def page(run: Run, plotly: str) -> str:
         shown = _explanation(run.explanation, biased=run.has_position_bias)
         sections.append(f"<h2>What the parametrization does to every tensor</h2>{shown}")
     # A run of an older version may hold a password, which this page, made to be shown, must not.
-    sections.append("<h2>Config, record, environment</h2>")
-    sections.append(table((), list(run.versions.items()), "text"))
+    sections.append(f"<h2>Config, record, environment</h2><p>{html.escape(made(run))}</p>")
     if run.record is not None:
         sections.append(_details("transfer record", json.dumps(masked_data(run.record.as_json()), indent=1)))
     if run.config:

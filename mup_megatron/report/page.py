@@ -6,13 +6,14 @@ import base64
 import html
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mup_megatron.model.explain import shown_init
 from mup_megatron.report.document import curves, document, layout_of, table, write_document
 from mup_megatron.report.opening import made, opening
-from mup_megatron.report.pictures import COLORS, STATES, extent_of, marked
+from mup_megatron.report.pictures import BEYOND, COLORS, MARK, STATES, extent_of, limits, marked
 from mup_megatron.report.proofs import Proof, proofs
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.report.summary import summary
@@ -21,6 +22,8 @@ from mup_megatron.tuning.objective import objective_of
 from mup_megatron.tuning.record import StudyRecord, TrialRecord
 from mup_megatron.util.files import as_yaml, read_bytes
 from mup_megatron.util.secrets import masked_data
+
+_RING = "worse than is shown"
 
 
 def write_page(directory: Path) -> Path:
@@ -71,10 +74,15 @@ def page(run: Run, plotly: str) -> str:
         )
     if run.record is not None:
         name_of = objective_of(run.record.study.objective).name
+        searched = {
+            f"search-{parameter}": _search(run.record.study, parameter, run.others.get(parameter))
+            for parameter in run.record.study.values
+        }
+        figures |= searched
         sections.append(f"<h2>The proxy's {name_of} over each hyperparameter</h2>")
-        for parameter in run.record.study.values:
-            figures[f"search-{parameter}"] = _search(run.record.study, parameter, run.others.get(parameter))
-            sections.append(f'<div id="search-{html.escape(parameter)}"></div>')
+        if any(each["name"] == _RING for figure in searched.values() for each in figure["data"]):
+            sections.append(f"<p>In a ring: {_RING}.</p>")
+        sections += [f'<div id="{html.escape(figure)}"></div>' for figure in searched]
         sections.append("<h2>Trials</h2>" + _trials(run.record.study))
     sections += [_proof(proof) for proof in proofs(directory)]
     if run.explanation is not None:
@@ -103,24 +111,32 @@ def _details(title: str, text: str) -> str:
 
 
 def _search(study: StudyRecord, name: str, trained: Any = None) -> dict[str, Any]:
-    data, objective = [], objective_of(study.objective)
-    trials = [(trial, trial.loss) for trial in study.trials if trial.values and trial.loss is not None]
+    objective = objective_of(study.objective)
+    trials = [trial for trial in study.trials if trial.values]
+    high = limits(trials)[1]
+
+    def points(shown: Sequence[TrialRecord], label: str, marker: dict[str, Any]) -> dict[str, Any]:
+        """Trials; one that is worse than is shown, or has no number, stands at the edge."""
+        losses = [min(trial.loss, high) if trial.loss is not None else high for trial in shown]
+        measured = (objective.text(trial.loss) if trial.loss is not None else "none" for trial in shown)
+        return {
+            "type": "scatter",
+            "mode": "markers",
+            "name": label,
+            "x": [trial.values[name] for trial in shown],
+            "y": [objective.shown(loss) for loss in losses],
+            "text": [_hover(trial, f"{objective.name} {loss}") for trial, loss in zip(shown, measured, strict=True)],
+            "marker": marker,
+            "hovertemplate": "%{text}",
+        }
+
+    data = []
     for state, (label, _, color) in STATES.items():
-        shown = [(trial, loss) for trial, loss in trials if trial.state == state]
-        if not shown:
-            continue
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": label,
-                "x": [trial.values[name] for trial, _ in shown],
-                "y": [objective.shown(loss) for _, loss in shown],
-                "text": [_hover(trial, f"{objective.name} {objective.text(loss)}") for trial, loss in shown],
-                "marker": {"color": color, "size": 9},
-                "hovertemplate": "%{text}",
-            }
-        )
+        if shown := [trial for trial in trials if trial.state == state]:
+            data.append(points(shown, label, {"color": color, "size": 9}))
+    if beyond := [trial for trial in trials if trial.loss is None or trial.loss > high]:
+        ring = {"color": BEYOND, "size": 14, "symbol": "circle-open"}
+        data.append({**points(beyond, _RING, ring), "hoverinfo": "skip", "showlegend": False})
     chosen, extent = study.values[name], extent_of(study, name)
     layout = layout_of(name, objective.axis, log=extent is not None and extent.log, height=310)
     if extent is not None:
@@ -131,7 +147,7 @@ def _search(study: StudyRecord, name: str, trained: Any = None) -> dict[str, Any
         whole = {"yref": "paper", "y0": 0, "y1": 1}
         empty = {"type": "rect", "fillcolor": "rgba(128,128,128,0.15)", "line": {"width": 0}, "layer": "below"}
         layout["shapes"] = [
-            {**whole, "type": "line", "x0": chosen, "x1": chosen, "line": {"dash": "dot"}},
+            {**whole, "type": "line", "x0": chosen, "x1": chosen, "line": {"dash": "dot", "color": MARK}},
             *({**whole, **empty, "x0": low, "x1": high} for low, high in extent.untried),
         ]
         if trained is not None:

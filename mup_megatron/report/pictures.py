@@ -1,6 +1,6 @@
 """Pictures of a run.
 
-Public names: `draw_curves`, `draw_search`, `extent_of`, `marked`, `load_pyplot`, `save_figure`.
+Public names: `draw_curves`, `draw_search`, `extent_of`, `limits`, `marked`, `load_pyplot`, `save_figure`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mup_megatron.util.files import write_whole
 COLORS = ("#4878a8", "#c44e52", "#dd8452")
 """Of the target, and of the same in the parametrizations that it is compared with."""
 
-MARK = "#333333"
+MARK = "#808080"
 """Of what a ladder predicted."""
 
 STATES = {
@@ -122,7 +122,7 @@ def draw_search(run: Run) -> Path | None:
     )
     axes = grid.ravel()
     trials = [trial for trial in study.trials if trial.values]
-    low, high = _limits(trials)
+    low, high = limits(trials)
     objective = objective_of(study.objective)
     for axis, name in zip(axes, names, strict=False):
         for state, (label, marker, color) in STATES.items():
@@ -211,7 +211,7 @@ def extent_of(study: StudyRecord, name: str) -> Extent | None:
     return Extent(low=low, high=high, log=searched.log, untried=untried)
 
 
-def _limits(trials: Sequence[TrialRecord]) -> tuple[float, float]:
+def limits(trials: Sequence[TrialRecord]) -> tuple[float, float]:
     """From the best loss to the worst, or, where some are far off, to four times the distance of the median."""
     losses = sorted(trial.loss for trial in trials if trial.loss is not None)
     if not losses:

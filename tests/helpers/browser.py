@@ -63,11 +63,11 @@ def browse(page: Path, folder: Path, *options: str) -> str:
     return result.stdout
 
 
-def look(page: Path, folder: Path, script: str) -> dict[str, Any]:
-    """What a script sees on a page, and writes as JSON into an element of the id `seen`."""
+def look(page: Path, folder: Path, script: str, *options: str) -> dict[str, Any]:
+    """What a script sees on a page, and writes as JSON into an element of the id `seen`; options are chromium's."""
     probed = folder / "probed.html"
     probed.write_text(page.read_text().replace("<head>", CATCH, 1).replace("</body>", script))
-    document = browse(probed, folder, "--dump-dom")
+    document = browse(probed, folder, "--dump-dom", *options)
     found = re.search(r'<pre id="seen">(.*?)</pre>', document, re.DOTALL)
     assert found, document[-2000:]
     seen: dict[str, Any] = json.loads(html.unescape(found.group(1)))

@@ -15,9 +15,10 @@ import pytest
 
 from mup_megatron import cli
 from mup_megatron.checkpoints.run_directory import CONTROLS
-from mup_megatron.report.page import write_page
-from mup_megatron.report.run_data import Curve, Run
+from mup_megatron.report.page import _search, write_page
+from mup_megatron.report.run_data import Curve, Run, read_run
 from mup_megatron.report.summary import ended_lower
+from mup_megatron.tuning.record import StudyRecord
 from tests.helpers.browser import browse, look, measure, needs_browser
 from tests.helpers.commands import metrics
 
@@ -51,8 +52,11 @@ def test_the_page_in_a_browser(whole: Path, tmp_path: Path, capsys: pytest.Captu
     assert seen["errors"] == []
     assert seen["fetched"] == 0
     record = json.loads((whole / "run" / "transfer.json").read_text())
-    trials = [trial for trial in record["study"]["trials"] if trial["loss"] is not None]
-    assert seen["marks"]["search-lr"] == seen["marks"]["search-output_multiplier"] == len(trials)
+    trials = [trial for trial in record["study"]["trials"] if trial["values"]]
+    losses = sorted(trial["loss"] for trial in trials if trial["loss"] is not None)
+    edge = losses[0] + 4 * (losses[len(losses) // 2] - losses[0])  # what is worse stands there, in a ring
+    ringed = [trial for trial in trials if trial["loss"] is None or trial["loss"] > edge]
+    assert seen["marks"]["search-lr"] == seen["marks"]["search-output_multiplier"] == len(trials) + len(ringed)
     curves = [metrics(whole / "run" / folder) for folder in (".", *CONTROLS)]
     assert seen["marks"]["curves"] == sum("eval_loss" in line for curve in curves for line in curve)
     assert seen["lines"] == 6  # training and evaluation of each
@@ -61,6 +65,61 @@ def test_the_page_in_a_browser(whole: Path, tmp_path: Path, capsys: pytest.Captu
     assert f"lr {first['values']['lr']:.4g}" in seen["hover"]
     browse(page, tmp_path, f"--screenshot={tmp_path / 'page.png'}")
     assert (tmp_path / "page.png").stat().st_size > 50_000
+
+
+def test_a_trial_beyond_the_picture_stands_in_a_ring(whole: Path) -> None:
+    """One that is far worse stands at the edge, and one without a loss; what was measured is said where one points."""
+    record = read_run(whole / "run").record
+    assert record is not None
+    data = record.study.model_dump()
+    worse, lost, *_ = (trial for trial in data["trials"] if trial["values"])
+    worse["loss"] = 99.0
+    lost |= {"loss": None, "state": "diverged"}
+    *others, ring = _search(StudyRecord.model_validate(data), "lr")["data"]
+    assert ring["name"] == "worse than is shown"
+    assert sorted(ring["x"]) == sorted(trial["values"]["lr"] for trial in (worse, lost))
+    heights = [height for each in others for height in each["y"]]
+    assert ring["y"] == [max(heights)] * 2 != [99.0] * 2
+    assert any("loss 99.0" in text for each in others for text in each["text"])
+
+
+# The colors of what is drawn beside the page's, as brightness by W3C's formula (WCAG 2.2, relative luminance).
+DARK = """
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const light = (color) => { const [r, g, b] = color.match(/[\\d.]+/g).map((c) => { c /= 255;
+    return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const page = light(getComputedStyle(document.body).backgroundColor);
+  const contrast = (color) => { const x = light(color);
+    return (Math.max(x, page) + 0.05) / (Math.min(x, page) + 0.05); };
+  const lines = [...document.querySelectorAll("#search-lr .shapelayer path")].map((e) => getComputedStyle(e))
+    .filter((style) => style.strokeWidth !== "0px").map((style) => contrast(style.stroke));
+  const text = contrast(getComputedStyle(document.querySelector("p")).color);
+  const seen = document.createElement("pre");
+  seen.id = "seen";
+  seen.textContent = JSON.stringify({page, text, lines});
+  document.body.appendChild(seen);
+}, 800));
+</script></body>"""
+
+
+@needs_browser
+def test_it_is_readable_in_the_dark(whole: Path, tmp_path: Path) -> None:
+    """Text has a contrast of 7 at least, lines of pictures 3 (WCAG 2.2, 1.4.6 and 1.4.11); by day too."""
+    page = write_page(whole / "run")
+    for options, dark in (((), False), (("--blink-settings=preferredColorScheme=0",), True)):
+        seen = look(page, tmp_path, DARK, *options)
+        assert (seen["page"] < 0.05) == dark
+        assert seen["text"] >= 7
+        assert seen["lines"]
+        assert min(seen["lines"]) >= 3
+
+
+@needs_browser
+def test_it_can_be_printed(whole: Path, tmp_path: Path) -> None:
+    browse(write_page(whole / "run"), tmp_path, f"--print-to-pdf={tmp_path / 'page.pdf'}")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "page.pdf").stat().st_size > 50_000
 
 
 @needs_browser

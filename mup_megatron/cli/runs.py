@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,8 +68,17 @@ def explain(
     notebook: Annotated[
         str | None, typer.Option(metavar="FILE.ipynb", help="Write a notebook with that page in it, instead.")
     ] = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="List what the config leaves at its default, with the values, instead.")
+    ] = False,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
+    if defaults:
+        from mup_megatron.config.reference import left_at_default
+
+        left = left_at_default(read_config(config, overrides))
+        show(left, as_json, [f"{key}: {json.dumps(value)}" for key, value in left.items()])
+        return
     setup = laid_out(config, overrides, world_size)
     settings, layout = setup.config, setup.layout
     if rank >= layout.world_size:

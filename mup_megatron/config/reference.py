@@ -1,7 +1,7 @@
 """What the schema says of every key, for people and editors: `mup-megatron config`, docs/reports/config.md, a schema.
 
-Public names: `Key`, `described`, `find`, `START`, `markdown`, `json_schema`, `schema_text`, `write_files`. As a program
-it writes docs/reports/config.md and configs/mup-megatron.schema.json of a checkout anew.
+Public names: `Key`, `described`, `left_at_default`, `find`, `START`, `markdown`, `json_schema`, `schema_text`,
+`write_files`. As a program it writes docs/reports/config.md and configs/mup-megatron.schema.json of a checkout anew.
 """
 
 from __future__ import annotations
@@ -80,6 +80,24 @@ def described(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[K
         if inner is not None:
             named = f".{_ANY_NAME}." if _is_named(field) else "."
             yield from described(inner, f"{path}{named}")
+
+
+def left_at_default(config: Config) -> dict[str, Any]:
+    """Every key that neither the file nor the command line gave, with its value as JSON has it, by dotted name.
+
+    Sections that are not there have none, and neither have names that a config chooses (`hparams.per_tensor`).
+    """
+    return dict(_left(config, ""))
+
+
+def _left(section: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
+    values = section.model_dump(mode="json")
+    for name in type(section).model_fields:
+        inner = getattr(section, name)
+        if isinstance(inner, BaseModel):
+            yield from _left(inner, f"{prefix}{name}.")
+        elif name not in section.model_fields_set:
+            yield f"{prefix}{name}", values[name]
 
 
 def find(path: str) -> list[Key]:

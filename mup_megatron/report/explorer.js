@@ -110,7 +110,7 @@ function cell(index, quantity) {
 // The rule of one number: what the code's own table of formulas says, and what it comes to here.
 function rule(tensor, quantity) {
   const said = DATA.rules[quantity][tensor.update_rule] ?? DATA.rules[quantity][""];
-  return said ? `${SIGNS[quantity]} · ${said.multiplier}   (formulas.${said.function})` : "";
+  return said ? `${SIGNS[quantity]} · ${said.multiplier}   (${said.source}; formulas.${said.function})` : "";
 }
 
 function powersInWords(tensor, quantity) {

@@ -29,6 +29,7 @@ _NAMES = {
     "standard": "standard: one init std, one rate",
     "fan_in": "1/sqrt(fan-in) init, one rate",
     "one_ratio": "megatron-core's MuP: one ratio, hidden size / base hidden size",
+    "ntk": "neural tangent",
 }
 _FORWARD = {
     "embedding": "embedding's output",
@@ -147,8 +148,9 @@ def _line(lines: dict[str, dict[str, str]], begin: str) -> dict[str, str]:
 
 def _lines() -> list[tuple[str, dict[str, str]]]:
     """The rows of the table at the head of formulas.py."""
-    rows = re.findall(r"^\| (.+?) +\| (.+?) +\| `(\w+)` +\|$", formulas.__doc__ or "", re.MULTILINE)
-    return [(quantity, {"multiplier": multiplier, "function": function}) for quantity, multiplier, function in rows]
+    rows = re.findall(r"^\| (.+?) +\| (.+?) +\| `(\w+)` +\| (.+?) +\|$", formulas.__doc__ or "", re.MULTILINE)
+    names = ("multiplier", "function", "source")
+    return [(quantity, dict(zip(names, said, strict=True))) for quantity, *said in rows]
 
 
 def _sources() -> str:

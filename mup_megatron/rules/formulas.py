@@ -4,27 +4,29 @@
     A             width-dependent part of the forward multiplier that the layer applies (1 unless stated)
     g             whether the tensor is output-like: its fan-in grows and its fan-out is fixed
 
-| quantity                                  | multiplier on the base value      | function             |
-| ----------------------------------------- | --------------------------------- | -------------------- |
-| init standard deviation                   | (1/A) m_in^-1/2, with g (1/A)/m_in | `init_std`           |
-| learning rate, Adam, AdamW, Lion          | 1 / (A m_in)                      | `learning_rate`      |
-| learning rate, SGD                        | m_out / (A² m_in)                 | `learning_rate`      |
-| learning rate, Muon, SOAP (spectral norm) | (m_out/m_in)^1/2 / A              | `learning_rate`      |
-| Adam's epsilon (added to sqrt(v))         | A / m_out                         | `epsilon`            |
-| SOAP's epsilon, in its eigenbasis         | A (m_in/m_out)^1/2                | `basis_epsilon`      |
-| decoupled weight decay, p = 1, 1/2, 0 for `independent`, `sqrt`, `coupled` | (rate's multiplier)^-p | `weight_decay` |
-| weight in the invariant gradient norm     | m_out / (A² m_in)                 | `gradient_norm`      |
-| all of Adam's, over batch and tokens      | powers of their ratios            | `horizon_factors`    |
-| experts and router, more experts          | m_out counts all experts' rows    | `of_experts`         |
-| readout's output, A                       | 1 / m_in                          | `readout_multiplier` |
-| attention logits                          | sqrt(d_base) / d                  | `softmax_scale`      |
-| `ntk`: logits and epsilon, rate           | m^1/2, m^-1/2 (SGD 1/m)           | `kernel_factors`     |
-| residual branches, rate and epsilon in them, over depth | m_L^-α, m_L^(α-1), m_L^-α | `depth_factors`  |
+| quantity                               | multiplier on the base value       | function             | source         |
+| -------------------------------------- | ---------------------------------- | -------------------- | -------------- |
+| init standard deviation                | (1/A) m_in^-1/2, with g (1/A)/m_in | `init_std`           | TP V, table 8  |
+| learning rate, Adam, AdamW, Lion       | 1 / (A m_in)                       | `learning_rate`      | TP V, table 8  |
+| learning rate, SGD                     | m_out / (A² m_in)                  | `learning_rate`      | TP V, table 8  |
+| learning rate, Muon, SOAP              | (m_out/m_in)^1/2 / A               | `learning_rate`      | 2310.17813     |
+| Adam's epsilon (added to sqrt(v))      | A / m_out                          | `epsilon`            | 2407.05872     |
+| SOAP's epsilon, in its eigenbasis      | A (m_in/m_out)^1/2                 | `basis_epsilon`      | derived        |
+| decoupled weight decay, by its rule    | (rate's multiplier)^-p             | `weight_decay`       | 2405.13698     |
+| weight in the invariant gradient norm  | m_out / (A² m_in)                  | `gradient_norm`      | derived        |
+| all of Adam's, over batch and tokens   | powers of their ratios             | `horizon_factors`    | 2205.10287     |
+| experts and router, more experts       | m_out counts all experts' rows     | `of_experts`         | 2601.20205     |
+| readout's output, A                    | 1 / m_in                           | `readout_multiplier` | TP V, table 8  |
+| attention logits                       | sqrt(d_base) / d                   | `softmax_scale`      | TP V, def. 4.1 |
+| over depth: branches, rate and epsilon | m_L^-α, m_L^(α-1), m_L^-α          | `depth_factors`      | 2505.01618     |
+| `ntk`: logits and epsilon, rate        | m^1/2, m^-1/2 (SGD 1/m)            | `kernel_factors`     | 2308.01814     |
+
+p is 1, 1/2, 0 for a decay that is `independent`, `sqrt`, `coupled`. TP V: Tensor Programs V; numbers are arXiv's.
 
 Sources: Tensor Programs V (arXiv 2203.03466), Table 8 and appendices B and D; the spectral condition (2310.17813) for
 Muon; Qiu et al. (2512.05620) for SOAP; Everett et al. (2407.05872) for epsilon; Wang & Aitchison (2405.13698) for
 weight decay; CompleteP (2505.01618) for depth; Malladi et al. (2205.10287) for batch; Bjorck et al. (2409.19913) for
-tokens; Jiang et al. (2601.20205) for experts; Yang & Littwin (2308.01814) for `ntk`.
+tokens; Jiang et al. (2601.20205) for experts; Yang & Littwin (2308.01814) for ntk.
 
 Ratios are exact fractions, so that equal multipliers are equal to the last bit and a model at its base shape is
 Megatron's own. This module imports neither torch, nor megatron-core, nor DeepSpeed.

@@ -269,3 +269,18 @@ def test_the_json_schema_knows_what_is_required() -> None:
     assert ".model.hidden_size: missing" in missing
     assert not [problem for problem in missing if "normalization" in problem]  # the architecture tells it
     assert Config.model_fields["run"].is_required()
+
+
+def test_what_is_left_at_its_default(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All that neither the file nor the command line gives, and nothing else."""
+    path = repository / "configs" / "demo.yaml"
+    given = parse_yaml(path.read_text(), "demo")
+    words = ["explain", str(path), "--defaults", "--json"]
+    assert cli.run(words) == 0
+    left = json.loads(capsys.readouterr().out)
+    assert not [key for section, keys in given.items() for key in keys or () if f"{section}.{key}" in left]
+    assert left["training.lr_warmup_init"] == 0.0
+    assert cli.run([*words, "training.lr_warmup_init=1e-6"]) == 0
+    assert left.keys() - json.loads(capsys.readouterr().out).keys() == {"training.lr_warmup_init"}
+    assert cli.run(words[:-1]) == 0
+    assert "training.lr_warmup_init: 0.0\n" in capsys.readouterr().out

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from mup_megatron import cli
 from mup_megatron.config import Config, derive
+from mup_megatron.config.training import ParametrizationSection
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
-from mup_megatron.report.explorer import RULES, explorer_page
+from mup_megatron.report.explorer import _NAMES, RULES, explorer_page
 from mup_megatron.rules import formulas
 from mup_megatron.rules.laws import Laws
 from mup_megatron.rules.measured_laws import laws_of
@@ -23,8 +25,12 @@ from tests.helpers.browser import look, measure, needs_browser
 from tests.helpers.configs import MIXED, VOCABULARY, make
 from tests.rules.test_laws import CONFIGS, FACTORS, heads_under_muon
 
-COMMAND = "explain configs/qwen3/30b-a3b.yaml --html docs/examples/explain.html"
-"""How the committed page is made."""
+COMMAND = (
+    "explain configs/qwen3/30b-a3b.yaml base.num_query_groups=2 base.num_layers=48 parametrization.depth=completep "
+    "base.num_moe_experts=64 parametrization.experts=any_share parametrization.batch=power:0.5 "
+    "parametrization.tokens=power:-0.32 --html docs/examples/explain.html"
+)
+"""How the committed page is made: everything that may grow does, and batch and tokens have a rule."""
 
 SEEN = """
   const seen = document.createElement("pre");
@@ -151,6 +157,8 @@ def test_the_rules_are_the_formulas_own() -> None:
         for begin in of.values():
             (line,) = [line for line in lines if line.startswith(f"| {begin}")]
             assert hasattr(formulas, line.split("`")[-2])
+            assert re.search(r"\| (TP V, .+|\d{4}\.\d{5}|derived) +\|$", line), line
+    assert _NAMES.keys() == set(get_args(ParametrizationSection.model_fields["name"].annotation))
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

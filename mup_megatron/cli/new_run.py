@@ -113,7 +113,7 @@ _CONFIG = """\
 # yaml-language-server: $schema={schema}
 # The keys with a comment behind them are those to think about first: mup-megatron config --start
 # The others follow from them, or are good to begin with. What a key does: mup-megatron config KEY
-run: {{name: {target.name}, dir: runs/{target.name}}}
+run: {{name: {target.name}, dir: runs/{target.name}, samples: [The]}}
 
 model:
   architecture: {target.architecture:<21} # {about[model.architecture]}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mup_megatron import cli
+from mup_megatron.checkpoints.checkpoint import SAMPLES
 from mup_megatron.checkpoints.run_directory import CONTROLS
 from mup_megatron.report.page import _search, write_page
 from mup_megatron.report.run_data import Curve, Run, read_run
@@ -169,6 +170,20 @@ def test_the_first_lines(whole: Path, tmp_path: Path) -> None:
     assert re.search(r"Tuned on \d{4}-\d\d-\d\d; page of \d{4}-\d\d-\d\d; .*megatron-core \d", text)
     for word in ("interior", "standard", "nats per token"):
         assert f"<dt>{word}</dt>" in text
+
+
+def test_what_it_wrote_is_shown(whole: Path, tmp_path: Path) -> None:
+    """Of the last evaluation alone; no run without prompts has that part."""
+    heading = "What it wrote at step"
+    assert heading not in write_page(whole / "run").read_text()
+    other = shutil.copytree(whole / "run", tmp_path / "run")
+    written = [{"step": step, "prompt": "if a <", "text": f"b{step}: return"} for step in (4, 8)]
+    (other / SAMPLES).write_text("".join(json.dumps(each) + "\n" for each in written))
+    text = html.unescape(write_page(other).read_text())
+    assert f"<h2>{heading} 8</h2>" in text
+    assert "if a <" in text
+    assert "b8: return" in text
+    assert "b4: return" not in text
 
 
 def test_a_part_that_the_model_does_not_have_is_not_shown(whole: Path, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="Of each measurement.")
     asked, busy = parser.parse_args(), wait_for_quiet()
     rows = compare(["journal", *asked.storage], _PROCESSES, asked.seconds)
-    result = {"machine": machine(), "busy_before": busy, "reports_per_trial": _REPORTS, "rows": rows}
+    result: dict[str, Any] = {"machine": machine(), "busy_before": busy, "reports_per_trial": _REPORTS, "rows": rows}
     path = RESULTS / "journal" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

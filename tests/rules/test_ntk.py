@@ -99,6 +99,7 @@ def test_it_is_mup_with_three_other_values(ranks: Ranks, optimizer: str) -> None
         assert losses(ranks, derive(mup, without)) != pytest.approx(found, rel=1e-6), left_out
 
 
+@pytest.mark.slow
 def test_features_do_not_move(ranks: Ranks) -> None:
     """Over widths 32 to 512 features change as width^-1/2, in µP they keep their change; logits change as in µP.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.evidence.records import Rows, record
 
-BEFORE = "forecast/before.json"
+BEFORE, AFTER = "forecast/before.json", "forecast/after.json"
 
 
 def next_loss(losses: Sequence[float]) -> tuple[float, float]:
@@ -79,3 +79,42 @@ def said_of_forecast() -> str:
         f"cost at most {100 * bounds['cost']:g} % of the lowest loss. Beside what a seed does to all widths alike, a "
         f"loss scatters by {noise(found):.4f} nats."
     )
+
+
+def _outcome() -> tuple[float, float, float, float]:
+    """Of the widest run: the kept rate's loss less the forecast, half of the interval, octaves off, and the cost."""
+    before, after = record(BEFORE), record(AFTER)
+    rate = _kept(before)[0]
+    row = after["lines"]["mup"]["rows"][-1]
+    loss, (said, half) = row["losses"][after["values"].index(rate)][0], told(before)
+    vertex = before["lines"]["mup"]["rows"][-1]["minimum"]["value"]
+    found = row["minimum"]["value"]
+    away = math.log2(found / vertex) if found else math.inf
+    return loss - said, half, away, loss / row["minimum"]["loss"] - 1
+
+
+def _holds() -> list[bool]:
+    """Whether the loss is in its interval, the best rate near enough, and the kept rate cheap enough."""
+    off, half, away, cost = _outcome()
+    bounds = record(BEFORE)["bounds"]
+    return [abs(off) <= half, abs(away) <= bounds["octaves"], cost <= bounds["cost"]]
+
+
+def said_of_outcome() -> str:
+    """What came of it."""
+    off, half, away, cost = _outcome()
+    after = record(AFTER)
+    size, loss = after["sizes"][-1]["size"], told(record(BEFORE))[0]
+    held = ["held" if each else "did not hold" for each in _holds()]
+    where = f"{away:+.2f} octaves from the vertex that was told" if math.isfinite(away) else "beyond what was tried"
+    ended = f"{loss + off:.3f} nats, {off:+.3f} from the forecast ({100 * off / loss:+.2f} %"
+    return (
+        f"At {size} the kept rate ended at {ended}; its interval was ± {half:.3f}): it {held[0]}. The best rate is "
+        f"{where}: that {held[1]}. The kept rate costs {100 * cost:.2f} % of the lowest loss that was tried: that "
+        f"{held[2]}."
+    )
+
+
+def verdict() -> str:
+    """Of the claim, from the three."""
+    return "**passed**" if all(_holds()) else f"**failed**: {sum(_holds())} of 3 parts held"

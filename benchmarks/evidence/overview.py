@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import searches, width
+from benchmarks.evidence import forecast, searches, width
 from benchmarks.evidence.records import (
     LINES,
     Rows,
@@ -93,6 +93,18 @@ def _published() -> str:
     )
 
 
+def _kept_against_tuned() -> str:
+    """What µP's kept rate gives at the largest width, and the best of all rates there in the others."""
+    found = record(width.FAIR)
+    rows = {name: line["rows"] for name, line in found["lines"].items()}
+    kept = rows["mup"][-1]["losses"][found["values"].index(rows["mup"][0]["minimum"]["tried"])][0]
+    tuned = {name: each[-1]["minimum"]["loss"] for name, each in rows.items() if name != "mup"}
+    word = "passed" if all(kept < loss for loss in tuned.values()) else "failed"
+    told = " and ".join(f"{loss:.2f} ({LINES[name]})" for name, loss in tuned.items())
+    tried = f"each the best of {len(found['values'])} rates there (the rate alone was tuned)"
+    return f"**{word}**: {kept:.2f} nats against {told}, {tried}"
+
+
 def _better() -> str:
     """The command's verdict counts three figures; of all there are more."""
     worse = searches.compared_quality()[1]
@@ -111,6 +123,9 @@ CLAIMS = (
           path=width.ENGLISH),
     Claim(what="The same, where the embedding has a rate of its own", whose="this project", page="width.md",
           path=width.APART),
+    Claim(what="128 to 1,024 tell the loss and the best rate of 2,048", whose="this project, before its runs",
+          page="forecast.md", path=forecast.AFTER, said=forecast.verdict),
+    Claim(what="The same from 512 to 2,048", whose="this project", page="forecast.md", path=forecast.AFTER),
     Claim(what="The best rate of hidden size 32 is that of 256", whose=f"{_PAPER}, figure 1", page="width.md",
           path="stability-lr-width/lr-width.json"),
     Claim(what="The best rate of hidden size 64 is that of 512", whose=f"{_PAPER}, figure 1",
@@ -119,6 +134,9 @@ CLAIMS = (
           page="width.md#against-a-fair-baseline", path="stability-fan-in/lr-width.json", line="fan_in"),
     Claim(what="One rate serves every width with one initial deviation", whose="Megatron's defaults",
           page="width.md#against-a-fair-baseline", path="stability-fan-in/lr-width.json", line="standard"),
+    Claim(what="µP at a kept rate ends lower than what is tuned at the target (\"µP transfers but loses\")",
+          whose="nanochat issue 644, mamba.py issue 48", page="width.md#against-a-fair-baseline", path=width.FAIR,
+          said=_kept_against_tuned),
     Claim(what="The best rate stays over width, for BERT", whose=_PAPER, page="bert.md", path="bert/lr-width.json"),
     Claim(what="The best rate stays over width, for an MLP", whose=f"{_PAPER}, figure 2", page="images.md",
           path="images/mlp.json"),

@@ -56,6 +56,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "does-it-stay": width.does_it_stay,
     "forecast": forecast.forecast,
     "said-of-forecast": forecast.said_of_forecast,
+    "said-of-outcome": forecast.said_of_outcome,
     "rates-bert": partial(width.rates, "bert/lr-width.json"),
     "said-of-bert": width.said_of_bert,
     "others": width.others,

@@ -17,7 +17,7 @@ from mup_megatron.util.provenance import KEYS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence"
 
-LINES = {"mup": "µP", "standard": "standard", "fan_in": "1/sqrt(fan-in)"}
+LINES = {"mup": "µP", "standard": "standard", "fan_in": "1/sqrt(fan-in)", "one_ratio": "one ratio"}
 """Parametrizations, as the tables' heads name them."""
 MODELS = {"mlp": "MLP", "resnet": "ResNet"}
 """Of docs/examples/images.py."""
@@ -89,6 +89,8 @@ def asked(found: Mapping[str, Any]) -> str:
     if "curves" in found:
         large, small = (found[name]["model"]["hidden_size"] for name in ("config", "small"))
         return f"reverse transfer, hidden size {large} by {small}"
+    if "kernels" in found:
+        return f"features and losses over width, {span(found)}"
     if "runs" in found:
         return "transferred values against defaults"
     if "rungs" in found:

@@ -28,6 +28,8 @@ FAIR = "stability-fan-in/lr-width.json"
 ENGLISH = "stability-english/lr-width.json"
 APART = "stability-english-embedding/lr-width.json"
 FAR = "stability-lr-width-512/lr-width.json"
+WIDEST = "forecast/after.json"
+ONE_RATIO = "mixed-growth/one-ratio.json"
 LAWS = {
     "one rate, natural text": ENGLISH,
     "the embedding's rate × 8": APART,
@@ -191,7 +193,7 @@ def said_of_512() -> str:
 def does_it_stay() -> str:
     """What docs/verification.md tells of stable optima."""
     found, main, far = record(FAIR), record(MAIN), record(FAR)
-    rows = {name: row_of(found, 32, name) for name in LINES}
+    rows = {name: row_of(found, 32, name) for name in found["lines"]}
     tried = {name: cost(row) for name, row in rows.items()}
     fitted = {name: cost_of_fitted(found, row, name) for name, row in rows.items()}
     moves = {name: f"{row['drift']['octaves']:.2f}" for name, row in rows.items()}
@@ -208,7 +210,8 @@ def does_it_stay() -> str:
         f"{fitted['mup']}, {fitted['standard']} and {fitted['fan_in']}. In the two others the optimum moves by "
         f"{moves['standard']} and {moves['fan_in']} octaves. On natural text, from a base of 128 to 1,024, µP's moves "
         f"by {octaves(one)}, and the best tried rate of 128 costs {cost(one)}; with a rate of the embedding's own it "
-        f"is {octaves(apart)} and {cost(apart)}."
+        f"is {octaves(apart)} and {cost(apart)}, and from 512 to 2,048 {octaves(row_of(record(WIDEST), 512))} "
+        f"({own(record(WIDEST)['lines']['mup'])})."
     )
 
 
@@ -273,6 +276,26 @@ def said_of_mixed() -> str:
             f"`{takes}`."
         )
     return f"From 32, where the small model's own drift is enough to fail, {passed} of 4 pass. {' '.join(said)}"
+
+
+def said_of_one_ratio() -> str:
+    """What the rate that is best at the base gives at the largest width, by one ratio and by a ratio per tensor."""
+    found = record(ONE_RATIO)
+    rate = row_of(found, found["sizes"][0]["size"])["minimum"]["tried"]
+    place, last = found["values"].index(rate), found["sizes"][-1]["size"]
+    at_rate = {name: row_of(found, last, name)["losses"][place] for name in ("mup", "one_ratio")}
+    away = [theirs - ours for ours, theirs in zip(at_rate["mup"], at_rate["one_ratio"], strict=True)]
+    error = statistics.stdev(away) / math.sqrt(len(away))
+    ends = {name: row_of(found, last, name)["minimum"]["loss"] for name in at_rate}
+    moves = {name: octaves(row_of(found, found["sizes"][0]["size"], name)) for name in at_rate}
+    told = "more than" if statistics.fmean(away) > 2 * error else "no more than the noise above"
+    mean = statistics.fmean(away)
+    return (
+        f"At {last} the rate {rate:g}, the best tried one of the base, gives {mean:+.3f} ± {error:.3f} nats by one "
+        f"ratio, {told} by a ratio per tensor (mean and standard error of the seeds). Each at its own best rate, one "
+        f"ratio ends at {ends['one_ratio']:.3f}, a ratio per tensor at {ends['mup']:.3f}. The best rate moves by "
+        f"{moves['one_ratio']} octaves by one ratio, by {moves['mup']} by a ratio per tensor."
+    )
 
 
 def gains() -> Rows:

@@ -120,7 +120,7 @@ def test_a_size_is_moved(tmp_path: Path) -> None:
     assert eps.split() == ["6.667e-9", "×0.6667", "1e-8"]
     assert decay.split() == ["0.5", "×5", "0.1"]
     assert multiplier == "1"
-    assert seen["result"]["hover"].startswith("η · 1 / (A m_in)   (formulas.learning_rate)")
+    assert seen["result"]["hover"].startswith("η · 1 / (A m_in)   (TP V, table 8; formulas.learning_rate)")
     assert "goes as ffn_hidden_size^-1" in seen["result"]["chosen"]
     assert (
         "megatron-core's MuP: one ratio, hidden size / base hidden size\t0.005333\tgoes as hidden_size^-1"

@@ -260,8 +260,8 @@ MUTANTS = (
         "table: Muon takes embeddings",
         "an embedding's rate is Muon's",
         "rules.apply.Rules._rule_of",
-        "spec.is_lookup",
-        "False",
+        "_is_product(spec)",
+        "not spec.readout",
         f"{_TABLE}::test_muon",
     ),
     mutant(

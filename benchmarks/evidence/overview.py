@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import forecast, searches, width
+from benchmarks.evidence import forecast, limit, searches, width
 from benchmarks.evidence.records import (
     LINES,
     Rows,
@@ -191,6 +191,8 @@ CLAIMS = (
     Claim(what="TPE with halving on a proxy ends as low as random search on the target, on code",
           whose="this project's configs", page="tuning-cost.md#against-tuning-the-target-directly",
           path=searches.TARGET, said=partial(_as_low, searches.TARGET)),
+    Claim(what="In µP alone do features move at infinite width, and have a limit", whose="Tensor Programs IV",
+          page="limit.md", path=limit.PATH, said=limit.only_mup),
     Claim(what="A rate that is too high for a large model is too high for the reversed one",
           whose=f"{_PAPER}, appendix I", page="reverse.md", path="reverse/reverse.json", said=_same_order),
     Claim(what="A fitted law tells rate and loss of a larger rung", whose="this project", page="ladder.md",

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.evidence import coordinates, forecast, growth, overview, records, searches, width
+from benchmarks.evidence import coordinates, forecast, growth, limit, overview, records, searches, width
 from benchmarks.evidence.records import Rows
 
 _PART = re.compile(r"(<!-- made: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -54,6 +54,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "rates-512": partial(width.rates, width.FAR),
     "said-of-512": width.said_of_512,
     "does-it-stay": width.does_it_stay,
+    "limit": limit.limit,
+    "said-of-limit": limit.said_of_limit,
     "forecast": forecast.forecast,
     "said-of-forecast": forecast.said_of_forecast,
     "said-of-outcome": forecast.said_of_outcome,

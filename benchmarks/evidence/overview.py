@@ -105,6 +105,13 @@ def _kept_against_tuned() -> str:
     return f"**{word}**: {kept:.2f} nats against {told}, {tried}"
 
 
+def _per_tensor(path: str) -> str:
+    """Which ends lower at the largest width, each at its best tried rate."""
+    ends = {name: line["rows"][-1]["minimum"]["loss"] for name, line in record(path)["lines"].items()}
+    word = "passed" if ends["mup"] < ends["one_ratio"] else "failed"
+    return f"**{word}**: {ends['mup']:.2f} nats against {ends['one_ratio']:.2f}, each at its best rate"
+
+
 def _better() -> str:
     """The command's verdict counts three figures; of all there are more."""
     worse = searches.compared_quality()[1]
@@ -150,6 +157,9 @@ CLAIMS = (
           path="mixed-growth/kv-output_like.json"),
     Claim(what="The best rate stays where the FFN is fixed", whose="this project", page="mixed-growth.md",
           path="mixed-growth/ffn-hidden_like.json"),
+    *(Claim(what=f"A ratio per tensor ends lower than one ratio, the FFN fixed (`{rule}`)", whose="this project",
+            page="mixed-growth.md#against-one-ratio", path=path, said=partial(_per_tensor, path))
+      for rule, path in width.ONE_RATIO.items()),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="CompleteP (Dey et al.)", page="depth.md",
           path="stability-depth/256-completep.json"),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="Depth-µP (Tensor Programs VI)",

@@ -64,6 +64,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "others": width.others,
     "mixed-growth": width.mixed,
     "said-of-mixed": width.said_of_mixed,
+    "rates-one-ratio": partial(width.rates, width.ONE_RATIO["auto"]),
+    "said-of-one-ratio": width.said_of_one_ratio,
     "norm-gains": width.gains,
     "said-of-gains": width.said_of_gains,
     "clip-norm": width.clipping,

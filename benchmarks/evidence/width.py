@@ -29,7 +29,7 @@ ENGLISH = "stability-english/lr-width.json"
 APART = "stability-english-embedding/lr-width.json"
 FAR = "stability-lr-width-512/lr-width.json"
 WIDEST = "forecast/after.json"
-ONE_RATIO = "mixed-growth/one-ratio.json"
+ONE_RATIO = {"auto": "mixed-growth/one-ratio.json", "output_like": "mixed-growth/one-ratio-output_like.json"}
 LAWS = {
     "one rate, natural text": ENGLISH,
     "the embedding's rate × 8": APART,
@@ -280,22 +280,21 @@ def said_of_mixed() -> str:
 
 def said_of_one_ratio() -> str:
     """What the rate that is best at the base gives at the largest width, by one ratio and by a ratio per tensor."""
-    found = record(ONE_RATIO)
-    rate = row_of(found, found["sizes"][0]["size"])["minimum"]["tried"]
-    place, last = found["values"].index(rate), found["sizes"][-1]["size"]
-    at_rate = {name: row_of(found, last, name)["losses"][place] for name in ("mup", "one_ratio")}
-    away = [theirs - ours for ours, theirs in zip(at_rate["mup"], at_rate["one_ratio"], strict=True)]
-    error = statistics.stdev(away) / math.sqrt(len(away))
-    ends = {name: row_of(found, last, name)["minimum"]["loss"] for name in at_rate}
-    moves = {name: octaves(row_of(found, found["sizes"][0]["size"], name)) for name in at_rate}
-    told = "more than" if statistics.fmean(away) > 2 * error else "no more than the noise above"
-    mean = statistics.fmean(away)
-    return (
-        f"At {last} the rate {rate:g}, the best tried one of the base, gives {mean:+.3f} ± {error:.3f} nats by one "
-        f"ratio, {told} by a ratio per tensor (mean and standard error of the seeds). Each at its own best rate, one "
-        f"ratio ends at {ends['one_ratio']:.3f}, a ratio per tensor at {ends['mup']:.3f}. The best rate moves by "
-        f"{moves['one_ratio']} octaves by one ratio, by {moves['mup']} by a ratio per tensor."
-    )
+    said = []
+    for rule, path in ONE_RATIO.items():
+        found = record(path)
+        first, last = found["sizes"][0]["size"], found["sizes"][-1]["size"]
+        rate = row_of(found, first)["minimum"]["tried"]
+        rows = {name: row_of(found, last, name) for name in ("mup", "one_ratio")}
+        kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
+        ends = {name: row["minimum"]["loss"] for name, row in rows.items()}
+        lower = "a ratio per tensor" if ends["mup"] < ends["one_ratio"] else "one ratio"
+        said.append(
+            f"With µP's fc1 by `{rule}` {lower} ends lower: at {last} {ends['one_ratio']:.3f} by one ratio and "
+            f"{ends['mup']:.3f} by a ratio per tensor, each at its best tried rate; at the best of {first} "
+            f"{kept['one_ratio']:.3f} and {kept['mup']:.3f}."
+        )
+    return " ".join(said)
 
 
 def gains() -> Rows:

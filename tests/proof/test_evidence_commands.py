@@ -26,7 +26,7 @@ from tests.helpers.links import ROOT
 # were made (`sequence_parallel: true`, which is off on one process).
 _ELSEWHERE = {"run.dir", "run.name", "data.dir", "parallel.sequence_parallel"}
 KINDS = ("stability", "coord-check", "ladder", "reverse")
-RECORDS = {path: found for path, found in records.records() if "config" in found}
+RECORDS = {path: found for path, found in records.records() if "config" in found and "kernels" not in found}
 
 
 def flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -176,6 +176,19 @@ def test_printed_searches_made_the_tables(folder: str, page: str) -> None:
         assert {name: {point[name] for point in table} for name in space} == space
         steps = tune.config.tuning.train_steps or tune.config.training.train_steps
         assert {list(point["losses"])[-1] for point in table} == {str(steps)}
+
+
+def test_the_printed_command_made_the_limit() -> None:
+    found = records.record("limit/limit.json")
+    (words,) = [each for each in commands(records.FOLDER / "limit.md") if "benchmarks.limit" in each]
+    path, *overrides = words[words.index("benchmarks.limit") + 1 : words.index("--sizes")]
+    config = flat(load_config(ROOT / path, parse_overrides(overrides)).model_dump())
+    # What the command resolves and sets itself.
+    own = _ELSEWHERE | {"training.eval_interval"} | {key for key, value in config.items() if value == "auto"}
+    held = flat(found["config"])
+    assert {key: value for key, value in config.items() if key not in own and held.get(key) != value} == {}
+    assert words[words.index("--sizes") + 1] == ",".join(str(size["factor"]) for size in found["sizes"])
+    assert words[words.index("--seeds") + 1] == str(found["seeds"])
 
 
 def test_printed_options_made_the_replays() -> None:

@@ -3,13 +3,12 @@
 Processes that train nothing do all that a tuning worker writes and reads of its trials: claim one, report four losses,
 end it (tuning/study.py), as fast as they can. One more plans trials, as the leader does. Counted are trials a second
 over all processes, at 1 to 64 of them, in the journal of a run's folder; with `--storage URL` in a database too. Writes
-results/journal/3.12.json.
+results/journal/cpu-3.12.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import tempfile
 import threading
@@ -17,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness import RESULTS, spread, wait_for_quiet
+from benchmarks.harness import RESULTS, spread, wait_for_quiet, write
 from mup_megatron.config import Config, parse_config
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.provenance import machine
@@ -121,10 +120,9 @@ def main() -> None:
     asked, busy = parser.parse_args(), wait_for_quiet()
     rows = compare(["journal", *asked.storage], _PROCESSES, asked.seconds)
     result: dict[str, Any] = {"machine": machine(), "busy_before": busy, "reports_per_trial": _REPORTS, "rows": rows}
-    path = RESULTS / "journal" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(path)
+    folder = RESULTS / "journal"
+    folder.mkdir(exist_ok=True)
+    print(write(result, folder))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,10 @@ def measure(config: Config, factors: Sequence[int], seeds: int, folder: Path) ->
         runtime.stop_distributed()
     sizes = [member.size for member in family]
     held = {
-        name: {size: [torch.load(_path(folder, name, size, number)) for number in range(seeds)] for size in sizes}
+        name: {
+            size: [torch.load(_path(folder, name, size, number), weights_only=True) for number in range(seeds)]
+            for size in sizes
+        }
         for name in LINES
     }
     return {

@@ -290,9 +290,10 @@ def said_of_one_ratio() -> str:
         ends = {name: row["minimum"]["loss"] for name, row in rows.items()}
         lower = "a ratio per tensor" if ends["mup"] < ends["one_ratio"] else "one ratio"
         said.append(
-            f"With µP's fc1 by `{rule}` {lower} ends lower: at {last} {ends['one_ratio']:.3f} by one ratio and "
-            f"{ends['mup']:.3f} by a ratio per tensor, each at its best tried rate; at the best of {first} "
-            f"{kept['one_ratio']:.3f} and {kept['mup']:.3f}."
+            f"With µP's fc1 by `{rule}` {lower} ends lower at {last}: {ends['one_ratio']:.3f} by one ratio, "
+            f"{ends['mup']:.3f} by a ratio per tensor; at the best rate of {first} {kept['one_ratio']:.3f} and "
+            f"{kept['mup']:.3f}. The best rate moves by {octaves(row_of(found, first, 'one_ratio'))} and "
+            f"{octaves(row_of(found, first))} octaves."
         )
     return " ".join(said)
 

@@ -62,14 +62,15 @@ def _check_head_size_growth(config: Config) -> None:
             )
 
 
-def _check_one_ratio(config: Config) -> None:
-    if config.parametrization.name != "one_ratio":
+def _check_of_adam(config: Config) -> None:
+    name = config.parametrization.name
+    if name not in ("one_ratio", "per_layer"):
         return
     if config.optimizer.name not in ("adam", "adamw"):
         raise config.error(
-            "optimizer.name", f"{config.optimizer.name}: parametrization.name: one_ratio is for adam; expected that"
+            "optimizer.name", f"{config.optimizer.name}: parametrization.name: {name} is for adam; expected that"
         )
-    if "hidden_size" not in config.base.sizes:
+    if name == "one_ratio" and "hidden_size" not in config.base.sizes:
         raise config.error("base.hidden_size", "missing; parametrization.name: one_ratio is its ratio")
 
 
@@ -94,5 +95,5 @@ def _check_depth(config: Config) -> None:
             )
 
 
-CHECKS = (_check_zero_init, _check_growth, _check_head_size_growth, _check_one_ratio, _check_depth)
+CHECKS = (_check_zero_init, _check_growth, _check_head_size_growth, _check_of_adam, _check_depth)
 """In this order; each takes a config and raises ConfigError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -23,14 +23,19 @@ from mup_megatron.config.section import (
 _POWER = r"^(none|fitted(:-?\d(\.\d+)?)?|power:-?\d(\.\d+)?)$"
 
 
+ParametrizationName = Literal["mup", "standard", "fan_in", "per_layer", "one_ratio", "ntk"]
+PARAMETRIZATIONS: tuple[ParametrizationName, ...] = get_args(ParametrizationName)
+
+
 class ParametrizationSection(Section):
     """Which rules hold. Section numbers are those of docs/parametrization.md."""
 
-    name: Literal["mup", "standard", "fan_in", "one_ratio", "ntk"] = "mup"
-    """`mup`, or one of four to compare it with (section 8): `standard` is Megatron's own, the same numbers at every
-    width, `fan_in` has initial values as 1/sqrt(fan-in) and one rate, `one_ratio` is megatron-core's MuP, which moves
-    every matrix by hidden size / base hidden size, `ntk` is the neural tangent parametrization, in which the features
-    of a wide model do not move. All are one model at the base."""
+    name: ParametrizationName = "mup"
+    """`mup`, or one of five to compare it with (section 8): `standard` is Megatron's own, the same numbers at every
+    width, `fan_in` has initial values as 1/sqrt(fan-in) and one rate, `per_layer` has those initial values and each
+    matrix's rate as 1/fan-in, `one_ratio` is megatron-core's MuP, which moves every matrix by hidden size / base
+    hidden size, `ntk` is the neural tangent parametrization, in which the features of a wide model do not move. All
+    are one model at the base."""
     depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
     """Rule for models of different depth (section 5): `completep` (exponent 1), `depth_mup` (1/2), an exponent between
     them, or `none`, which refuses a depth other than the base's. Unit: an exponent."""

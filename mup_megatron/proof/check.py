@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from mup_megatron.config import Config
+from mup_megatron.config import PARAMETRIZATIONS, Config
 from mup_megatron.proof.controls import Break, Control, control, interpolate
 from mup_megatron.util.errors import UserError
 
@@ -32,9 +32,7 @@ class MeasuredParametrization:
     broken: str | None = None
 
 
-_KNOWN = {
-    name: MeasuredParametrization(label=name, name=name) for name in ("mup", "standard", "fan_in", "one_ratio", "ntk")
-}
+_KNOWN = {name: MeasuredParametrization(label=name, name=name) for name in PARAMETRIZATIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,8 @@ class Check:
         growth: key of `base:` to factors of its own, instead.
         steps: optimizer steps.
         seeds: repetitions, with seeds from the config's on.
-        point: the parametrization that is judged: mup, standard, fan_in, one_ratio, ntk or interpolate:INIT,LR;
-            the config's own unless given.
+        point: the parametrization that is judged: a `parametrization.name` or interpolate:INIT,LR; the config's own
+            unless given.
         broken: a rule to take out of µP (`controls.CONTROLS`), in the regime that excites it.
         regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
         compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.

@@ -28,6 +28,7 @@ _NAMES = {
     "mup": "µP",
     "standard": "standard: one init std, one rate",
     "fan_in": "1/sqrt(fan-in) init, one rate",
+    "per_layer": "1/sqrt(fan-in) init, a rate per layer",
     "one_ratio": "megatron-core's MuP: one ratio, hidden size / base hidden size",
     "ntk": "neural tangent",
 }

@@ -206,7 +206,9 @@ class Rules:
         elif rule == "muon" and _follows_width(config) and not spec.standard:
             lr = _muon_rate(shape) * _exact(depth.lr * kernel.lr)
         else:
-            lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
+            per_layer = config.parametrization.name == "per_layer" and not spec.standard
+            m_in = self._fan_in_of_the_product(shape) if per_layer else ratios.m_in
+            lr = formulas.learning_rate(rule, m_in=m_in, m_out=ratios.m_out, forward=ratios.forward)
             lr *= _exact(depth.lr * kernel.lr)
         eps = _epsilon(rule, ratios) * _exact(depth.eps * kernel.readout * self._horizon.eps)
         decayed = is_decayed(config, shape) and lr
@@ -252,13 +254,13 @@ class Rules:
         std = base_std(self._config, spec.init)
         if spec.standard or (self._one_ratio is not None and spec.readout):
             return std
-        if config.name == "fan_in":
+        if config.name in ("fan_in", "per_layer"):
             return std * formulas.init_std(m_in=self._fan_in_of_the_product(shape))
         output_like = self._one_ratio is None and self.is_output_like(shape, block)
         return std * formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like)
 
     def _fan_in_of_the_product(self, shape: TensorShape) -> Fraction:
-        """m_in under `fan_in`: of a head tied to the embedding it is the head's, the one product that it is part of."""
+        """m_in without multipliers: of a head tied to the embedding the head's, the one product that it is part of."""
         tied = self._config.model.share_embeddings_and_output_weights and shape.name == WORD_EMBEDDINGS
         return (shape.fan_out if tied else shape.fan_in).ratio
 

@@ -566,7 +566,7 @@ def test_the_family() -> None:
         (["--thorough", "--break", "eps"], "--thorough: judges mup"),
         (["--seeds", "0"], "--seeds: 0"),
         (["--break", "everything"], "expected one of embedding_rate"),
-        (["--parametrization", "interpolate:1"], "expected mup, standard, fan_in, one_ratio, ntk, or interpolate"),
+        (["--parametrization", "interpolate:1"], "expected mup, standard, fan_in, per_layer, one_ratio, ntk, or "),
         (["--parametrization", "standard", "--break", "eps"], "takes a rule out of mup"),
         (["optimizer.name=sgd", "--break", "eps", "--widths", "1,2"], "optimizer.name"),
     ],

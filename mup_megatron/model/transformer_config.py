@@ -15,6 +15,7 @@ from mup_megatron.config import Config, Model
 from mup_megatron.model.layers.tensor_spec import InitMethod
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.runtime import point_to_point
+from mup_megatron.parallel.upstream import importable
 from mup_megatron.rules.shapes import Init
 from mup_megatron.rules.table import ForwardMultipliers
 
@@ -31,6 +32,9 @@ YARN = (
     *("mscale_all_dim", "correction_range_round_to_int"),
 )
 """Keys of the model that are YaRN's; multi-latent attention has no `correction_range_round_to_int`."""
+
+SOFTMAX_EXTENSIONS = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
+"""What megatron-core's fused softmax imports; Apex builds them where it is asked to."""
 
 INIT_METHODS = {
     # The weights are filled by init.py; what goes into TransformerConfig only names the distribution.
@@ -76,7 +80,8 @@ def core_config(
         pipeline_dtype=dtype,
         # megatron-core's grouped experts refuse the fusion where they have biases.
         bias_dropout_fusion=fused and not (model.moe_grouped_gemm is True and model.add_bias_linear),
-        masked_softmax_fusion=fused,
+        # Of megatron-core's own attention in 16 bits; upstream looks for Apex's extensions when it computes.
+        masked_softmax_fusion=fused and all(map(importable, SOFTMAX_EXTENSIONS)),
         bias_activation_fusion=fuses_activation(model, cuda=fused),
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,

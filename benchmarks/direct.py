@@ -90,6 +90,7 @@ def measure(config: Config, factor: int, baseline: str, repetitions: int, grid: 
         "sizes": [proxy.model.hidden_size, target.model.hidden_size],
         "budgets": list(BUDGETS),
         "cost_of_a_proxy_run": cost[0] / cost[1],
+        "seeds": repetitions,
         "repetitions": found,
         **ended(outcomes),
         "config": config.model_dump(mode="json"),

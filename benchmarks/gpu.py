@@ -223,7 +223,7 @@ def check_kernels(device: torch.device) -> dict[str, Any]:
 
 def check_base(device: torch.device) -> dict[str, Any]:
     """At the base shape, from the same weights, the same losses as plain megatron-core, to the last bit."""
-    ours, theirs = _pair(device, 2, 128, 4, 64, 4, base=128)
+    ours, theirs = _pair(device, 2, 128, 4, 64, 4, base=128, core_attention="megatron")
     losses = [(ours(), theirs()) for _ in range(10)]
     runtime.stop_distributed()
     return {"passed": all(a == b for a, b in losses), "losses": losses[-1]}
@@ -351,7 +351,7 @@ def _train(
 
 
 def _pair(
-    device: torch.device, layers: int, hidden: int, heads: int, sequence: int, batch: int, base: int
+    device: torch.device, layers: int, hidden: int, heads: int, sequence: int, batch: int, base: int, **kernels: str
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """A step of ours and one of plain megatron-core, from the same weights, in the same kind of engine."""
     import deepspeed
@@ -370,6 +370,7 @@ def _pair(
             "hidden_size": hidden,
             "num_attention_heads": heads,
             "kv_channels": hidden // heads,
+            **kernels,
         },
         base={"hidden_size": base, "num_attention_heads": max(1, heads * base // hidden)},
         training={

@@ -18,7 +18,7 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mup_megatron.config import Config
-from mup_megatron.model.transformer_config import ACTIVATIONS, expert_settings
+from mup_megatron.model.transformer_config import ACTIVATIONS, expert_settings, has_fused_softmax
 from mup_megatron.parallel.layout import Layout
 
 
@@ -87,7 +87,7 @@ def plain_config(config: Config, layout: Layout, device: torch.device, **more: A
         use_cpu_initialization=not on_gpu,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu,
-        masked_softmax_fusion=on_gpu,
+        masked_softmax_fusion=on_gpu and has_fused_softmax(),
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         tensor_model_parallel_size=layout.tensor,

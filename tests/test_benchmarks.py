@@ -33,7 +33,7 @@ def test_gpu_checks_run_on_a_cpu_too(repository: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--quick"]
     subprocess.run(command, cwd=repository, check=True, capture_output=True)
     result = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(result["checks"]) == 7
+    assert len(result["checks"]) == 11
     assert all(check["passed"] for check in result["checks"].values())
 
 

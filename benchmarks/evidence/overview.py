@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import forecast, limit, searches, width
+from benchmarks.evidence import forecast, limit, searches, wide, width
 from benchmarks.evidence.records import (
     LINES,
     Rows,
@@ -14,7 +14,6 @@ from benchmarks.evidence.records import (
     judged_from,
     lacks,
     line_verdict,
-    octaves,
     record,
     records,
     seeds,
@@ -126,6 +125,21 @@ def _same_order() -> str:
 
 
 CLAIMS = (
+    Claim(what="The best rate of hidden size 256 is that of 2,048", whose=f"{_PAPER}, figure 1", page="wide.md",
+          path=wide.RATES),
+    Claim(what="The best rate of hidden size 256 is that of 4,096", whose=f"{_PAPER}, figure 1", page="wide.md",
+          path=wide.FARTHEST),
+    *(Claim(what=f"{what}, tuned at 2,048, ends lower than µP", whose=whose, page="wide.md#against-rivals",
+            path=path, said=partial(wide.is_beaten, name))
+      for name, path, what, whose in (
+          ("standard", wide.RIVALS, "One initial deviation", "Megatron's defaults"),
+          ("fan_in", wide.RIVALS, "1/sqrt(fan-in)", "torch's defaults"),
+          ("per_layer", wide.PER_LAYER, "1/sqrt(fan-in) with a rate per layer", "Everett et al."))),
+    Claim(what="One rate serves every width with a rate per layer", whose="Everett et al.",
+          page="wide.md#against-rivals", path=wide.PER_LAYER),
+    Claim(what="A proxy's values in µP end lower than a search of the target (\"µP transfers but loses\")",
+          whose="nanochat issue 644, mamba.py issue 48", page="wide.md#against-a-search-of-the-target",
+          path=wide.DIRECT, said=wide.transfers_and_loses),
     Claim(what="The best rate of hidden size 128 is that of 1,024", whose=f"{_PAPER}, figure 1", page="width.md",
           path=width.ENGLISH),
     Claim(what="The same, where the embedding has a rate of its own", whose="this project", page="width.md",
@@ -261,11 +275,8 @@ def verdicts() -> str:
     said = [verdict(each) for each in found]
     count = {word: sum(each.startswith(f"**{word}**") for each in said) for word in ("failed", "undecided", "passed")}
     whole = sum(not lacks(each) for each in found)
-    drifts = [octaves(record(path)["lines"]["mup"]["rows"][at]) for path, at in
-              (("stability-lr-width/lr-width.json", 0), ("stability-lr-width-512/lr-width.json", 1))]  # fmt: skip
     return (
         f"Of {len(found)} records {count['failed']} failed, {count['undecided']} are undecided, {count['passed']} "
         f"passed, and {len(found) - sum(count.values())} have no verdict. {whole} of them tell all of their "
-        f"provenance. In the main grid the best rate moves by {drifts[0]} octaves from hidden size 32 to 256, and by "
-        f"{drifts[1]} from 64 to 512: a proxy should be as wide as you can afford."
+        "provenance."
     )

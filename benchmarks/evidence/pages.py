@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.evidence import coordinates, forecast, growth, limit, overview, records, searches, width
+from benchmarks.evidence import coordinates, forecast, growth, limit, overview, records, searches, wide, width
 from benchmarks.evidence.records import Rows
 
 _PART = re.compile(r"(<!-- made: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -48,11 +48,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-english": width.said_of_english,
     "laws-width": partial(width.laws, width.LAWS),
     "rates": partial(width.rates, width.MAIN),
-    "said-of-rates": width.said_of_rates,
     "rates-fan-in": partial(width.rates, width.FAIR),
-    "said-of-baselines": width.said_of_baselines,
     "rates-512": partial(width.rates, width.FAR),
-    "said-of-512": width.said_of_512,
     "does-it-stay": width.does_it_stay,
     "limit": limit.limit,
     "said-of-limit": limit.said_of_limit,
@@ -66,6 +63,12 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-mixed": width.said_of_mixed,
     "rates-one-ratio": partial(width.rates, width.ONE_RATIO["auto"]),
     "said-of-one-ratio": width.said_of_one_ratio,
+    "said-of-wide": wide.said_of_rates,
+    "rates-wide": partial(width.rates, wide.RATES),
+    "rates-4096": partial(width.rates, wide.FARTHEST),
+    "rivals-wide": wide.rivals,
+    "said-of-rivals": wide.said_of_rivals,
+    "direct": wide.directly,
     "norm-gains": width.gains,
     "said-of-gains": width.said_of_gains,
     "clip-norm": width.clipping,

@@ -17,7 +17,13 @@ from mup_megatron.util.provenance import KEYS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence"
 
-LINES = {"mup": "µP", "standard": "standard", "fan_in": "1/sqrt(fan-in)", "one_ratio": "one ratio"}
+LINES = {
+    "mup": "µP",
+    "standard": "standard",
+    "fan_in": "1/sqrt(fan-in)",
+    "per_layer": "a rate per layer",
+    "one_ratio": "one ratio",
+}
 """Parametrizations, as the tables' heads name them."""
 MODELS = {"mlp": "MLP", "resnet": "ResNet"}
 """Of docs/examples/images.py."""
@@ -93,6 +99,9 @@ def asked(found: Mapping[str, Any]) -> str:
         return f"features and losses over width, {span(found)}"
     if "runs" in found:
         return "transferred values against defaults"
+    if "repetitions" in found:
+        proxy, target = found["sizes"]
+        return f"a search of hidden size {target}, by {proxy}"
     if "rungs" in found:
         least, largest = found["rungs"][0], found["rungs"][-1]
         axes = [axis for axis in ("batch", "tokens", "width") if axis in found["rate"]]

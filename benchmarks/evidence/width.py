@@ -129,7 +129,7 @@ def said_of_english() -> str:
     return (
         f"With one rate for all tensors µP {_from_128(one)}. With a rate of the embedding {factor:g} times the others' "
         f"it {_from_128(apart)}. At {largest} the second ends at {ends[1]:.3f} nats, the first at {ends[0]:.3f}; "
-        f"{_seeds_of(apart)} ran."
+        f"{seeds_of(apart)} ran."
     )
 
 
@@ -142,52 +142,9 @@ def _from_128(found: Mapping[str, Any]) -> str:
     )
 
 
-def _seeds_of(found: Mapping[str, Any]) -> str:
+def seeds_of(found: Mapping[str, Any]) -> str:
+    """How many ran, in words."""
     return "one seed" if found["seeds"] == 1 else f"{found['seeds']} seeds"
-
-
-def said_of_rates() -> str:
-    """The verdict on the main grid, and on being better when wider."""
-    found = record(MAIN)
-    line, row = found["lines"]["mup"], row_of(found, 32)
-    kept = "The same tried rate is the best at every size" if _one_rate(line) else "The best tried rate changes"
-    worse = "At some rate a" if any(line["larger_is_worse"].values()) else "At no rate is a"
-    return (
-        f"µP {own(line)}: from hidden size 32 the vertex moves by {octaves(row)} octaves, "
-        f"and the bound is {found['bounds']['octaves']:g}. {kept}, so the *tried* rate costs 256 {cost(row)}; the "
-        f"rates are an octave apart, and the *fitted* one costs {cost_of_fitted(found, row)}. {worse} size worse than "
-        "the one before by more than the noise."
-    )
-
-
-def _one_rate(line: Mapping[str, Any]) -> bool:
-    return len({row["minimum"]["tried"] for row in line["rows"]}) == 1
-
-
-def said_of_baselines() -> str:
-    """How far each optimum moves from 32, and how the two baselines end at 256."""
-    found = record(FAIR)
-    moves = {name: octaves(line["rows"][0]) for name, line in found["lines"].items()}
-    ends = {name: line["rows"][-1]["minimum"]["loss"] for name, line in found["lines"].items()}
-    order = "higher" if ends["fan_in"] > ends["standard"] else "lower"
-    return (
-        f"From 32 to 256 the optimum moves by {moves['mup']} octaves in µP, by {moves['standard']} in the standard "
-        f"parametrization, and by {moves['fan_in']} with 1/sqrt(fan-in) initial values. At 256, each at its own best "
-        f"rate, the last ends {order} than the standard one ({ends['fan_in']:.2f} against {ends['standard']:.2f}); µP "
-        f"ends at {ends['mup']:.2f}."
-    )
-
-
-def said_of_512() -> str:
-    """Judged from 64, and what it would be from 32."""
-    found = record(FAR)
-    first, second = row_of(found, 32), row_of(found, 64)
-    beyond = abs(first["drift"]["octaves"]) > max(found["bounds"]["octaves"], 2 * first["drift"]["error"])
-    return (
-        f"Judged from {found['from']} it {own(found['lines']['mup'])} ({octaves(second)} octaves to 512); from 32 it "
-        f"would have {'failed' if beyond else 'passed'} ({octaves(first)}). 64's fitted rate costs 512 "
-        f"{cost_of_fitted(found, second)} of its loss, 32's {cost_of_fitted(found, first)}."
-    )
 
 
 def does_it_stay() -> str:

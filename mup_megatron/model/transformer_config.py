@@ -1,6 +1,7 @@
 """megatron-core's TransformerConfig of a model, from the run's config, the forward multipliers and the layout.
 
-Public names: `core_config`, `expert_settings`, `fuses_activation`, `ACTIVATIONS`, `INIT_METHODS`, `YARN`.
+Public names: `core_config`, `expert_settings`, `fuses_activation`, `has_fused_softmax`, `ACTIVATIONS`, `INIT_METHODS`,
+`YARN`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ YARN = (
     *("mscale_all_dim", "correction_range_round_to_int"),
 )
 """Keys of the model that are YaRN's; multi-latent attention has no `correction_range_round_to_int`."""
-
-SOFTMAX_EXTENSIONS = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
-"""What megatron-core's fused softmax imports; Apex builds them where it is asked to."""
 
 INIT_METHODS = {
     # The weights are filled by init.py; what goes into TransformerConfig only names the distribution.
@@ -80,8 +78,7 @@ def core_config(
         pipeline_dtype=dtype,
         # megatron-core's grouped experts refuse the fusion where they have biases.
         bias_dropout_fusion=fused and not (model.moe_grouped_gemm is True and model.add_bias_linear),
-        # Of megatron-core's own attention in 16 bits; upstream looks for Apex's extensions when it computes.
-        masked_softmax_fusion=fused and all(map(importable, SOFTMAX_EXTENSIONS)),
+        masked_softmax_fusion=fused and has_fused_softmax(),
         bias_activation_fusion=fuses_activation(model, cuda=fused),
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
@@ -91,6 +88,13 @@ def core_config(
         setattr(made, name, value)
     return made
 
+
+def has_fused_softmax() -> bool:
+    """Whether Apex built what megatron-core's fused softmax imports when it computes, in 16 bits (fused_softmax.py)."""
+    return all(importable(f"{name}_cuda") for name in _SOFTMAXES)
+
+
+_SOFTMAXES = ("scaled_upper_triang_masked_softmax", "scaled_masked_softmax", "scaled_softmax")
 
 _ALIKE = (
     *("hidden_size", "num_attention_heads", "mtp_num_layers", "mtp_loss_scaling_factor", "normalization"),

@@ -27,22 +27,24 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
 
     Args:
         result: of proof.stability. `measured` names the loss where it is not the evaluation's in nats per token, `axis`
-            what the sizes are where they are no hidden sizes.
+            what the sizes are where they are no hidden sizes. A line of another result may stand among its own with
+            that one's `values` and `seeds`.
         path: of the picture.
 
     Returns:
         The same path.
     """
     pyplot = load_pyplot()
-    values, lines = result["values"], result["lines"]
-    numeric = not isinstance(values[0], str)
-    places = values if numeric else range(len(values))
+    lines = result["lines"]
     figure, panels = pyplot.subplots(
-        1, len(lines), figsize=(4.3 * len(lines), 3.7), sharey=True, squeeze=False, layout="constrained"
+        1, len(lines), figsize=(4.3 * len(lines), 3.7), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
     low, high = _limits(result)
     colors = pyplot.get_cmap("viridis")
     for panel, (name, line) in zip(panels[0], lines.items(), strict=True):
+        values = line.get("values", result["values"])
+        numeric = not isinstance(values[0], str)
+        places = values if numeric else range(len(values))
         for number, row in enumerate(line["rows"]):
             color = colors(0.9 * (1 - number / max(1, len(line["rows"]) - 1)))
             shown = [(x, losses) for x, losses in zip(places, row["losses"], strict=True) if None not in losses]
@@ -86,7 +88,8 @@ def title(result: Mapping[str, Any], name: str) -> tuple[str, str]:
     moves = "" if drift is None else f", moves {drift['octaves']:+.2f} octaves"
     if row["minimum"]["edge"] or line["rows"][-1]["minimum"]["edge"]:
         moves = ", may lie beyond what was tried"
-    seeds = f"{result['seeds']} seed{'s' if result['seeds'] > 1 else ''}"
+    number = line.get("seeds", result["seeds"])
+    seeds = f"{number} seed{'s' if number > 1 else ''}"
     return f"{name}: {verdict} ({seeds})", f"{start}'s best {costs} at {line['rows'][-1]['size']}{moves}"
 
 

@@ -69,6 +69,7 @@ def test_every_family_is_there() -> None:
         "proof": (
             "gpt3",
             "english",
+            "wide",
             "llama",
             "moe",
             "experts",

@@ -26,7 +26,11 @@ from tests.helpers.links import ROOT
 # were made (`sequence_parallel: true`, which is off on one process).
 _ELSEWHERE = {"run.dir", "run.name", "data.dir", "parallel.sequence_parallel"}
 KINDS = ("stability", "coord-check", "ladder", "reverse")
-RECORDS = {path: found for path, found in records.records() if "config" in found and "kernels" not in found}
+RECORDS = {
+    path: found
+    for path, found in records.records()
+    if "config" in found and not {"kernels", "repetitions"} & found.keys()
+}
 
 
 def flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:

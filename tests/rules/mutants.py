@@ -40,6 +40,14 @@ MUTANTS = (
         "rules/test_ntk.py::test_by_hand",
     ),
     mutant(
+        "per layer: one rate",
+        "a rate per layer is one rate",
+        "rules.apply.Rules._group",
+        "config.parametrization.name == 'per_layer' and (not spec.standard)",
+        "False",
+        "rules/test_fan_in.py::test_rates_per_layer_by_hand",
+    ),
+    mutant(
         "one ratio: each tensor has its own",
         "what is called megatron-core's one ratio looks at a tensor's own fan-in",
         "rules.apply.Rules._ratios",

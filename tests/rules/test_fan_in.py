@@ -1,15 +1,15 @@
-"""The baseline `fan_in`: initial values as 1/sqrt(fan-in), one rate, no multipliers (docs/parametrization.md, 8)."""
+"""The baselines `fan_in` and `per_layer`: initial values as 1/sqrt(fan-in), no multipliers, and one rate, or each
+matrix's as 1/fan-in (docs/parametrization.md, 8)."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from mup_megatron.config import Config, derive
-from mup_megatron.config.training import ParametrizationSection
+from mup_megatron.config import PARAMETRIZATIONS, Config, derive
 from mup_megatron.data.prepare import prepare
 from mup_megatron.model.build import parametrize
 from mup_megatron.proof.reverse import small_model
@@ -19,14 +19,13 @@ from tests.helpers import bodies, proof_bodies
 from tests.helpers.configs import HEAD_SIZE, MIXED, MOE, VOCABULARY, make
 from tests.helpers.distributed import Ranks
 
-NAMES = get_args(ParametrizationSection.model_fields["name"].annotation)
 LAYER = "decoder.layers.1."
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 2}
 PLAIN = {"model": {"num_layers": 2, **SIZES}, "base": SIZES}
 
 
 def apply(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -> Parametrization:
-    return parametrize(make(growth, architecture, parametrization__name="fan_in", **overrides), VOCABULARY)
+    return parametrize(make(growth, architecture, **{"parametrization__name": "fan_in", **overrides}), VOCABULARY)
 
 
 def stds(parametrization: Parametrization) -> dict[str, Any]:
@@ -108,13 +107,57 @@ def test_the_depth_is_the_models_own() -> None:
     assert stds(parametrize(config, VOCABULARY))[LAYER + "mlp.linear_fc2.weight"] == pytest.approx(0.05 / 4)
 
 
+def per_layer(growth: dict[str, Any], architecture: str) -> Parametrization:
+    return apply(growth, architecture, parametrization__name="per_layer", hparams__lr=1.0)
+
+
+@pytest.mark.parametrize(("growth", "architecture"), [(MIXED, "gpt3"), (HEAD_SIZE, "llama"), (MOE, "llama")])
+def test_per_layer_is_fan_in_but_for_the_rates(growth: dict[str, Any], architecture: str) -> None:
+    """Decay is decoupled and keeps rate times decay, as the config says of any parametrization."""
+    ours, theirs = per_layer(growth, architecture), apply(growth, architecture, hparams__lr=1.0)
+    assert (stds(ours), ours.forward) == (stds(theirs), theirs.forward)
+    for name, tensor in ours.tensors.items():
+        assert (tensor.eps_multiplier, tensor.forward_multiplier) == (1, 1), name
+        decay = 1 if tensor.shape.spec.is_decayed else 0
+        assert tensor.weight_decay_multiplier * tensor.lr_multiplier == pytest.approx(decay), name
+
+
+def test_rates_per_layer_by_hand() -> None:
+    """gpt3, head tied, hidden ×3/2, FFN ×5/2, heads ×2; llama, head its own, hidden ×2, FFN ×3: a matrix takes 1 over
+    its fan-in, as Everett et al. have it (2407.05872, full alignment)."""
+    found = {name: tensor.lr_multiplier for name, tensor in per_layer(MIXED, "gpt3").tensors.items()}
+    expected = {
+        "embedding.word_embeddings.weight": 2 / 3,  # the head's
+        "embedding.position_embeddings.weight": 1,
+        LAYER + "self_attention.linear_qkv.weight": 2 / 3,
+        LAYER + "self_attention.linear_proj.weight": 1 / 2,
+        LAYER + "mlp.linear_fc1.weight": 2 / 3,
+        LAYER + "mlp.linear_fc2.weight": 2 / 5,
+        LAYER + "mlp.linear_fc1.bias": 1,
+        LAYER + "input_layernorm.weight": 1,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    found = {name: tensor.lr_multiplier for name, tensor in per_layer(HEAD_SIZE, "llama").tensors.items()}
+    expected = {
+        "embedding.word_embeddings.weight": 1,
+        "output_layer.weight": 1 / 2,
+        LAYER + "mlp.linear_fc2.weight": 1 / 3,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_per_layer_is_for_adam() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.name: sgd: parametrization\.name: per_layer is for adam"):
+        make(MIXED, "gpt3", optimizer__name="sgd", parametrization__name="per_layer")
+
+
 def named(growth: dict[str, Any], name: str) -> Config:
     return make(growth, "gpt3", parametrization__name=name, parallel__zero_stage=1)
 
 
 def losses(ranks: Ranks, growth: dict[str, Any]) -> dict[str, list[float]]:
-    found = {}
-    for name in NAMES:
+    found: dict[str, list[float]] = {}
+    for name in PARAMETRIZATIONS:
         config = named(growth, name)
         prepare(config)
         found[name] = ranks.run(1, bodies.train, config=config, steps=4)[0]["losses"]
@@ -124,8 +167,8 @@ def losses(ranks: Ranks, growth: dict[str, Any]) -> dict[str, list[float]]:
 def test_at_the_base_all_are_one_model(ranks: Ranks) -> None:
     """Initial values, groups and four losses, to the last bit."""
     at_base = {"model": {**MIXED["model"], **MIXED["base"]}, "base": MIXED["base"]}
-    tables = [parametrize(named(at_base, name), VOCABULARY) for name in NAMES]
-    assert len(NAMES) == 5
+    tables = [parametrize(named(at_base, name), VOCABULARY) for name in PARAMETRIZATIONS]
+    assert len(PARAMETRIZATIONS) == 6
     for table in tables:
         assert (table.tensors, table.forward) == (tables[0].tensors, tables[0].forward)
     found = losses(ranks, at_base)
@@ -133,8 +176,12 @@ def test_at_the_base_all_are_one_model(ranks: Ranks) -> None:
 
 
 def test_off_the_base_each_is_another(ranks: Ranks) -> None:
-    """Negative control of the comparison above: it sees one parametrization from the other before any step."""
-    assert len({each[0] for each in losses(ranks, MIXED).values()}) == len(NAMES)
+    """Negative control of the comparison above: it sees one from another before any step, or after the first with a
+    rate where only rates differ."""
+    found = losses(ranks, MIXED)
+    assert len({tuple(each) for each in found.values()}) == len(PARAMETRIZATIONS)
+    assert len({each[0] for each in found.values()}) == len(PARAMETRIZATIONS) - 1
+    assert found["per_layer"][0] == found["fan_in"][0]
 
 
 def slopes(ranks: Ranks, point: str) -> dict[tuple[str, str, int], float]:

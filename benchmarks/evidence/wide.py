@@ -1,0 +1,145 @@
+"""From hidden size 256 on one GPU: the rates, what rivals reach, and a search of the target. Tables, and words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.direct import compared
+from benchmarks.evidence.records import FOLDER, LINES, Rows, best, cost, octaves, record, row_of
+from benchmarks.evidence.width import own, seeds_of
+from mup_megatron.report.stability import draw_stability
+
+RATES, FARTHEST, RIVALS, PER_LAYER = (f"wide/{name}.json" for name in ("lr-width", "to-4096", "rivals", "per-layer"))
+DIRECT = "wide/direct.json"
+
+
+def _lines() -> dict[str, tuple[dict[str, Any], str]]:
+    """Every parametrization's record and its name there."""
+    rivals, apart = record(RIVALS), record(PER_LAYER)
+    return {name: (rivals, name) for name in rivals["lines"]} | {name: (apart, name) for name in apart["lines"]}
+
+
+def _at(found: Mapping[str, Any], size: int, line: str, rate: float) -> list[float]:
+    """Losses of every seed at a rate."""
+    losses: list[float] = row_of(found, size, line)["losses"][found["values"].index(rate)]
+    return losses
+
+
+def _lowest(name: str, size: int) -> list[float]:
+    """Losses of every seed at the best tried rate of a size."""
+    found, line = _lines()[name]
+    return _at(found, size, line, row_of(found, size, line)["minimum"]["tried"])
+
+
+def draw() -> None:
+    """Four panels: µP at its rates, and beside it the rivals at theirs."""
+    fine, rivals = record(RATES), record(RIVALS)
+    own = {"mup": {**fine["lines"]["mup"], "values": fine["values"], "seeds": fine["seeds"]}}
+    lines = {**rivals["lines"], **record(PER_LAYER)["lines"], **own}
+    draw_stability({**rivals, "lines": lines}, FOLDER / "wide" / "rivals.png")
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Mean of the pairs' differences, and its standard error."""
+    pairs = [a - b for a, b in zip(one, other, strict=True)]
+    return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
+
+
+def said_of_rates() -> str:
+    """The two verdicts."""
+    near, far = record(RATES), record(FARTHEST)
+    told = []
+    for found in (near, far):
+        first, last, row = found["sizes"][0]["size"], found["sizes"][-1]["size"], found["lines"]["mup"]["rows"][0]
+        told.append(
+            f"From hidden size {first} to {last} µP {own(found['lines']['mup'])}: the vertex moves by {octaves(row)} "
+            f"octaves (bound {found['bounds']['octaves']:g}), and the best tried rate of {first} costs {last} "
+            f"{cost(row)} of its loss ({seeds_of(found)})"
+        )
+    return f"{'. '.join(told)}."
+
+
+def rivals() -> Rows:
+    """Each parametrization's lowest loss at every width, the rate there, and the loss at the best rate of 256."""
+    lines = _lines()
+    rows = [
+        [
+            "hidden size",
+            *(f"{LINES[name]}: lowest loss (rate)" for name in lines),
+            *(f"{LINES[name]}, 256's rate" for name in lines),
+        ]
+    ]
+    sizes = [each["size"] for each in record(RIVALS)["sizes"]]
+    for size in sizes:
+        lowest, kept = [], []
+        for name, (found, line) in lines.items():
+            rate = row_of(found, sizes[0], line)["minimum"]["tried"]
+            lowest.append(f"{statistics.fmean(_lowest(name, size)):.3f} ({best(row_of(found, size, line))})")
+            kept.append(f"{statistics.fmean(_at(found, size, line, rate)):.3f}")
+        rows.append([str(size), *lowest, *kept])
+    return rows
+
+
+def said_of_rivals() -> str:
+    """How much higher each rival ends at the largest width, at its own best rate."""
+    size = record(RIVALS)["sizes"][-1]["size"]
+    mup = _lowest("mup", size)
+    told = []
+    for name in _lines():
+        if name != "mup":
+            mean, error = difference(_lowest(name, size), mup)
+            told.append(f"{LINES[name]} {mean:+.3f} ± {error:.3f} nats")
+    return (
+        f"At {size}, each at the best rate that was tried there, a loss is above µP's as follows: {', '.join(told)} "
+        f"(mean and standard error of {len(mup)} seeds' differences)."
+    )
+
+
+def is_beaten(name: str) -> str:
+    """Whether a rival that is tuned at the largest width ends lower than µP there: its claim's verdict."""
+    size = record(RIVALS)["sizes"][-1]["size"]
+    own, mup = _lowest(name, size), _lowest("mup", size)
+    mean, error = difference(own, mup)
+    word = "undecided" if abs(mean) <= 2 * error else "failed" if mean > 0 else "passed"
+    told = f"{statistics.fmean(own):.3f} nats against µP's {statistics.fmean(mup):.3f}"
+    return f"**{word}**: {told}, a difference of {mean:+.3f} ± {error:.3f}"
+
+
+def directly() -> Rows:
+    """The target's loss by the number of draws, both ways, with what they cost in runs of the target."""
+    found = record(DIRECT)
+    rows = [
+        [
+            "draws",
+            "cost, µP from the proxy",
+            "loss, µP",
+            "cost, searched directly",
+            "loss, searched directly",
+            "difference",
+        ]
+    ]
+    for row in compared(found):
+        mean, error = difference(row["mup"], row["direct"])
+        shown = {key: ", ".join(f"{loss:.3f}" for loss in row[key]) for key in ("mup", "direct")}
+        costs = f"{row['mup_cost']:.1f}", f"{row['direct_cost']:.0f}"
+        rows.append(
+            [str(row["draws"]), costs[0], shown["mup"], costs[1], shown["direct"], f"{mean:+.2f} ± {error:.2f}"]
+        )
+    return rows
+
+
+def transfers_and_loses() -> str:
+    """Whether what a proxy's search gives ends lower than the target's own search, with as many draws."""
+    rows = compared(record(DIRECT))
+    lower = [row for row in rows if max(a - b for a, b in zip(row["mup"], row["direct"], strict=True)) < 0]
+    most = rows[-1]
+    mean, error = difference(most["mup"], most["direct"])
+    word = "passed" if len(lower) == len(rows) else "failed"
+    draws = ", ".join(str(row["draws"]) for row in lower)
+    return (
+        f"**{word}**: lower in every repetition with {draws} draws; with {most['draws']} by {-mean:.2f} ± {error:.2f} "
+        f"nats, for {most['mup_cost']:.1f} runs of the target against {most['direct_cost']:.0f}"
+    )

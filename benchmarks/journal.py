@@ -9,6 +9,7 @@ results/journal/cpu-3.12.json.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import tempfile
 import threading
@@ -110,6 +111,21 @@ def compare(storages: Sequence[str], processes: Sequence[int], seconds: float) -
             print(f"{row['storage']}, {number} processes: {row['trials_per_second']:.1f} trials a second", flush=True)
             found.append(row)
     return found
+
+
+def said() -> str:
+    """What docs/scaling.md tells of the journal: how many trials a second it bears, and how many workers need that."""
+    rows = json.loads((RESULTS / "journal" / "cpu-3.12.json").read_text(encoding="utf-8"))["rows"]
+    told = ", ".join(f"{row['processes']} ended {row['trials_per_second']:.0f}" for row in rows)
+    most, workers, minutes = rows[-1], 1000, 10
+    needed = workers / (60 * minutes)
+    enough = "is enough" if most["trials_per_second"] > needed else "is not enough"
+    return (
+        "Processes that train nothing did all that a worker writes and reads of a trial, as fast as they could, on two "
+        f"cores: {told} trials a second. The longest wait of {most['processes']} for a trial was "
+        f"{most['seconds']['claim']['max']:.0f} s. {workers:,} workers whose trials take {minutes} minutes end "
+        f"{needed:.1f} a second, for which a journal {enough}."
+    )
 
 
 def main() -> None:

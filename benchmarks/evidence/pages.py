@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from benchmarks import journal
 from benchmarks.evidence import coordinates, forecast, growth, limit, overview, records, searches, wide, width
 from benchmarks.evidence.records import Rows
 
@@ -50,7 +51,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "rates": partial(width.rates, width.MAIN),
     "rates-fan-in": partial(width.rates, width.FAIR),
     "rates-512": partial(width.rates, width.FAR),
-    "does-it-stay": width.does_it_stay,
+    "does-it-stay": wide.does_it_stay,
     "limit": limit.limit,
     "said-of-limit": limit.said_of_limit,
     "forecast": forecast.forecast,
@@ -63,6 +64,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-mixed": width.said_of_mixed,
     "rates-one-ratio": partial(width.rates, width.ONE_RATIO["auto"]),
     "said-of-one-ratio": width.said_of_one_ratio,
+    "said-of-journal": journal.said,
     "said-of-wide": wide.said_of_rates,
     "rates-wide": partial(width.rates, wide.RATES),
     "rates-4096": partial(width.rates, wide.FARTHEST),

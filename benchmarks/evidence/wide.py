@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.direct import compared
+from benchmarks.evidence import width
 from benchmarks.evidence.records import FOLDER, LINES, Rows, best, cost, octaves, record, row_of
-from benchmarks.evidence.width import own, seeds_of
 from mup_megatron.report.stability import draw_stability
 
 RATES, FARTHEST, RIVALS, PER_LAYER = (f"wide/{name}.json" for name in ("lr-width", "to-4096", "rivals", "per-layer"))
@@ -55,11 +55,32 @@ def said_of_rates() -> str:
     for found in (near, far):
         first, last, row = found["sizes"][0]["size"], found["sizes"][-1]["size"], found["lines"]["mup"]["rows"][0]
         told.append(
-            f"From hidden size {first} to {last} µP {own(found['lines']['mup'])}: the vertex moves by {octaves(row)} "
-            f"octaves (bound {found['bounds']['octaves']:g}), and the best tried rate of {first} costs {last} "
-            f"{cost(row)} of its loss ({seeds_of(found)})"
+            f"From hidden size {first} to {last} µP {width.own(found['lines']['mup'])}: the vertex moves by "
+            f"{octaves(row)} octaves (bound {found['bounds']['octaves']:g}), and the best tried rate of {first} costs "
+            f"{last} {cost(row)} of its loss ({width.seeds_of(found)})"
         )
     return f"{'. '.join(told)}."
+
+
+def does_it_stay() -> str:
+    """What docs/verification.md tells of stable optima: from this base, and from narrower ones."""
+    told = []
+    for path in (width.ENGLISH, width.MAIN):
+        found = record(path)
+        first, last = (found["sizes"][at]["size"] for at in (0, -1))
+        moved = octaves(row_of(found, first))
+        told.append(
+            f"from {first} to {last} it {width.own(found['lines']['mup'])} ({moved} octaves, {width.seeds_of(found)})"
+        )
+    kept = [
+        f"{cost(found['lines'][line]['rows'][0])} ({LINES[line]})"
+        for name, (found, line) in _lines().items()
+        if name != "mup"
+    ]
+    return (
+        f"{said_of_rates()} The rivals' costs of that rate are {', '.join(kept)}. {said_of_rivals()} From narrower "
+        f"bases: {', '.join(told)}."
+    )
 
 
 def rivals() -> Rows:

@@ -147,31 +147,6 @@ def seeds_of(found: Mapping[str, Any]) -> str:
     return "one seed" if found["seeds"] == 1 else f"{found['seeds']} seeds"
 
 
-def does_it_stay() -> str:
-    """What docs/verification.md tells of stable optima."""
-    found, main, far = record(FAIR), record(MAIN), record(FAR)
-    rows = {name: row_of(found, 32, name) for name in found["lines"]}
-    tried = {name: cost(row) for name, row in rows.items()}
-    fitted = {name: cost_of_fitted(found, row, name) for name, row in rows.items()}
-    moves = {name: f"{row['drift']['octaves']:.2f}" for name, row in rows.items()}
-    of_main, of_far = row_of(main, 32)["drift"]["octaves"], row_of(far, 64)["drift"]["octaves"]
-    reasons = "; ".join(found["lines"]["mup"]["reasons"])
-    one, apart = (row_of(record(path), 128) for path in (ENGLISH, APART))
-    return (
-        f'The command\'s verdict on µP is *{own(found["lines"]["mup"])}*, "{reasons}"; its bound is '
-        f"{found['bounds']['octaves']:g}. With three seeds and without the third panel it moves by {of_main:.2f} "
-        f"({own(main['lines']['mup'])}). Judged from hidden size 64 to 512 it moves by {of_far:.2f} "
-        f"({own(far['lines']['mup'])}). Training 256 with the best of the rates that were *tried* at 32, an octave "
-        f"apart, costs {tried['mup']} of its loss in µP, {tried['standard']} in the standard parametrization and "
-        f"{tried['fan_in']} with 1/sqrt(fan-in). With the rate *fitted* at 32 (a parabola's vertex) it costs "
-        f"{fitted['mup']}, {fitted['standard']} and {fitted['fan_in']}. In the two others the optimum moves by "
-        f"{moves['standard']} and {moves['fan_in']} octaves. On natural text, from a base of 128 to 1,024, µP's moves "
-        f"by {octaves(one)}, and the best tried rate of 128 costs {cost(one)}; with a rate of the embedding's own it "
-        f"is {octaves(apart)} and {cost(apart)}, and from 512 to 2,048 {octaves(row_of(record(WIDEST), 512))} "
-        f"({own(record(WIDEST)['lines']['mup'])})."
-    )
-
-
 def said_of_bert() -> str:
     """BERT's verdict, and what the rate of 32 gives at 256 without µP."""
     found = record("bert/lr-width.json")

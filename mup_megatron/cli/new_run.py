@@ -121,7 +121,6 @@ model:
   hidden_size: {target.hidden_size:<22} # {about[model.hidden_size]}
   ffn_hidden_size: {target.ffn_hidden_size}
   num_attention_heads: {target.num_attention_heads}{groups}
-  kv_channels: {target.head_size}
 
 # Base: the sizes where hyperparameters are defined. What is named here grows to the target, what is not is fixed.
 #   width  {narrow} (Tensor Programs V, appendix D)
@@ -147,7 +146,6 @@ training:
   min_lr_ratio: 0.1
   log_interval: {log_every}
   eval_interval: {every}
-  eval_steps: 4
   checkpoint_interval: {every}
 
 # {said}
@@ -157,18 +155,14 @@ data:
     vocab_size: {target.vocab_size:<21} # {about[data.tokenizer.vocab_size]}
 
 # Trials are {trial}.
-# max_compute_share is what tuning may cost over training: the smaller the target, the larger.
 tuning:
   trials: 16                          # {about[tuning.trials]}
-  sampler: quasi_random
-  train_steps: {steps}
-  global_batch_size: {trial_batch}
-  micro_batch_size: {trial_micro}
-  max_compute_share: {share:g}
+  sampler: quasi_random{others}
   search:
     lr: {{log_uniform: [5.0e-4, 5.0e-2]}}
     init_method_std: {{log_uniform: [0.005, 0.1]}}
     output_multiplier: {{log_uniform: [0.25, 16]}}
+    per_tensor.embedding.lr: {{log_uniform: [1, 32]}}
 """
 
 
@@ -185,7 +179,10 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
     proxy = proxy_of(target)
     sizes = (f"{name}: {size}" for name, size in proxy._asdict().items() if size is not None)
     steps = min(target.train_steps, max(_STEPS, target.train_steps // 10))
-    batch, every = min(target.global_batch_size, _TUNING_BATCH), max(1, target.train_steps // 10)
+    every = max(1, target.train_steps // 10)
+    others = _shorter(target, steps)
+    if max_compute_share > _LEAST_SHARE:  # the smaller the target, the larger
+        others["max_compute_share"] = f"{max_compute_share:g}"
     return _CONFIG.format(
         schema=SCHEMA_FILE,
         target=target,
@@ -207,14 +204,19 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
         said="Your text: a line of a .jsonl is a document, a single .txt is cut into documents."
         if target.files
         else "The Python standard library's source. For your own text: files: [my.txt] in place of corpus.",
-        steps=steps,
+        others="".join(f"\n  {key}: {value}" for key, value in others.items()),
         trial=f"a tenth of the target's length, and not below the paper's {_STEPS}"
         if steps < target.train_steps
         else f"as long as the target; the paper advises {_STEPS} or more",
-        trial_batch=batch,
-        trial_micro=math.gcd(batch, 8),
-        share=max_compute_share,
     )
+
+
+def _shorter(target: Target, steps: int) -> dict[str, int | str]:
+    """Keys of `tuning:` in which a trial differs from the target's run."""
+    found: dict[str, int | str] = {} if steps == target.train_steps else {"train_steps": steps}
+    if target.global_batch_size > _TUNING_BATCH:
+        found |= {"global_batch_size": _TUNING_BATCH, "micro_batch_size": math.gcd(_TUNING_BATCH, 8)}
+    return found
 
 
 def write_folder(directory: Path, target: Target) -> float:

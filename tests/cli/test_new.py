@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import yaml
 
 from mup_megatron import cli
 from mup_megatron.cli import start
@@ -16,6 +17,7 @@ from mup_megatron.config import Config, load_config
 from mup_megatron.config.model import FAMILIES
 from mup_megatron.config.reference import START
 from mup_megatron.data.corpus import Corpus
+from mup_megatron.tuning.space import tuning_steps
 from tests.helpers.commands import BIN, losses, run
 
 
@@ -30,25 +32,25 @@ def new(folder: Path, *words: str) -> Config:
         # Llama 3 8B: heads of 128, four query heads per KV head, so four heads at least; 14336 / 4096 = 1792 / 512.
         (
             "--hidden-size 4096 --num-layers 32 --heads 32 --kv-heads 8 --ffn-hidden-size 14336 --train-steps 100000",
-            {"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "ffn_hidden_size": 14336},
+            {"hidden_size": 4096, "num_attention_heads": 32, "head_size": 128, "ffn_hidden_size": 14336},
             {"hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 1, "ffn_hidden_size": 1792},
         ),
         # GPT-3 6.7B: heads of 128; two of them make the paper's width of 256.
         (
             "--architecture gpt3 --hidden-size 4096 --num-layers 32",
-            {"hidden_size": 4096, "num_attention_heads": 32, "kv_channels": 128, "ffn_hidden_size": 16384},
+            {"hidden_size": 4096, "num_attention_heads": 32, "head_size": 128, "ffn_hidden_size": 16384},
             {"hidden_size": 256, "num_attention_heads": 2, "ffn_hidden_size": 1024},
         ),
         # A Llama of width 1024: 16 heads of 64; its FFN is 8/3 of the width, 2731, to a multiple of 64: 43 * 64.
         (
             "",
-            {"hidden_size": 1024, "num_attention_heads": 16, "kv_channels": 64, "ffn_hidden_size": 2752},
+            {"hidden_size": 1024, "num_attention_heads": 16, "head_size": 64, "ffn_hidden_size": 2752},
             {"hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 688},
         ),
         # As narrow as the paper's proxy itself: a quarter of it, one head of 64.
         (
             "--hidden-size 256 --architecture gpt3",
-            {"hidden_size": 256, "num_attention_heads": 4, "kv_channels": 64, "ffn_hidden_size": 1024},
+            {"hidden_size": 256, "num_attention_heads": 4, "head_size": 64, "ffn_hidden_size": 1024},
             {"hidden_size": 64, "num_attention_heads": 1, "ffn_hidden_size": 256},
         ),
     ],
@@ -73,6 +75,22 @@ def commented(text: str) -> dict[str, str]:
     return found
 
 
+def test_no_key_says_its_default(tmp_path: Path) -> None:
+    """Of a large batch a trial's is smaller, and the others are left out."""
+    for batch, named in ((32, set()), (1024, {"global_batch_size", "micro_batch_size"})):
+        config = new(tmp_path / str(batch), "--batch", str(batch), "--train-steps", "1000")
+        said = yaml.safe_load((tmp_path / str(batch) / "config.yaml").read_text())
+        assert named == said["tuning"].keys() & {"train_steps", "global_batch_size", "micro_batch_size"}
+        for section in ("model", "training", "tuning", "hparams"):
+            kind = type(getattr(config, section))
+            defaults = {key: field.get_default(call_default_factory=True) for key, field in kind.model_fields.items()}
+            assert not [
+                key
+                for key, value in said[section].items()
+                if value == defaults[key] and f"{section}.{key}" not in START
+            ]
+
+
 def test_ten_keys_are_commented(tmp_path: Path) -> None:
     """Those that `config --start` shows, in its words; without text of one's own `data.corpus` is in the place."""
     (tmp_path / "my.txt").write_text("Words.\n")
@@ -89,7 +107,8 @@ def test_trials_are_shorter_than_a_long_run(tmp_path: Path) -> None:
     """Tensor Programs V: 5000 steps at least; ours is a tenth of the target's where that is more."""
     for steps, expected in ((1000, 1000), (20_000, 5000), (100_000, 10_000)):
         config = new(tmp_path / str(steps), "--train-steps", str(steps), "--hidden-size", "2048")
-        assert config.tuning.train_steps == expected
+        assert tuning_steps(config) == expected
+        assert (config.tuning.train_steps is None) == (steps == expected)
         assert config.training.lr_warmup_steps == steps // 50
 
 

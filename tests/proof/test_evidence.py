@@ -265,18 +265,12 @@ def test_another_number_in_a_record_is_seen(tmp_path: Path, monkeypatch: pytest.
 def test_numbers_of_the_page_stand_beside_the_verdict(repository: Path) -> None:
     """verification.md shows a picture of stable optima: what the command said of it stands there too."""
     text = (repository / "docs" / "verification.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"\(evidence/([\w-]+/[\w.-]+)\.png\)", text))
-    assert shown
-    for name in shown:
-        found = records.record(f"{name}.json")
-        for reason in found["lines"][found["judged"]]["reasons"]:
-            assert reason in text, f"{name}: {reason}"
+    assert set(re.findall(r"\(evidence/([\w-]+/[\w.-]+)\.png\)", text)) == {"wide/rivals"}
+    for path, name in (("lr-width", "mup"), ("rivals", "standard"), ("rivals", "fan_in"), ("per-layer", "per_layer")):
+        found = records.record(f"wide/{path}.json")
+        smallest = found["lines"][name]["rows"][0]
         assert f"{found['seeds']} seed" in text
-        for line in found["lines"].values():
-            smallest = line["rows"][0]
-            assert f"{100 * smallest['cost']:.2f} %" in text
-            assert f"{smallest['drift']['octaves']:.2f}" in text
-    for folder, size in (("stability-lr-width", 32), ("stability-lr-width-512", 64)):
-        found = records.record(f"{folder}/lr-width.json")
-        row = next(row for row in found["lines"]["mup"]["rows"] if row["size"] == size)
-        assert f"moves by {row['drift']['octaves']:.2f}" in text
+        assert f"{100 * smallest['cost']:.2f} %" in text
+    for name in ("wide/lr-width", "wide/to-4096", "stability-lr-width/lr-width", "stability-english/lr-width"):
+        drift = records.record(f"{name}.json")["lines"]["mup"]["rows"][0]["drift"]
+        assert f"{drift['octaves']:.2f}" in text, name

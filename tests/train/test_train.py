@@ -22,7 +22,7 @@ from mup_megatron import cli
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.prepare import prepare
 from tests.helpers import bodies
-from tests.helpers.commands import BIN, environment, losses, metrics, mup, run, until
+from tests.helpers.commands import BIN, environment, losses, metrics, mup, next_commands, run, until
 from tests.helpers.configs import MIXED, make, make_t5
 from tests.helpers.distributed import Ranks
 
@@ -73,6 +73,10 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: R
         f"mup-megatron report {directory}",
         f"mup-megatron generate {directory} 'Once upon a time'",
     ]
+    for words in next_commands(result.stdout):
+        done = mup(*words)
+        assert (done.returncode, done.stderr) == (0, ""), words
+    assert (directory / "report.html").exists()
     for name in ("config.yaml", "explain.json", "loss.png", "tensorboard", "checkpoints/step_00000012/mup.json"):
         assert (directory / name).exists(), name
     kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
@@ -95,6 +99,26 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: R
     assert "hparams.lr 0.008 0.001" in " ".join(err.split())
     assert "Traceback" not in err
     assert metrics(directory) == before
+
+
+@pytest.mark.slow
+def test_no_command_shows_warnings_of_upstream(config_file: Path, tmp_path: Path) -> None:
+    """Each in a process of its own: a warning is shown once in a process, and another test may have had it."""
+    found = {
+        words.split()[0]: mup(*words.split())
+        for words in (
+            f"train {config_file}",
+            f"explain {config_file}",
+            f"plan {config_file} tuning.max_compute_share=100",
+            f"horizon {config_file}",
+            f"coord-check {config_file} --widths 1,2 --seeds 1 --steps 2 --no-beside --output {tmp_path}/check",
+            f"export {tmp_path}/run {tmp_path}/weights --to safetensors",
+            f"diagnose {tmp_path}/run",
+            "doctor",
+        )
+    }
+    assert {name: done.stderr for name, done in found.items()} == dict.fromkeys(found, "")
+    assert not [name for name, done in found.items() if re.search(r"Warning|site-packages", done.stdout)]
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,24 @@ def explain(
         show({**explain_data(parametrization, layout, rank), **bands}, as_json, [])
         return
     print_table(parametrization, layout, console(200), rank)
+    show(None, False, [_said_defaults(read_config(config, overrides))])
     if on is not None:
         show(None, False, lines_of(on))
+
+
+def _said_defaults(config: Config) -> str:
+    """What trains the model and was not given, and how to see the rest."""
+    from mup_megatron.config.reference import left_at_default
+
+    left = left_at_default(config)
+    told = {key: value for key, value in left.items() if key.startswith(_TRAINS) and value not in _OFF}
+    shown = ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in told.items())
+    return f"by default: {shown}; {len(left) - len(told)} more with --defaults"
+
+
+_TRAINS = ("parametrization.", "training.", "optimizer.")
+_OFF = (None, False, "none", [], 0)
+"""Sections whose defaults `explain` shows under its table, and what a key is where it asks for nothing."""
 
 
 def _write_explorer(

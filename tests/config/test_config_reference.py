@@ -284,3 +284,10 @@ def test_what_is_left_at_its_default(repository: Path, capsys: pytest.CaptureFix
     assert left.keys() - json.loads(capsys.readouterr().out).keys() == {"training.lr_warmup_init"}
     assert cli.run(words[:-1]) == 0
     assert "training.lr_warmup_init: 0.0\n" in capsys.readouterr().out
+    assert cli.run(["explain", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split("by default: ")[1].split())
+    assert "training.clip_norm global, " in said
+    assert "training.lr_warmup_steps" not in said
+    shown = said.split("; ")[0].count(", ") + 1
+    assert "none" not in said
+    assert said.endswith(f"; {len(left) - shown} more with --defaults")

@@ -121,9 +121,9 @@ def _laws(config: Config, table_of: Callable[[Config], Parametrization]) -> dict
     """Of the run's own parametrization first, then of those that it is compared with."""
     plain = derive(config, {"parametrization.scaling": "none"})
     found: dict[str, Laws] = {config.parametrization.name: laws_of(plain, table_of)}
-    for name in ("mup", "standard", "fan_in", "one_ratio"):
+    for name in ("mup", "standard", "fan_in", "per_layer", "one_ratio"):
         if name not in found:
-            with suppress(ConfigError):  # one_ratio is for Adam alone, and for a hidden size that grows
+            with suppress(ConfigError):  # the last two are for Adam alone, one_ratio for a hidden size that grows
                 found[name] = laws_of(derive(plain, {"parametrization.name": name}), table_of)
     return found
 

@@ -74,12 +74,15 @@ def look(page: Path, folder: Path, script: str, *options: str) -> dict[str, Any]
     return seen
 
 
-def picture(page: Path, folder: Path, width: int, path: Path) -> None:
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+def picture(page: Path, folder: Path, width: int, path: Path, *options: str) -> None:
     """What a screen of a width shows of a page, 1500 pixels high, as PNG. In an iframe, as in `measure`."""
     outer = folder / "outer.html"
     size = f"width='{width}' height='1500'"
     outer.write_text(f"<body style='margin: 0'><iframe src='{page.as_uri()}' {size} style='border: 0'></iframe>")
-    browse(outer, folder, f"--screenshot={path}", f"--window-size={width},1500", "--hide-scrollbars")
+    browse(outer, folder, f"--screenshot={path}", f"--window-size={width},1500", "--hide-scrollbars", *options)
 
 
 def measure(page: Path, folder: Path, width: int) -> dict[str, Any]:
@@ -99,7 +102,8 @@ def measure(page: Path, folder: Path, width: int) -> dict[str, Any]:
     return seen
 
 
-if __name__ == "__main__":  # python -m tests.helpers.browser PAGE PICTURE: makes PICTURE-390.png and PICTURE-1280.png
+if __name__ == "__main__":  # python -m tests.helpers.browser PAGE PICTURE: makes PICTURE-390.png, -1280.png, -dark.png
     with tempfile.TemporaryDirectory() as made:
-        for screen in (390, 1280):
-            picture(Path(sys.argv[1]).resolve(), Path(made), screen, Path(f"{sys.argv[2]}-{screen}.png").resolve())
+        for screen, shown, asked in ((390, "390", ()), (1280, "1280", ()), (1280, "dark", (DARK,))):
+            drawn = Path(f"{sys.argv[2]}-{shown}.png").resolve()
+            picture(Path(sys.argv[1]).resolve(), Path(made), screen, drawn, *asked)

@@ -77,7 +77,7 @@ def test_the_page_computes_the_table(case: str, tmp_path: Path) -> None:
     seen = look(page, tmp_path, script)
     assert seen["errors"] == []
     assert seen["fetched"] == 0
-    names = ["mup", "standard", "fan_in"] + (["one_ratio"] if config.optimizer.name == "adamw" else [])
+    names = ["mup", "standard", "fan_in"] + (["per_layer", "one_ratio"] if config.optimizer.name == "adamw" else [])
     assert list(seen["result"]) == names
     for name in names:
         laws = laws_of(derive(config, {"parametrization.name": name}), table_of)

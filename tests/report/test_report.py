@@ -20,6 +20,7 @@ from mup_megatron.report.page import _search, write_page
 from mup_megatron.report.run_data import Curve, Run, read_run
 from mup_megatron.report.summary import ended_lower
 from mup_megatron.tuning.record import StudyRecord
+from tests.helpers.browser import DARK as DARK_SCREEN
 from tests.helpers.browser import browse, look, measure, needs_browser
 from tests.helpers.commands import metrics
 
@@ -108,7 +109,7 @@ window.addEventListener("load", () => setTimeout(() => {
 def test_it_is_readable_in_the_dark(whole: Path, tmp_path: Path) -> None:
     """Text has a contrast of 7 at least, lines of pictures 3 (WCAG 2.2, 1.4.6 and 1.4.11); by day too."""
     page = write_page(whole / "run")
-    for options, dark in (((), False), (("--blink-settings=preferredColorScheme=0",), True)):
+    for options, dark in (((), False), ((DARK_SCREEN,), True)):
         seen = look(page, tmp_path, DARK, *options)
         assert (seen["page"] < 0.05) == dark
         assert seen["text"] >= 7

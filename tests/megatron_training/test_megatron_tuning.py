@@ -17,7 +17,7 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.family import digested
 from mup_megatron.util.errors import UserError
-from tests.helpers.commands import run
+from tests.helpers.commands import next_commands, run
 from tests.helpers.megatron_runs import SCRIPT
 from tests.megatron_training.test_megatron_elsewhere import elsewhere, recipe
 from tests.megatron_training.test_megatron_recipes import PUBLISHED
@@ -178,7 +178,9 @@ def test_from_command_line_to_tuned_run(tmp_path: Path) -> None:
     assert wrote.returncode == 0, wrote.stderr[-3000:]
     settings = [f"run.dir={tmp_path / 'run'}", f"tuning.record={record}", "tuning.trials=2", "tuning.repeat_best=0"]
     settings += ["tuning.max_compute_share=10", "tuning.global_batch_size=8", "tuning.micro_batch_size=4"]
-    tuned = run("python", "-m", "mup_megatron", "tune", written, *settings)
+    (following,) = next_commands(wrote.stdout)
+    assert following == ["tune", str(written)]
+    tuned = run("python", "-m", "mup_megatron", *following, *settings)
     assert tuned.returncode == 0, tuned.stderr[-3000:]
     values = json.loads(record.read_text())["values"]
     told = without(words, "lr", "min-lr", "init-method-std", "weight-decay")

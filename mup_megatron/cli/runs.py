@@ -123,7 +123,7 @@ def _said_defaults(config: Config) -> str:
 
 
 _TRAINS = ("parametrization.", "training.", "optimizer.")
-_OFF = (None, False, "none", [], 0)
+_OFF: tuple[Any, ...] = (None, False, "none", [], 0)
 """Sections whose defaults `explain` shows under its table, and what a key is where it asks for nothing."""
 
 

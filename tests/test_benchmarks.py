@@ -37,6 +37,14 @@ def test_gpu_checks_run_on_a_cpu_too(repository: Path, tmp_path: Path) -> None:
     assert all(check["passed"] for check in result["checks"].values())
 
 
+def test_what_the_page_says_of_the_gpu_is_its_record(repository: Path) -> None:
+    result = json.loads((harness.RESULTS / "gpu" / "checks-3.12.json").read_text())
+    assert [check["passed"] for check in result["checks"].values()] == [True] * 9
+    text = (repository / "docs" / "verification.md").read_text()
+    assert f"On {result['provenance']['date']} an H100 ran the first nine" in text
+    assert "H100" in result["provenance"]["gpus"][0]
+
+
 @pytest.mark.slow
 def test_benchmarks_run(repository: Path) -> None:
     result = subprocess.run(

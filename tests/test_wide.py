@@ -97,13 +97,13 @@ def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_verdicts_follow_the_records(records: dict[str, Any]) -> None:
     """Each verdict turns where its record does: a rival that ends lower, one within two errors, a search that wins."""
-    assert [wide.is_beaten(name)[:8] for name in ("standard", "per_layer")] == ["**failed", "**undeci"]
+    assert [wide.ends_lower(name)[:8] for name in ("standard", "per_layer")] == ["**failed", "**undeci"]
     assert wide.transfers_and_loses().startswith("**passed**: lower in every repetition with 1, 4, 16 draws")
     row = records[wide.PER_LAYER]["lines"]["per_layer"]["rows"][-1]
     place = records[wide.PER_LAYER]["values"].index(row["minimum"]["tried"])
     row["losses"][place] = [each - 0.5 for each in row["losses"][place]]
-    assert wide.is_beaten("per_layer").startswith("**passed**")
+    assert wide.ends_lower("per_layer").startswith("**passed**")
     row["losses"][place] = [each + 1.0 for each in row["losses"][place]]
-    assert wide.is_beaten("per_layer").startswith("**failed**")
+    assert wide.ends_lower("per_layer").startswith("**failed**")
     records[wide.DIRECT]["repetitions"][1]["transferred"][2] = 5.0
     assert wide.transfers_and_loses().startswith("**failed**: lower in every repetition with 1, 4 draws")

@@ -130,7 +130,7 @@ CLAIMS = (
     Claim(what="The best rate of hidden size 256 is that of 4,096", whose=f"{_PAPER}, figure 1", page="wide.md",
           path=wide.FARTHEST),
     *(Claim(what=f"{what}, tuned at 2,048, ends lower than µP", whose=whose, page="wide.md#against-rivals",
-            path=path, said=partial(wide.is_beaten, name))
+            path=path, said=partial(wide.ends_lower, name))
       for name, path, what, whose in (
           ("standard", wide.RIVALS, "One initial deviation", "Megatron's defaults"),
           ("fan_in", wide.RIVALS, "1/sqrt(fan-in)", "torch's defaults"),

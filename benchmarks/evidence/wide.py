@@ -78,8 +78,8 @@ def does_it_stay() -> str:
         if name != "mup"
     ]
     return (
-        f"{said_of_rates()} The rivals' costs of that rate are {', '.join(kept)}. {said_of_rivals()} From narrower "
-        f"bases: {', '.join(told)}."
+        f"{said_of_rates()} The best tried rate of 256 costs the rivals {', '.join(kept)}. {said_of_rivals()} In other "
+        f"settings, from narrower bases: {', '.join(told)}."
     )
 
 
@@ -114,12 +114,12 @@ def said_of_rivals() -> str:
             mean, error = difference(_lowest(name, size), mup)
             told.append(f"{LINES[name]} {mean:+.3f} ± {error:.3f} nats")
     return (
-        f"At {size}, each at the best rate that was tried there, a loss is above µP's as follows: {', '.join(told)} "
-        f"(mean and standard error of {len(mup)} seeds' differences)."
+        f"At {size}, each at its own best tried rate, losses differ from µP's by {', '.join(told)} (mean and standard "
+        f"error of {len(mup)} seeds' differences; so few seeds tell an error roughly)."
     )
 
 
-def is_beaten(name: str) -> str:
+def ends_lower(name: str) -> str:
     """Whether a rival that is tuned at the largest width ends lower than µP there: its claim's verdict."""
     size = record(RIVALS)["sizes"][-1]["size"]
     own, mup = _lowest(name, size), _lowest("mup", size)

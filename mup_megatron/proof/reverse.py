@@ -41,7 +41,7 @@ def small_model(config: Config) -> Config:
     if not small:
         raise config.error("base", "names no size of a smaller model; expected hidden_size, ...")
     name = config.parametrization.name
-    if name in ("fan_in", "per_layer", "one_ratio", "ntk"):
+    if name not in ("mup", "standard"):
         raise config.error(
             "parametrization.name",
             f"{name} gives every tensor of the large model a deviation of its own, and the small one takes a single "

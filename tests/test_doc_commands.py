@@ -38,9 +38,15 @@ def made_config() -> Path:
     return folder / MADE
 
 
+@cache
+def program() -> Any:
+    """`mup-megatron`, as typer makes it."""
+    return typer.main.get_command(cli.app)
+
+
 def ours(words: list[str]) -> None:
     """`mup-megatron WORDS`: the real parser, and where it takes a config the real loader."""
-    known: Any = typer.main.get_command(cli.app)
+    known = program()
     if words[0].startswith("--"):
         assert words[0] in {option for each in known.params for option in each.opts}, words[0]
         return
@@ -61,8 +67,13 @@ def ours(words: list[str]) -> None:
     if words[0] == "run":
         megatrons(parsed["arguments"])
     elif "config" in parsed:
-        path = ROOT / parsed["config"] if parsed["config"] != MADE else made_config()
-        load_config(path, parse_overrides(list(parsed["overrides"] or [])))
+        loads(parsed["config"], tuple(parsed["overrides"] or []))
+
+
+@cache
+def loads(config: str, overrides: tuple[str, ...]) -> None:
+    """The real loader takes a config; once, for a synopsis has hundreds of variants."""
+    load_config(ROOT / config if config != MADE else made_config(), parse_overrides(list(overrides)))
 
 
 def megatrons(words: list[str]) -> None:

@@ -123,11 +123,16 @@ def _is_product(here: Parametrization, there: Parametrization) -> bool:
 
     A head of latent attention has two parts; one of them doubled is no power of two of the whole.
     """
-    ratios = {
-        Fraction(moved.dim, dim.dim)
+    # Layers and experts of one kind share their dimensions (join_shapes), which are compared once.
+    pairs = {
+        (id(shape.infshape), id(there.shapes[name].infshape)): (shape, there.shapes[name])
         for name, shape in here.shapes.items()
         if name in there.shapes
-        for dim, moved in zip(_dims(shape), _dims(there.shapes[name]), strict=True)
+    }
+    ratios = {
+        Fraction(moved.dim, dim.dim)
+        for shape, other in pairs.values()
+        for dim, moved in zip(_dims(shape), _dims(other), strict=True)
     }
     heads = math.log2(there.forward.softmax_scale / here.forward.softmax_scale) * 2
     return ratios <= _POWERS_OF_TWO and math.isclose(heads, round(heads), abs_tol=1e-9)

@@ -321,6 +321,7 @@ def test_the_first_update_under_lion(ranks: Ranks) -> None:
     assert sorted(rates) == pytest.approx([config.hparams.lr / ratio for ratio in (2.5, 2, 1.5, 1)])
 
 
+@pytest.mark.slow
 @lion
 def test_lion_sees_no_layout(ranks: Ranks) -> None:
     """With decay, which is decoupled; negative control: a rate that is 1 % larger shows."""
@@ -333,7 +334,8 @@ def test_lion_sees_no_layout(ranks: Ranks) -> None:
     assert abs(faster["losses"][-1] / whole["losses"][-1] - 1) > 1e-4
 
 
-@pytest.mark.parametrize("name", [pytest.param("adam", marks=pytest.mark.slow), "sgd"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_other_optimizers_see_no_layout_either(ranks: Ranks, name: str) -> None:
     settings = {"optimizer__name": name, "hparams__weight_decay": 0.0, "model__num_query_groups": 4}
     settings |= {"base__num_query_groups": 2, "hparams__lr": 8e-3 if name == "adam" else 0.5}

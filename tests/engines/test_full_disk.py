@@ -266,9 +266,10 @@ def test_checkpoint(tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, pro
     assert len(losses(small.path / "run")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "background"),
-    [(1, "true"), pytest.param(1, "false", marks=pytest.mark.slow), pytest.param(2, "true", marks=pytest.mark.slow)],
+    [(1, "true"), (1, "false"), (2, "true")],
 )
 def test_a_disk_that_is_full_before_a_checkpoint_is_written(
     tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, processes: int, background: str

@@ -57,6 +57,7 @@ def reference(ranks: Ranks) -> Any:
     return run
 
 
+@pytest.mark.slow
 @installed
 def test_no_layout_is_in_the_losses_of_torch_s(ranks: Ranks, reference: Any) -> None:
     config = config_of("gpt3", QUICK, **OF_TORCH)

@@ -57,7 +57,6 @@ CELLS = [
     *(("moe", Split("plain", **split)) for split in EXPERTS),
     ("mla", Split("plain", pipeline=2, tensor=2, sequence=True)),
 ]
-QUICK = ("llama", Split("plain", pipeline=2, tensor=2, sequence=True))
 
 
 def config_of(model: str, split: Split, **overrides: Any) -> Any:
@@ -78,13 +77,8 @@ def reference(ranks: Ranks) -> Any:
     return run
 
 
-@pytest.mark.parametrize(
-    ("model", "split"),
-    [
-        pytest.param(*cell, id=f"{cell[0]}: {cell[1]}", marks=() if cell == QUICK else pytest.mark.slow)
-        for cell in CELLS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "split"), [pytest.param(*cell, id=f"{cell[0]}: {cell[1]}") for cell in CELLS])
 def test_no_layout_is_in_the_losses(ranks: Ranks, reference: Any, parity: Page, model: str, split: Split) -> None:
     growth = "mixed, query groups x2" if model == "llama" else "mixed"
     with parity.cell(f"{model}, Muon", growth, str(split)) as cell:
@@ -95,14 +89,14 @@ def test_no_layout_is_in_the_losses(ranks: Ranks, reference: Any, parity: Page, 
         check(results, whole, split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "model", "split"),
     [
-        ("muon_slices", "llama", QUICK[1]),
-        pytest.param(
+        ("muon_slices", "llama", Split("plain", pipeline=2, tensor=2, sequence=True)),
+        (
             *("muon_experts_over_the_dense_ranks", "moe"),
             Split("plain", tensor=2, expert=2, expert_tensor=1, sequence=True),
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -192,6 +186,7 @@ def test_ranks_that_share_the_steps_train_as_those_that_do_not(ranks: Ranks, mod
         assert one["losses"] == other["losses"]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_shared_is_seen(ranks: Ranks) -> None:
     """Quick, and its negative control: nobody hears of the others' steps. The first rate is 0."""
     each, shared = each_and_shared("llama", {"data": 2})

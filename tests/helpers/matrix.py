@@ -273,7 +273,6 @@ QUICK = {
     ("gpt3", Split("plain", pipeline=2, virtual=2)),
     ("llama", Split("plain", context=2)),
     ("gpt3", Split("fsdp2", data=2)),
-    ("t5", Split(1, tensor=2, data=2, sequence=True)),
 }
 
 

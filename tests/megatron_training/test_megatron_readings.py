@@ -40,6 +40,7 @@ def series_of(folder: Path) -> Series:
     return read_series(folder / "saved" / "telemetry.jsonl")
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit_and_is_the_same_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
     """Under recomputation, and beside evaluations, of which nothing is measured."""
     whole = run(ranks, tmp_path / "one", 2, *TENSOR)
@@ -63,6 +64,7 @@ def test_it_changes_no_bit_and_is_the_same_in_every_layout(ranks: Ranks, tmp_pat
             assert found.values[key] == pytest.approx(values, rel=1e-4, nan_ok=True), (name, key)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     """The first step of a process is read too."""
     run(ranks, tmp_path, 4, *TENSOR, exit_interval=2)

@@ -46,6 +46,7 @@ def check_caught(repository: Path, tmp_path: Path, *words: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_quick_sample_is_caught(tmp_path: Path, repository: Path) -> None:
     """Their tests are quick ones, which this suite runs on the unbroken tree."""
     names = sample(repository, lambda seconds: seconds <= QUICK, SAMPLED)

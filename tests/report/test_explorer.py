@@ -62,7 +62,13 @@ def data_of(page: Path) -> dict[str, Any]:
 
 
 @needs_browser
-@pytest.mark.parametrize("case", ["gpt3", "experts", "depth, batch and tokens", "Muon"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt3", "Muon")),
+        *("experts", "depth, batch and tokens"),
+    ],
+)
 def test_the_page_computes_the_table(case: str, tmp_path: Path) -> None:
     """Every number of every parametrization at 100 random sizes, as rules/laws.py has it, which is the table."""
     config = CONFIGS[case]()

@@ -58,7 +58,7 @@ def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any, capfd: py
     assert f"step {STEPS}/{STEPS}" in result.stdout
     assert "alarm at step" in result.stdout
     assert_explained(run, alarm, capfd)
-    assert mup("watch", run, "--once", "--html", tmp_path / "live.html").returncode == 0
+    assert cli.run(["watch", str(run), "--once", "--html", str(tmp_path / "live.html")]) == 0
     assert (tmp_path / "live.html").read_text() == page
 
 

@@ -230,6 +230,7 @@ def test_values_on_the_command_line(whole: Path, finished: Path, tmp_path: Path)
     check_overrides(config_of(whole, tmp_path, "hparams.lr=1e-3"), ("hparams.lr",))
 
 
+@pytest.mark.slow
 def test_the_commands(whole: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`pipeline` refuses an override; allowed, it trains with it and with the rest of the record, and shows both."""
     record = f"tuning.record={finished / 'transfer.json'}"

@@ -156,6 +156,7 @@ def test_the_square_root_rule_is_adam_on_noise() -> None:
     assert abs(without(weight_decay=1.0)[1] - left) > 0.1 * left
 
 
+@pytest.mark.slow
 def test_complete_d_is_adam_on_noise_over_any_number_of_samples() -> None:
     """Of an epsilon that is small: a run of four times the samples spreads and decays as far, with a batch of two too.
 

@@ -115,7 +115,10 @@ def test_a_planted_fault_is_named(ranks: Ranks, tmp_path: Path, bands: Any, arch
 @pytest.mark.parametrize("architecture", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("rule", "quantity"),
-    [pytest.param("hidden_rate", "rate", marks=pytest.mark.slow), ("embedding_rate", "rate"), ("decay", "decay")],
+    [
+        *(pytest.param(f"{which}_rate", "rate", marks=pytest.mark.slow) for which in ("hidden", "embedding")),
+        ("decay", "decay"),
+    ],
 )
 def test_a_rule_that_the_optimizer_lacks_is_named(
     ranks: Ranks, tmp_path: Path, bands: Any, architecture: str, rule: str, quantity: str

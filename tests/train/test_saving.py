@@ -282,6 +282,7 @@ def on_a_slow_disk(path: Path, number: int, gate: Path) -> Iterator[subprocess.P
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_crash_while_it_is_written_loses_nothing_before(ranks: Ranks, tmp_path: Path) -> None:
     """kill -9 behind the fifth step, with the checkpoint of the fourth on its way and that of the second whole."""
     keys = {"training__train_steps": 7, "training__lr_decay_steps": 7, "training__checkpoints_kept": 9}

@@ -291,7 +291,7 @@ def test_ranks_that_cannot_meet(config_file: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("waits_for", ["data", "a rank"])
+@pytest.mark.parametrize("waits_for", ["data", pytest.param("a rank", marks=pytest.mark.slow)])
 def test_a_signal_before_there_is_anything_to_save(config_file: Path, tmp_path: Path, waits_for: str) -> None:
     """Exit status 143 as later, in Python's code and in torch's, where the second of two ranks never comes."""
     with socket.socket() as free:

@@ -131,6 +131,7 @@ def test_bleu_while_it_trains_is_the_checkpoints(ranks: Ranks, tmp_path: Path, l
     assert found == evaluations[-1]["eval_loss"]  # of a run that nobody compares
 
 
+@pytest.mark.slow
 def test_trials_are_compared_by_it(ranks: Ranks, tmp_path: Path) -> None:
     keys = {"training__train_steps": 6, "training__eval_interval": 3, "training__checkpoint_interval": 6}
     for objective in ("bleu", "loss"):

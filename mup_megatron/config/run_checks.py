@@ -274,6 +274,12 @@ def _check_tuning_batch(config: Config) -> None:
         )
     if tuning.command:
         config.needs_gpt("tuning.command")
+        if tuning.trials_per_device != 1:
+            raise config.error(
+                "tuning.trials_per_device",
+                f"a trial that a script runs (tuning.command) has the worker's GPUs to itself; expected 1, found "
+                f"{shown(tuning.trials_per_device)}",
+            )
 
 
 # sbatch's own forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...

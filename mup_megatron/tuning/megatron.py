@@ -55,15 +55,16 @@ _END_SECONDS, _START_SECONDS, _POLL_SECONDS = 60.0, 600, 0.05
 _LAST_LINES, _LAST_BYTES = 3, 1 << 14
 
 
-def process_for(config: Config, rank: Rank, log: Path) -> TrialProcess:
+def process_for(config: Config, rank: Rank, log: Path, abreast: int = 1) -> TrialProcess:
     """The process that trains a config's proxies: a run of megatron.training where `tuning.command` says one.
 
     Args:
         config: the study's.
         rank: of the process that starts it.
         log: file for whatever libraries print; a run of megatron.training has one in its own folder.
+        abreast: trials that run at the same time on one device, at most.
     """
-    return MegatronProcess(rank) if config.tuning.command else RunProcess(rank, log)
+    return MegatronProcess(rank) if config.tuning.command else RunProcess(rank, log, abreast)
 
 
 class MegatronProcess(TrialProcess):

@@ -1,8 +1,8 @@
 """A run in a process of its own: how it is started, what is said to it and what it says.
 
 Public names: `TrialProcess`, `RunProcess`, `Start`, `Answer`, `Ready`, `Step`, `Evaluation`, `End`, `receive`,
-`ATTEMPTS`, `environment`, `exit_of`, `gpus`. The trials of tuning (worker.py) and the runs of a stability grid
-(proof/grid.py) are such runs; trial.py is the program of the process. Each message is one line of JSON, on the
+`ATTEMPTS`, `environment`, `exit_of`, `gpus`, `local_ranks`. The trials of tuning (worker.py) and the runs of a stability
+grid (proof/grid.py) are such runs; trial.py is the program of the process. Each message is one line of JSON, on the
 process's standard input and output:
 
     Start                to the process: the config of its next run
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal
@@ -77,11 +77,17 @@ class Ready(_Message):
 
 
 class Step(_Message):
-    """The run has done so many steps; sent every few seconds. The loss is in nats per token."""
+    """The run has done so many steps; sent every few seconds. The loss is in nats per token.
+
+    Args:
+        memory: most that its process has taken, as a share of its device's (abreast.memory_share); 0 where it does not
+            say.
+    """
 
     event: Literal["step"] = "step"
     step: int
     loss: float
+    memory: float = 0.0
 
 
 class Evaluation(_Message):
@@ -119,15 +125,26 @@ def receive(line: str) -> Said:
     return _SAID.validate_python(json.loads(line))
 
 
-def environment(rank: Rank, parent: dict[str, str]) -> dict[str, str]:
-    """The environment of a trial's process: the parent's without its launcher, one GPU, a share of the cores."""
+def local_ranks(rank: Rank, parent: Mapping[str, str]) -> int:
+    """How many workers the launcher of this one started on this machine."""
+    return int(parent.get("LOCAL_WORLD_SIZE") or parent.get("LOCAL_SIZE") or rank.world_size)
+
+
+def environment(rank: Rank, parent: Mapping[str, str], abreast: int = 1) -> dict[str, str]:
+    """The environment of a trial's process: the parent's without its launcher, one GPU, a share of the cores.
+
+    Args:
+        rank: of the worker.
+        parent: its environment.
+        abreast: trials that it runs at a time, at most.
+    """
     kept = {
         name: value
         for name, value in parent.items()
         if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
-    local_ranks = int(parent.get("LOCAL_WORLD_SIZE") or parent.get("LOCAL_SIZE") or rank.world_size)
-    kept.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, local_ranks))))
+    sharing = max(1, local_ranks(rank, parent)) * abreast
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // sharing)))
     visible = parent.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else None
     if devices:
@@ -288,13 +305,14 @@ class RunProcess(TrialProcess):
     Args:
         rank: of the process that starts it; its local rank chooses the GPU.
         log: file for whatever libraries print.
+        abreast: runs that are started so on the same device, at most; they share its cores.
     """
 
     _SAVE_SECONDS = 120.0
 
-    def __init__(self, rank: Rank, log: Path) -> None:
+    def __init__(self, rank: Rank, log: Path, abreast: int = 1) -> None:
         super().__init__()
-        self._rank, self._log = rank, log
+        self._rank, self._log, self._abreast = rank, log, abreast
         self._in: IO[str] = io.StringIO()
         self._out: IO[str] = io.StringIO()
         self._buffer = ""
@@ -316,7 +334,7 @@ class RunProcess(TrialProcess):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**environment(self._rank, dict(os.environ)), "PYTHONPATH": _python_path()},
+                env={**environment(self._rank, os.environ, self._abreast), "PYTHONPATH": _python_path()},
             )
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("no pipes")

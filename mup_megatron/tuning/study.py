@@ -87,6 +87,10 @@ class Study:
         self._storage = StudyStorage(config, self.directory)
         self._leases = leases
 
+    def again(self) -> Study:
+        """The same study, for another thread of this process: a storage is read by one at a time."""
+        return Study(self._config, self._leases)
+
     @property
     def objective(self) -> Objective:
         """What its trials are compared by."""

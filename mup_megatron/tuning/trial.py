@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from mup_megatron.tuning.abreast import memory_share
 from mup_megatron.tuning.process import Answer, End, Evaluation, Ready, Said, Start, Step
 
 _TELL_SECONDS = 2.0
@@ -61,7 +62,7 @@ class _Watcher:
         """Says now and then that the trial is alive."""
         if time.monotonic() - self._told > _TELL_SECONDS:
             self._told = time.monotonic()
-            self._wire.send(Step(step=step, loss=loss))
+            self._wire.send(Step(step=step, loss=loss, memory=memory_share()))
 
     def evaluated(self, step: int, loss: float) -> bool:
         """Reports an evaluation; whether the trial goes on."""

@@ -1,6 +1,6 @@
-"""A tuning worker: takes trials from the study and has them run in a process of its own, which it watches.
+"""A tuning worker: takes trials from the study and has them run in processes of their own, which it watches.
 
-Public name: `work`.
+Public name: `work`. Where `tuning.trials_per_device` says so it runs several at a time.
 
 The worker itself holds no CUDA context and no model. So if a trial runs out of memory, hangs or kills its process,
 only that trial is affected. It goes on once from its last checkpoint, in a new process; the second time it has failed.
@@ -9,10 +9,13 @@ only that trial is affected. It goes on once from its last checkpoint, in a new 
 from __future__ import annotations
 
 import itertools
+import os
+import queue
 import shutil
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ from mup_megatron.checkpoints.run_directory import Busy, own_run_directory
 from mup_megatron.config import Config
 from mup_megatron.parallel.ranks import Rank, stop_signal
 from mup_megatron.tuning import Stopped
+from mup_megatron.tuning.abreast import Abreast, most_abreast
 from mup_megatron.tuning.lease import Lost, Overtaken
 from mup_megatron.tuning.megatron import process_for
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, Step
+from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, Step, local_ranks
 from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.disk import full_disk
@@ -54,9 +58,70 @@ def work(
         DiskFull: nothing more could be written; the trial at hand waits.
     """
     with full_disk(study.directory, "the study"), stop_signal() as terminated:
-        worker = _Worker(config, study, rank, done, terminated, say)
+        crew = _Crew(config, study, rank, done, terminated, say)
+        with crew.others():
+            crew.follow(0, study, crew.done, terminated)
+
+
+class _Crew:
+    """The trials that run at the same time on one device: the first in the caller's thread, each other one in its own.
+
+    Arguments as of `work`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        study: Study,
+        rank: Rank,
+        done: Callable[[], bool],
+        terminated: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._study, self._rank, self._done, self._terminated = config, study, rank, done, terminated
+        self._most = most_abreast(config, local_ranks(rank, os.environ))
+        self._abreast = Abreast(self._most, measured=config.tuning.trials_per_device == "auto", say=say)
+        self._say = say
+        self._threads: list[threading.Thread] = []
+        self._over, self._raised = threading.Event(), queue.SimpleQueue[BaseException]()
+
+    def done(self) -> bool:
+        """As `work`'s; raises what another thread did, and starts the threads that are missing."""
+        if not self._raised.empty():
+            raise self._raised.get()
+        for number in range(len(self._threads) + 1, self._abreast.count()):
+            thread = threading.Thread(target=self._run, args=(number,), name=f"trial {number}")
+            self._threads.append(thread)
+            thread.start()
+        return self._done()
+
+    @contextmanager
+    def others(self) -> Iterator[None]:
+        """At the end the other threads save their trials and end too."""
         try:
-            while not done():
+            yield
+        finally:
+            self._over.set()
+            for thread in self._threads:
+                thread.join()
+
+    def _run(self, number: int) -> None:
+        try:
+            with suppress(Stopped):
+                self.follow(number, self._study.again(), lambda: False, self._is_over)
+        except BaseException as error:
+            self._raised.put(error)
+
+    def _is_over(self) -> bool:
+        return self._over.is_set() or self._terminated()
+
+    def follow(self, number: int, study: Study, done: Callable[[], bool], terminated: Callable[[], bool]) -> None:
+        """Runs one trial after the other, as `work`; a number that is one too many returns between two of them."""
+        worker = _Worker(
+            self._config, study, self._rank, done, terminated, self._say, number, self._abreast, self._most
+        )
+        try:
+            while not done() and number < self._abreast.count():
                 if terminated():
                     raise Stopped
                 trial = study.claim()
@@ -69,7 +134,13 @@ def work(
 
 
 class _Worker:
-    """One trial after the other, in a process that is watched; arguments as of `work`."""
+    """One trial after the other, in a process that is watched; arguments as of `work`.
+
+    Args:
+        number: of those that the crew runs at a time, from 0.
+        abreast: is told of every step.
+        most: trials at a time, at most.
+    """
 
     def __init__(
         self,
@@ -79,10 +150,15 @@ class _Worker:
         done: Callable[[], bool],
         terminated: Callable[[], bool],
         say: Callable[[str], None],
+        number: int,
+        abreast: Abreast,
+        most: int,
     ) -> None:
         self._config, self._study, self._done, self._terminated, self._say = config, study, done, terminated, say
-        self._cache = study.directory / f"cache-{rank.rank}"
-        self.process = process_for(config, rank, study.directory / f"worker-{rank.rank}.log")
+        self._number, self._abreast = number, abreast
+        name = f"{rank.rank}-{number}" if number else str(rank.rank)
+        self._cache = study.directory / f"cache-{name}"
+        self.process = process_for(config, rank, study.directory / f"worker-{name}.log", most)
 
     def run(self, trial: Trial) -> None:
         """One trial from claim to end."""
@@ -169,12 +245,20 @@ class _Worker:
     def _follow(self) -> End:
         """Hears a trial out; returns how it ended in its process."""
         said, trial, steps = time.monotonic(), self._trial, tuning_steps(self._config)
+        reached: int | None = None
+
+        def came(step: int, memory: float = 0.0) -> None:
+            nonlocal reached
+            self._abreast.stepped(self._number, 0 if reached is None else step - reached, memory)
+            reached = step
 
         def evaluated(evaluation: Evaluation) -> bool:
+            came(evaluation.step)
             return self._study.survives(trial, evaluation.step, evaluation.loss, self._alive)
 
         def stepped(step: Step) -> None:
             nonlocal said
+            came(step.step, step.memory)
             if time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
                 self._say(f"{trial.name}, on this process: step {step.step}/{steps}, loss {step.loss:.4f}")

@@ -21,7 +21,7 @@ from tests.helpers.configs import MIXED, make
     ("message", "line"),
     [
         (Ready(), '{"event": "ready"}'),
-        (Step(step=3, loss=5.25), '{"event": "step", "step": 3, "loss": 5.25}'),
+        (Step(step=3, loss=5.25), '{"event": "step", "step": 3, "loss": 5.25, "memory": 0.0}'),
         (Evaluation(step=4, loss=math.inf), '{"event": "evaluation", "step": 4, "loss": Infinity}'),
         (End(state="complete", loss=0.1), '{"event": "end", "state": "complete", "loss": 0.1, "reason": ""}'),
         (End(state="failed", reason="x"), '{"event": "end", "state": "failed", "loss": null, "reason": "x"}'),

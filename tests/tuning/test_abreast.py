@@ -1,0 +1,167 @@
+"""Several trials at a time on one device: how many, and that their number is in no loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron.config import load_config
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.tuning import abreast
+from mup_megatron.tuning.abreast import Abreast, most_abreast
+from mup_megatron.tuning.process import environment
+from mup_megatron.tuning.study import Study
+from mup_megatron.util.errors import ConfigError
+from tests.helpers.commands import Background, mup, until
+from tests.helpers.configs import MIXED, make, pipeline_file
+from tests.tuning.test_pipeline import outcome, record
+
+FINDS = {
+    "twice as fast, then no more": ({1: 10.0, 2: 19.0, 4: 21.0}, 16, 0.01, 2),
+    "never faster": ({1: 10.0, 2: 11.9}, 16, 0.01, 1),
+    "as many as there may be": ({1: 10.0, 2: 20.0, 3: 30.0}, 3, 0.01, 3),
+    "as many as fit": ({1: 10.0, 2: 20.0, 4: 40.0, 5: 50.0}, 16, 0.17, 5),
+    "a second one does not fit": ({1: 10.0}, 16, 0.5, 1),
+    "one, and no measurement": ({}, 1, 0.01, 1),
+}
+
+
+@pytest.mark.parametrize("case", FINDS)
+def test_the_number_is_found(case: str) -> None:
+    """By hand: the speed of each number of trials, the most, each trial's share of the memory, and what is found."""
+    speeds, most, share, expected = FINDS[case]
+    now, said, tried = 0.0, list[str](), list[int]()
+    found = Abreast(most, measured=True, say=said.append, clock=lambda: now)
+    done = dict.fromkeys(range(32), 0.0)
+    for _ in range(400):
+        count = found.count()
+        if count not in tried:
+            tried.append(count)
+        for worker in range(count):
+            more = done[worker] + speeds.get(count, 10.0) / count
+            found.stepped(worker, int(more) - int(done[worker]), share)
+            done[worker] = more
+        now += 1.0
+    assert found.count() == expected
+    assert tried == sorted({*speeds, 1})
+    assert len(said) == len(speeds)
+    if case == "twice as fast, then no more":
+        assert said[-1].startswith("2 trials at a time on this device: 19.")
+        assert "; with 4 they are 21." in said[-1]
+    if "fit" in case:
+        assert said[-1].endswith("(more do not fit)")
+
+
+def test_a_process_that_starts_is_not_measured() -> None:
+    """The second trial says nothing for minutes: the number stays, and no window is open."""
+    now = 0.0
+    found = Abreast(4, measured=True, say=lambda _line: None, clock=lambda: now)
+    for _ in range(40):
+        now += 1.0
+        found.stepped(0, 10, 0.0)
+        found.count()
+    assert found.count() == 2
+    for _ in range(100):
+        now += 1.0
+        found.stepped(0, 1, 0.0)  # ten times slower beside a process that imports
+        assert found.count() == 2
+    for _ in range(abreast._WINDOW_STEPS + int(abreast._WINDOW_SECONDS)):
+        now += 1.0
+        for worker in (0, 1):
+            found.stepped(worker, 9, 0.0)
+            found.count()
+    assert found.count() == 4
+
+
+def test_a_number_that_is_asked_for() -> None:
+    found = Abreast(3, measured=False, say=lambda _line: None)
+    found.stepped(0, 1000, 1.0)
+    assert found.count() == 3
+
+
+def test_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    without = {"LOCAL_WORLD_SIZE": "2"}
+    assert [environment(Rank(), without, number)["OMP_NUM_THREADS"] for number in (1, 2, 4, 16)] == ["4", "2", "1", "1"]
+    assert environment(Rank(), {"OMP_NUM_THREADS": "3"}, 4)["OMP_NUM_THREADS"] == "3"
+    auto = make(MIXED, "gpt3", tuning__trials_per_device="auto")
+    assert [most_abreast(auto, ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    assert most_abreast(make(MIXED, "gpt3", tuning__trials_per_device=5), 8) == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"tuning__trials_per_device": 0}, r"tuning\.trials_per_device: expected a number > 0 or 'auto', found 0"),
+        ({"tuning__trials_per_device": "many"}, r"tuning\.trials_per_device: expected .* found 'many'"),
+        (
+            {"tuning__trials_per_device": 2, "tuning__command": ["torchrun", "pretrain_gpt.py"]},
+            r"tuning\.trials_per_device: a trial that a script runs .* expected 1, found 2",
+        ),
+    ],
+)
+def test_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make(MIXED, "gpt3", **keys)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Background]]:
+    started: list[Background] = []
+
+    def begin(*arguments: str | Path) -> Background:
+        started.append(Background(*arguments))
+        return started[-1]
+
+    yield begin
+    for background in started:
+        background.kill()
+
+
+@pytest.mark.slow
+def test_their_number_is_in_no_loss(tmp_path: Path) -> None:
+    """Three at a time in one worker: every trial ends as it does alone, with its losses to the last bit."""
+    folders = {}
+    for number in ("1", "3"):
+        folders[number] = tmp_path / number
+        folders[number].mkdir()
+        result = mup("tune", pipeline_file(folders[number]), f"tuning.trials_per_device={number}")
+        assert result.returncode == 0, result.stderr
+    assert outcome(folders["3"]) == outcome(folders["1"])
+    assert record(folders["3"])["values"] == record(folders["1"])["values"]
+    logs = {number: sorted(path.name for path in folder.rglob("worker-*.log")) for number, folder in folders.items()}
+    assert logs == {"1": ["worker-0.log"], "3": ["worker-0-1.log", "worker-0-2.log", "worker-0.log"]}
+
+
+@pytest.mark.slow
+def test_a_signal(tmp_path: Path, start: Callable[..., Background]) -> None:
+    """Both trials are saved, and the same command goes on with them."""
+    long = {"tuning__train_steps": 4000, "tuning__max_compute_share": 1e4, "tuning__trials_per_device": 2}
+    path = pipeline_file(tmp_path, **long, tuning__trials=2, tuning__repeat_best=0)
+    command = start("tune", path)
+    folders = [tmp_path / "run" / "tuning" / f"trial-00{number}" for number in (0, 1)]
+    until(lambda: all((folder / "metrics.jsonl").exists() for folder in folders))
+    until(lambda: all(len((folder / "metrics.jsonl").read_text().splitlines()) > 5 for folder in folders))
+    os.kill(command.process.pid, signal.SIGTERM)
+    _, err = command.process.communicate(timeout=120)
+    assert command.process.returncode == 143, err
+    assert "the same command goes on" in err
+    assert all(list((folder / "checkpoints").glob("step_*")) for folder in folders)
+    assert [trial.state for trial in Study(load_config(path)).trials()] == ["waiting", "waiting"]
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_beside_the_first_ends_the_command(tmp_path: Path) -> None:
+    """A trial in another thread that cannot start its folder: one sentence, no hang."""
+    path = pipeline_file(tmp_path, tuning__trials_per_device=2)
+    blocked = tmp_path / "run" / "tuning"
+    blocked.mkdir(parents=True)
+    (blocked / "worker-0-1.log").mkdir()  # where the second process would print to
+    result = mup("tune", path)
+    assert result.returncode not in (0, None)
+    assert "worker-0-1.log" in result.stderr

@@ -41,8 +41,8 @@ from tests.tuning import test_record
 pytestmark = pytest.mark.more
 
 record = test_record.record  # the fixture
-# Factor on the counts below: a third in the quick suite (with --all conftest.py sets max_examples to 500).
-TIMES = 1 if settings.default.max_examples > 100 else 1 / 3
+# Factor on the counts below: a sixth in the quick suite (with --all conftest.py sets max_examples to 500).
+TIMES = 1 if settings.default.max_examples > 100 else 1 / 6
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -201,7 +201,8 @@ class Tuning(Section):
     trials_per_device: Size = 1
     """Trials that one worker runs at the same time, on its GPU or its share of the cores. `auto` begins with one and
     doubles as long as all of them together do 1.2 times the steps of before and fit into nine tenths of the memory; on
-    CPUs a trial then has one thread. Several on one GPU take turns unless CUDA's Multi-Process Service runs. Unit: trials."""
+    CPUs a trial then has one thread. Several on one GPU take turns unless CUDA's Multi-Process Service runs.
+    Unit: trials."""
     hang_timeout: Positive = 600
     """A trial whose process takes no step for as long is ended and tried once more. Unit: seconds."""
     lease_timeout: Positive = 60

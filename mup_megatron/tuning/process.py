@@ -1,9 +1,9 @@
 """A run in a process of its own: how it is started, what is said to it and what it says.
 
 Public names: `TrialProcess`, `RunProcess`, `Start`, `Answer`, `Ready`, `Step`, `Evaluation`, `End`, `receive`,
-`ATTEMPTS`, `environment`, `exit_of`, `gpus`, `local_ranks`. The trials of tuning (worker.py) and the runs of a stability
-grid (proof/grid.py) are such runs; trial.py is the program of the process. Each message is one line of JSON, on the
-process's standard input and output:
+`ATTEMPTS`, `environment`, `exit_of`, `gpus`, `local_ranks`. The trials of tuning (worker.py) and the runs of a
+stability grid (proof/grid.py) are such runs; trial.py is the program of the process. Each message is one line of JSON,
+on the process's standard input and output:
 
     Start                to the process: the config of its next run
     Ready                from it, once: it has imported what every run needs

@@ -170,7 +170,8 @@ def test_where_it_began_is_recorded(tuned: Callable[..., Config], source: Path, 
     assert source_manifest["tokenizer_sha256"] == manifest["tokenizer_sha256"]
 
 
-@pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
 def test_a_run_that_goes_on_does_not_read_the_source(
     tuned: Callable[..., Config], source: Path, tmp_path: Path, again: bool
 ) -> None:

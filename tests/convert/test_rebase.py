@@ -218,9 +218,8 @@ HORIZONS: dict[str, tuple[str, dict[str, str], tuple[float, float], tuple[float,
 }
 
 
-@pytest.mark.parametrize(
-    "rule", [rule if rule == "sqrt_sde" else pytest.param(rule, marks=pytest.mark.slow) for rule in HORIZONS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", HORIZONS)
 def test_rules_over_batch_and_tokens_may_change(
     ran: Callable[[str], Path], ranks: Ranks, rule: str, tmp_path: Path
 ) -> None:

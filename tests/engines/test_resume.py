@@ -161,6 +161,7 @@ def test_rows_of_another_rank_show(ranks: Ranks, reference: Any, tmp_path: Path)
     assert abs(losses[STOP] / expected[STOP] - 1) > 10 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_another_peak_rate_loads(ranks: Ranks, tmp_path: Path) -> None:
     """Groups are known by their rule: with the rate doubled on the way, the state is the same and the rates follow."""
     config = config_of("gpt3", MEGATRON)

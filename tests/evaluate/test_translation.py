@@ -98,6 +98,7 @@ def test_loss_and_bleu(run: Path, files: tuple[str, str]) -> None:
     assert len(set(first["translations"])) > 1
 
 
+@pytest.mark.slow
 def test_the_layout_does_not_matter(ranks: Ranks, run: Path, files: tuple[str, str]) -> None:
     """TP 2, the run's own; and two replicas, which share the sentences."""
     given: dict[str, Any] = {"beams": 3, "batch_size": 2, "max_length": 12}

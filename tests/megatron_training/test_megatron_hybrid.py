@@ -51,6 +51,7 @@ def entries(folder: Path, text: str = MIXER) -> tuple[str, str]:
     return "--mup-tensors", str(folder / "tensors.yaml")
 
 
+@pytest.mark.slow
 def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     """From the same weights the same losses and the same weights after three steps, to the last bit."""
     (ours,) = run(ranks, tmp_path)

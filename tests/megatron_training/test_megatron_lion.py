@@ -37,6 +37,7 @@ def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any)
     return ranks.run(count, megatron_runs.train, words=said, **asked)[-1]
 
 
+@pytest.mark.slow
 def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     """From the same weights the same losses and weights after four steps, to the last bit."""
     ours = run(ranks, tmp_path, base=SAME, clip_grad=0)

@@ -73,6 +73,7 @@ def two(ranks: Ranks) -> Ranks:
     return ranks
 
 
+@pytest.mark.slow
 @needs_training
 def test_resume_with_another_padding(two: Ranks, tmp_path: Path) -> None:
     """Megatron pads 100 entries to 128 rows, and to 256 at TP 2; the guard says so, and what gives 128 there."""

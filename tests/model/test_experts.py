@@ -183,10 +183,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "kind", "first", "second"),
-    [pytest.param(*case, marks=[] if case[:2] == ("sgd", "fixed") else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "kind", "first", "second"), CASES)
 def test_updates_over_4_to_32_experts(ranks: Ranks, optimizer: str, kind: str, first: float, second: float) -> None:
     """With the rule an update of experts and router has the size that theory says; without it, about 1/E of that."""
     ruled, broken = (slopes_of(ranks, optimizer, kind, broken=each) for each in (False, True))

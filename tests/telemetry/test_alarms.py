@@ -139,6 +139,7 @@ def test_a_rank_with_other_weights_is_named(ranks: Ranks, tmp_path: Path, bands:
     assert {alarm["step"] for alarm in apart} == {BEGINS + 1}
 
 
+@pytest.mark.slow
 def test_a_shard_of_noise_is_noticed(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
     """The loss jumps in its first steps, whether they are read or not."""
     alarms = alarms_of(ranks, tmp_path, bands, "gpt3", fault="a shard of noise", begins=BEGINS + 1)
@@ -149,6 +150,7 @@ def test_a_shard_of_noise_is_noticed(ranks: Ranks, tmp_path: Path, bands: Any) -
     assert "it jumped" in jumps[0]["cause"]
 
 
+@pytest.mark.slow
 def test_it_stops_behind_a_checkpoint(ranks: Ranks, tmp_path: Path, bands: Any) -> None:
     """`watch.action: stop`; with `warn` the same run goes on to its end."""
     fault: dict[str, Any] = {"fault": "matrices at twice the rate", "begins": BEGINS}

@@ -95,10 +95,8 @@ def generated(_rank: Rank, *, checkpoint: Path) -> list[str]:
     ]
 
 
-QUICK = ("an interleaved pipeline, heads that predict further",)
-
-
-@pytest.mark.parametrize("cell", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CELLS])
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
 def test_they_are_what_generate_writes(ranks: Ranks, tmp_path: Path, cell: str) -> None:
     world, growth, architecture, overrides = CELLS[cell]
     run = trained(ranks, tmp_path, world, growth, architecture, **overrides)

@@ -56,7 +56,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "distributed optimizer": {"parallel__engine": "megatron", "parallel__use_distributed_optimizer": True},
 }
-QUICK = ("deepspeed, one process", "distributed optimizer")
+QUICK = ("deepspeed, one process",)
 
 
 def config_file(folder: Path, **changed: Any) -> Path:

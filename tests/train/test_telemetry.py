@@ -51,6 +51,7 @@ def test_where_it_is_told(ranks: Ranks, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_share_of_steps_that_were_clipped(ranks: Ranks, tmp_path: Path) -> None:
     """Of the norms in metrics.jsonl, since the reading before; nothing where nothing is clipped."""
     (tmp_path / "off").mkdir()

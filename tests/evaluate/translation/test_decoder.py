@@ -58,7 +58,8 @@ def test_what_is_lost_is_seen(ranks: Ranks, lost: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["as it comes", pytest.param("relative positions", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["as it comes", "relative positions"])
 def test_tensor_parallel_ranks_translate_as_one(ranks: Ranks, kind: str) -> None:
     """Greedily as the whole model does token by token, and with four beams the same on one rank and on two."""
     config = make_t5(**MULTIPLIERS, **KINDS[kind], parallel__tensor_model_parallel_size=2)

@@ -46,6 +46,15 @@ def test_what_the_page_says_of_the_gpu_is_its_record(repository: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_the_page_says_of_trials_is_its_record(repository: Path) -> None:
+    """Two at a time against one, each the mean of two measurements that took turns."""
+    rows = json.loads((repository / "benchmarks/results/trials/trials.json").read_text())["rows"]
+    assert [row["at_once"] for row in rows] == [1, 2, 1, 2]
+    one, two = (rows[first]["trials_per_hour"] + rows[first + 2]["trials_per_hour"] for first in (0, 1))
+    said = " ".join((repository / "docs/tuning.md").read_text().split())
+    assert f"are {two / one:.2f} times as many an hour as one of two." in said
+
+
 def test_benchmarks_run(repository: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick"], cwd=repository, check=True, capture_output=True, text=True

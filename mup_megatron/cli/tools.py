@@ -67,9 +67,6 @@ def watch(
     import sys
     import time
 
-    from mup_megatron.parallel import upstream
-
-    upstream.prepare_process()  # before megatron-core is imported, which warns of what it lacks
     from mup_megatron.report.live import Watched, lines_of, page_of
     from mup_megatron.util.files import write_whole
 

@@ -220,6 +220,9 @@ def _band_of(config: Config) -> BandOfTarget | None:
     if not config.band_path.exists():
         return None
     from mup_megatron.data.prepare import known_vocab_size
+    from mup_megatron.parallel import upstream
+
+    upstream.prepare_process()  # before megatron-core is imported, which warns of what it lacks
     from mup_megatron.model.build import parametrize
 
     return band_of(parametrize(config, known_vocab_size(config)), config.band_path)

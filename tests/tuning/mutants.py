@@ -105,4 +105,12 @@ MUTANTS = (
         "True",
         "megatron_training/test_megatron_tune.py::test_another_run_than_was_asked_for",
     ),
+    mutant(
+        "abreast: whatever it brings",
+        "twice as many trials at a time stay although they are no faster together",
+        "tuning.abreast.Abreast._decide",
+        "speed < _GAIN * before",
+        "speed < 0 * before",
+        "tuning/test_abreast.py::test_the_number_is_found",
+    ),
 )

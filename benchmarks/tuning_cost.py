@@ -2,11 +2,13 @@
 
     mup-megatron tune configs/proof/tuning-cost.yaml --nproc-per-node 2    (the table: 280 runs of a proxy)
     python -m benchmarks.tuning_cost runs/proof/tuning-cost [--target RUN] --output docs/evidence/tuning-cost
+    python -m benchmarks.tuning_cost --again docs/evidence/tuning-cost/cost.json --output DIR
 
 After Tensor Programs V, figure 5. A replayed trial takes its losses from the table's nearest point and costs the
 steps that it ran. A search has arrived when the best trial that it ran to the end is within 0.5 % of the best loss
 there is. With a table of the target (of the same points or fewer, to which all keep), a search is judged by what its
-values give there, and random search and TPE on the target itself are replayed beside.
+values give there, and random search and TPE on the target itself are replayed beside. `--again` replays searches that
+begin at known values (`tuning.prior`) on the table of an earlier result, beside the same search without.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ from mup_megatron.config import Config, derive, load_config
 from mup_megatron.data.record import tokens_digest
 from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.outcome import Trial
+from mup_megatron.tuning.prior import with_prior
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.provenance import provenance
 
 GOAL = 0.005
+PRIORS = ("configs/proof/english.yaml", "configs/proof/wide.yaml")
+"""Configs whose `hparams:` were tuned on another text and at another width, from which a search may begin."""
 METHODS: dict[str, tuple[str, str, int]] = {
     "random": ("random", "none", 1),
     "random, halving": ("random", "successive_halving", 1),
@@ -80,6 +85,17 @@ class Table:
             raise SystemExit(f"the table lacks {missing} of its points")
         return cls(values, steps, losses, record.budget.spent.flops / len(trials))
 
+    @classmethod
+    def again(cls, points: Sequence[Mapping[str, Any]]) -> Table:
+        """From what an earlier replay wrote down of it; its runs cost 1."""
+        names = [name for name in points[0] if name != "losses"]
+        steps = sorted({int(step) for point in points for step in point["losses"]})
+        losses = {
+            tuple(point[name] for name in names): [_finite(point["losses"].get(str(step))) for step in steps]
+            for point in points
+        }
+        return cls({name: sorted({point[name] for point in points}) for name in names}, steps, losses, 1.0)
+
     def within(self, other: Table) -> Table:
         """What it holds of another table's points, all of which it has."""
         losses = {point: self.losses[point] for point in other.losses}
@@ -110,16 +126,24 @@ Search = list[tuple[float, float]]
 
 
 def replay(
-    config: Config, table: Table, judge: Table, method: tuple[str, str, int], seed: int, runs: int = _MOST_RUNS
+    config: Config,
+    table: Table,
+    judge: Table,
+    method: tuple[str, str, int],
+    seed: int,
+    runs: int = _MOST_RUNS,
+    prior: Mapping[str, float] | None = None,
 ) -> Search:
-    """One search, until it has arrived or tried as many runs."""
+    """One search, until it has arrived or tried as many runs; `prior` is what `tuning.prior` has it begin at."""
     sampler, pruner, workers = method
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         search = {name: {"log_uniform": [known[0], known[-1]]} for name, known in table.values.items()}
         tuning = {"sampler": sampler, "pruner": pruner, "search": search, "trials": runs}
         keys = {f"tuning.{key}": value for key, value in tuning.items()}
-        study = Study.create(derive(config, {**keys, "run.dir": directory, "run.seed": seed}))
+        if prior is not None:
+            keys |= {"tuning.prior": "hparams", **{f"hparams.{name}": value for name, value in prior.items()}}
+        study = Study.create(with_prior(derive(config, {**keys, "run.dir": directory, "run.seed": seed})))
         cost, best, found = 0.0, math.inf, []
         while trials := [trial for _ in range(workers) if (trial := study.claim()) is not None]:
             for trial in trials:
@@ -151,15 +175,34 @@ def _needed(found: Search, goal: float) -> float | None:
 
 
 def _searches(config: Config, proxy: Table, target: Table | None, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
-    judge = target or proxy
-    jobs = {name: (proxy, method, 1.0) for name, method in METHODS.items()}
+    jobs: dict[str, _Job] = {name: (proxy, method, 1.0, None) for name, method in METHODS.items()}
     if target is not None:
         for name in ("random", "TPE"):
-            jobs[f"{name}, on the target"] = (target, METHODS[name], target.flops / proxy.flops)
+            jobs[f"{name}, on the target"] = (target, METHODS[name], target.flops / proxy.flops, None)
+    return _replayed(config, jobs, target or proxy, seeds, runs)
+
+
+def _from_known_values(config: Config, table: Table, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
+    """Random search, the large configs' search, and the same from the values of each of `PRIORS`."""
+    jobs: dict[str, _Job] = {name: (table, METHODS[name], 1.0, None) for name in ("random", "TPE, halving")}
+    for path in PRIORS:
+        known = load_config(Path(path)).hparams
+        values = {name: float(getattr(known, name)) for name in table.values}
+        jobs[f"TPE, halving, from {path}"] = (table, METHODS["TPE, halving"], 1.0, values)
+    return _replayed(config, jobs, table, seeds, runs)
+
+
+_Job = tuple[Table, tuple[str, str, int], float, Mapping[str, float] | None]
+"""Table, method, what a run of it costs, and the values to begin at."""
+
+
+def _replayed(
+    config: Config, jobs: Mapping[str, _Job], judge: Table, seeds: int, runs: int
+) -> dict[str, dict[str, Any]]:
     searches = {}
     with Pool() as pool:
-        for name, (table, method, unit) in jobs.items():
-            job = partial(replay, config, table, judge, method, runs=runs)
+        for name, (table, method, unit, prior) in jobs.items():
+            job = partial(replay, config, table, judge, method, runs=runs, prior=prior)
             curves = [[(cost * unit, loss) for cost, loss in found] for found in pool.imap(job, range(1, seeds + 1))]
             needed = [_needed(found, judge.best * (1 + GOAL)) for found in curves]
             arrived = sorted(cost for cost in needed if cost is not None)
@@ -218,12 +261,21 @@ def _named(record: TransferRecord) -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replays, prints, writes cost.json and cost.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run.dir of the proxy's table")
+    parser.add_argument("run", type=Path, nargs="?", help="run.dir of the proxy's table")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="cost.json of an earlier replay, instead of a run")
     parser.add_argument("--target", type=Path, metavar="RUN", help="run.dir of the target's table")
     parser.add_argument("--seeds", type=int, default=24)
     parser.add_argument("--runs", type=int, default=_MOST_RUNS, help="trials after which a search gives up")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
+    if (asked.run is None) is (asked.again is None) or (asked.again and asked.target):
+        parser.error("expected RUN (and --target), or --again FILE")
+    if asked.again is not None:
+        earlier = json.loads(asked.again.read_text(encoding="utf-8"))
+        config, table = load_config(Path("configs/proof/tuning-cost.yaml")), Table.again(earlier["tables"][0])
+        searches = _from_known_values(config, table, asked.seeds, asked.runs)
+        _write(asked.output, searches, table.best, [], asked.seeds, {"provenance": provenance(None)})
+        return 0
     records = [TransferRecord.expect(run / "transfer.json", None) for run in (asked.run, asked.target) if run]
     tables = [Table.of(record) for record in records]
     proxy, target = tables[0], tables[1] if len(tables) > 1 else None
@@ -231,18 +283,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         proxy = proxy.within(target)
     config = load_config(asked.run / "config.yaml")
     searches = _searches(config, proxy, target, asked.seeds, asked.runs)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    result = {
-        "goal": GOAL,
-        "best": (target or proxy).best,
-        "seeds": asked.seeds,
-        "searches": searches,
-        "tables": [list(_named(record)) for record in records],
-        "provenance": provenance(tokens_digest(config)),
-    }
-    (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    draw(searches, result["best"], asked.output / "cost.png")
+    points = [list(_named(record)) for record in records]
+    said = {"provenance": provenance(tokens_digest(config))}
+    _write(asked.output, searches, (target or proxy).best, points, asked.seeds, said)
     return 0
+
+
+def _write(
+    folder: Path, searches: Mapping[str, Any], best: float, tables: Sequence[Any], seeds: int, said: Mapping[str, Any]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"goal": GOAL, "best": best, "seeds": seeds, "searches": searches, "tables": tables, **said}
+    (folder / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    draw(searches, best, folder / "cost.png")
 
 
 if __name__ == "__main__":

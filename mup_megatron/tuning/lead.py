@@ -25,6 +25,7 @@ from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
+from mup_megatron.tuning.prior import with_prior
 from mup_megatron.tuning.proxy_band import band_of_runs
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.remarks import remarks
@@ -58,6 +59,7 @@ def tune(setup: Setup, rank: Rank, meeting: Meeting, progress: Progress) -> None
     from mup_megatron.tuning.study import Study
     from mup_megatron.tuning.worker import work
 
+    setup = dataclasses.replace(setup, config=with_prior(setup.config))
     config = setup.config
     if not rank.is_first:
         meeting.await_told("study")
@@ -97,7 +99,7 @@ def join_study(config: Config, rank: Rank) -> bool:
         UserError: bad input.
         Stopped: SIGTERM.
     """
-    setup = resolve(config, smallest_world(config), trains=False)
+    setup = resolve(with_prior(config), smallest_world(config), trains=False)
     config, directory = setup.config, Path(config.run.dir)
     with ExitStack() as held:
         number = _free_number(directory, held)

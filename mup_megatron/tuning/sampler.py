@@ -12,6 +12,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from mup_megatron.config import Config
+from mup_megatron.tuning.prior import first_trial
 from mup_megatron.tuning.space import Value, distributions
 
 
@@ -26,8 +27,13 @@ def sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:
 def points(config: Config) -> list[dict[str, Value]]:
     """Values of the trials of the plan, by slot; empty where the sampler learns from trials that ended (tpe).
 
-    There are `tuning.trials` of them, fewer where a grid has fewer.
+    There are `tuning.trials` of them, fewer where a grid has fewer. The first has the values of `tuning.prior`.
     """
+    found = _points(config)
+    return [{**first, **first_trial(config)} for first in found[:1]] + found[1:]
+
+
+def _points(config: Config) -> list[dict[str, Value]]:
     space, count = distributions(config), config.tuning.trials
     if config.tuning.sampler == "tpe":
         return [{} for _ in range(count)]

@@ -27,6 +27,7 @@ from mup_megatron.tuning.journal import journal_path, mend
 from mup_megatron.tuning.lease import Leases, Lost, Overtaken
 from mup_megatron.tuning.objective import Objective, objective_of
 from mup_megatron.tuning.outcome import FINISHED, State, Trial, best, descent_of
+from mup_megatron.tuning.prior import first_trial
 from mup_megatron.tuning.sampler import points
 from mup_megatron.tuning.space import Value, proxy_config, rungs, values_of
 from mup_megatron.tuning.storage import Ended, StudyStorage
@@ -58,6 +59,8 @@ def _deciding(config: Config) -> dict[str, Any]:
         "run": {"seed": config.run.seed},
     }
     decided = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    if first := first_trial(config):
+        decided["tuning.prior"] = first
     if config.tuning.command:
         decided["tuning.command"] = config.tuning.command
     return as_read({**digested(config), **decided, **_of_descent(config)})

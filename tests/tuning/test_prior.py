@@ -1,0 +1,109 @@
+"""A search that begins where an earlier one ended: its ranges and its first trial by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mup_megatron.tuning.prior import first_trial, with_prior
+from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.sampler import points
+from mup_megatron.tuning.study import Study
+from mup_megatron.util.errors import ConfigError, UserError
+from tests.helpers.records import BUDGET, study_of
+from tests.tuning.test_study import study_config
+
+SEARCH = {
+    "lr": {"log_uniform": [1e-4, 1e-1]},
+    "init_method_std": {"log_uniform": [0.005, 0.08]},
+    "output_multiplier": {"uniform": [1.0, 9.0]},
+    "lr_schedule": {"choice": ["cosine", "linear"]},
+    "attention_multiplier": {"log_uniform": [0.25, 4.0]},
+}
+CHOSE = {"lr": 2e-3, "init_method_std": 0.06, "output_multiplier": 12.0, "lr_schedule": "linear"}
+
+
+def record_of(path: Path, chose: dict[str, Any]) -> str:
+    """A record of an earlier search, whose family is nobody's here."""
+    said: dict[str, Any] = {"created": "", "digest": "", "family": {}, "values": {}, "tuned": []}
+    said |= {"target": {"name": "", "sizes": {}, "becomes": {}, "extrapolated": [], "not_transferred": []}}
+    said |= {"proxy": {"trained": {}}, "rules": {}, "study": study_of(chose), "budget": BUDGET, "versions": {}}
+    from mup_megatron.tuning.family import digest
+
+    said = {"format": 1, **said}
+    write_record(path, {**said, "checksum": digest(said)})
+    return str(path)
+
+
+def config_of(folder: Path, chose: dict[str, Any] | None = None, **changed: Any) -> Any:
+    prior = record_of(folder / "earlier.json", chose or CHOSE)
+    return study_config(folder, **{"tuning__search": SEARCH, "tuning__prior": prior, **changed})
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    """A quarter to four times, cut to the range; what is uniform, chosen, or was not tuned stays as it was."""
+    config = config_of(tmp_path)
+    found = {name: each.model_dump(exclude_none=True) for name, each in with_prior(config).tuning.search.items()}
+    assert found.pop("lr") == {"log_uniform": pytest.approx([5e-4, 8e-3])}
+    assert found.pop("init_method_std") == {"log_uniform": pytest.approx([0.015, 0.08])}
+    assert found == {name: SEARCH[name] for name in found}
+    assert first_trial(config) == {**CHOSE, "output_multiplier": 9.0}
+    assert with_prior(with_prior(config)).tuning.search == with_prior(config).tuning.search
+
+
+def test_the_configs_own_values(tmp_path: Path) -> None:
+    keys = {"hparams__lr": 4e-3, "hparams__init_method_std": 0.02}
+    config = study_config(tmp_path, tuning__search=SEARCH, tuning__prior="hparams", **keys)
+    assert with_prior(config).tuning.search["lr"].log_uniform == pytest.approx([1e-3, 1.6e-2])
+    assert first_trial(config)["lr"] == 4e-3
+    assert first_trial(config)["init_method_std"] == 0.02
+
+
+def test_without_one_nothing_changes(tmp_path: Path) -> None:
+    config = study_config(tmp_path, tuning__search=SEARCH)
+    assert with_prior(config) is config
+    assert first_trial(config) == {}
+
+
+@pytest.mark.parametrize("sampler", ["random", "quasi_random", "tpe"])
+def test_a_study_begins_there(tmp_path: Path, sampler: str) -> None:
+    """The first trial has the record's values; those behind it are drawn from what is left of the ranges."""
+    study = Study.create(with_prior(config_of(tmp_path, tuning__sampler=sampler, tuning__trials=12)))
+    drawn = []
+    while (trial := study.claim()) is not None:
+        drawn.append(dict(trial.values))
+        study.finish(trial, "complete", loss=3.0 + 0.01 * len(drawn))
+    assert len(drawn) == 12
+    assert {name: drawn[0][name] for name in CHOSE} == {**CHOSE, "output_multiplier": 9.0}
+    assert all(5e-4 <= values["lr"] <= 8e-3 for values in drawn)
+    assert max(values["lr"] for values in drawn) / min(values["lr"] for values in drawn) > 4
+    assert all(set(values) == set(SEARCH) for values in drawn)
+
+
+def test_a_grid_stays_whole(tmp_path: Path) -> None:
+    search = {"lr": {"choice": [1e-3, 2e-3, 4e-3]}}
+    config = config_of(tmp_path, tuning__sampler="grid", tuning__search=search, tuning__trials=3)
+    assert sorted(point["lr"] for point in points(with_prior(config))) == [1e-3, 2e-3, 4e-3]
+
+
+def test_another_record_is_another_study(tmp_path: Path) -> None:
+    Study.create(with_prior(config_of(tmp_path)))
+    with pytest.raises(UserError, match=r"started with other settings \(.*tuning\.prior") as error:
+        Study.create(with_prior(config_of(tmp_path, {**CHOSE, "lr": 4e-3})))
+    assert "tuning.search.lr" in str(error.value)
+
+
+def test_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the transfer record: No such file"):
+        with_prior(study_config(tmp_path, tuning__search=SEARCH, tuning__prior=str(tmp_path / "none.json")))
+    (tmp_path / "other.json").write_text(json.dumps({"lr": 1e-3}))
+    with pytest.raises(UserError, match=r"other\.json: "):
+        with_prior(study_config(tmp_path, tuning__search=SEARCH, tuning__prior=str(tmp_path / "other.json")))
+    said = (
+        r"tuning\.search\.lr: 0\.0001 to 0\.1 has nothing of a quarter to four times 0\.5, the value of .*earlier\.json"
+    )
+    with pytest.raises(ConfigError, match=said):
+        with_prior(config_of(tmp_path, {"lr": 0.5}))

@@ -183,8 +183,8 @@ def _searches(config: Config, proxy: Table, target: Table | None, seeds: int, ru
 
 
 def _from_known_values(config: Config, table: Table, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Random search, the large configs' search, and the same from the values of each of `PRIORS`."""
-    jobs: dict[str, _Job] = {name: (table, METHODS[name], 1.0, None) for name in ("random", "TPE, halving")}
+    """The large configs' search, and the same from the values of each of `PRIORS`."""
+    jobs: dict[str, _Job] = {"TPE, halving": (table, METHODS["TPE, halving"], 1.0, None)}
     for path in PRIORS:
         known = load_config(Path(path)).hparams
         values = {name: float(getattr(known, name)) for name in table.values}

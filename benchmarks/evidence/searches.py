@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -39,9 +40,21 @@ Curve = Sequence[tuple[float, float]]
 def searching() -> Rows:
     """Compute until a search arrived."""
     found = record("tuning-cost/cost.json")["searches"]
+    return _arrivals(found, _SEARCHES, found["random"]["mean"])
+
+
+def from_known_values() -> Rows:
+    """The same of searches that begin at known values, beside those that do not."""
+    found = record("tuning-cost-prior/cost.json")["searches"]
+    random = record("tuning-cost/cost.json")["searches"]["random"]["mean"]
+    names = {name: name.replace(", halving", ", successive halving") for name in found}
+    shown = {name: re.sub(r"configs/\S+", r"`\g<0>`", what) for name, what in names.items()}
+    return _arrivals(found, shown, random)
+
+
+def _arrivals(found: Mapping[str, Any], names: Mapping[str, str], whole: float) -> Rows:
     rows = [["search", "arrived", "mean", "median", "share of random search's mean"]]
-    whole = found["random"]["mean"]
-    for name, what in _SEARCHES.items():
+    for name, what in names.items():
         needed = [cost for cost in found[name]["needed"] if cost is not None]
         mean = statistics.fmean(needed)
         share = "1" if name == "random" else f"{mean / whole:.2f}"

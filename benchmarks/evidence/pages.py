@@ -90,6 +90,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "images": growth.images,
     "said-of-images": growth.said_of_images,
     "searches-from-known-values": searches.from_known_values,
+    "known-values": searches.said_of_known_values,
     "quality": searches.quality,
     "said-of-quality": searches.said_of_quality,
     "ladder": searches.ladder,

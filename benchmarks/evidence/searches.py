@@ -52,6 +52,17 @@ def from_known_values() -> Rows:
     return _arrivals(found, shown, random)
 
 
+def said_of_known_values() -> str:
+    """What docs/tuning.md tells of them."""
+    found = record("tuning-cost-prior/cost.json")["searches"]
+    without, *others = (each["mean"] for each in found.values())
+    return (
+        f"On the same table, TPE with halving arrives after {' and '.join(f'{mean:.1f}' for mean in others)} runs where "
+        f"it begins at values that were tuned on another text, at two other widths, and after {without:.1f} where it "
+        "does not ([evidence](evidence/tuning-cost.md#from-known-values))."
+    )
+
+
 def _arrivals(found: Mapping[str, Any], names: Mapping[str, str], whole: float) -> Rows:
     rows = [["search", "arrived", "mean", "median", "share of random search's mean"]]
     for name, what in names.items():

@@ -52,7 +52,8 @@ def test_what_the_page_says_of_trials_is_its_record(repository: Path) -> None:
     assert [row["at_once"] for row in rows] == [1, 2, 1, 2]
     one, two = (rows[first]["trials_per_hour"] + rows[first + 2]["trials_per_hour"] for first in (0, 1))
     said = " ".join((repository / "docs/tuning.md").read_text().split())
-    assert f"are {two / one:.2f} times as many an hour as one of two." in said
+    assert "are about one and a half times as many an hour as one of two." in said
+    assert 1.4 < two / one < 1.6
 
 
 def test_benchmarks_run(repository: Path) -> None:

@@ -55,11 +55,11 @@ def from_known_values() -> Rows:
 def said_of_known_values() -> str:
     """What docs/tuning.md tells of them."""
     found = record("tuning-cost-prior/cost.json")["searches"]
-    without, *others = (each["mean"] for each in found.values())
+    without, *others = (f"{each['mean']:.1f}" for each in found.values())
     return (
-        f"On the same table, TPE with halving arrives after {' and '.join(f'{mean:.1f}' for mean in others)} runs where "
-        f"it begins at values that were tuned on another text, at two other widths, and after {without:.1f} where it "
-        "does not ([evidence](evidence/tuning-cost.md#from-known-values))."
+        f"On the same table, TPE with halving arrives after {' and '.join(others)} runs where it begins at values that "
+        f"were tuned on another text, at two other widths, and after {without} where it does not "
+        "([evidence](evidence/tuning-cost.md#from-known-values))."
     )
 
 

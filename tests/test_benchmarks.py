@@ -45,7 +45,6 @@ def test_what_the_page_says_of_the_gpu_is_its_record(repository: Path) -> None:
     assert "H100" in result["provenance"]["gpus"][0]
 
 
-@pytest.mark.slow
 def test_what_the_page_says_of_trials_is_its_record(repository: Path) -> None:
     """Two at a time against one, each the mean of two measurements that took turns."""
     rows = json.loads((repository / "benchmarks/results/trials/trials.json").read_text())["rows"]
@@ -56,6 +55,7 @@ def test_what_the_page_says_of_trials_is_its_record(repository: Path) -> None:
     assert 1.4 < two / one < 1.6
 
 
+@pytest.mark.slow
 def test_benchmarks_run(repository: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick"], cwd=repository, check=True, capture_output=True, text=True

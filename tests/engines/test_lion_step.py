@@ -127,7 +127,8 @@ def test_lion_of_one_engine_is_another_than_that_of_the_other(tmp_path: Path) ->
     assert [line.split()[0] for line in str(error.value).splitlines()[2:]] == ["optimizer.steps"]
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # no lock of a build that was killed lies there
     from deepspeed.ops.op_builder import CPULionBuilder
 
     def load(self: Any) -> None:

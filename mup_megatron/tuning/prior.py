@@ -24,31 +24,41 @@ def with_prior(config: Config) -> Config:
         ConfigError: a range does not come near the value.
     """
     found = _known(config)
-    search = {name: _narrowed(config, name, each, found.get(name)) for name, each in config.tuning.search.items()}
     if not found:
         return config
+    search = {name: _narrowed(config, name, each, found.get(name)) for name, each in config.tuning.search.items()}
     return derive(config, {"tuning.search": {name: each.model_dump() for name, each in search.items()}})
 
 
 def first_trial(config: Config) -> dict[str, Value]:
     """Values of the first trial: those that are known, or the nearest ends of the ranges. None without `tuning.prior`,
     and of a grid, whose points are what they are."""
-    found = {} if config.tuning.sampler == "grid" else _known(config)
-    near = {name: _inside(each, found.get(name)) for name, each in config.tuning.search.items()}
-    return {name: value for name, value in near.items() if value is not None}
+    if config.tuning.sampler == "grid":
+        return {}
+    return {name: _inside(config.tuning.search[name], value) for name, value in _known(config).items()}
 
 
 def _known(config: Config) -> dict[str, Value]:
-    """By name: what the record's study chose, or what `hparams:` has."""
-    if config.tuning.prior is None:
+    """By name: what the record's study chose, or what `hparams:` has, where that says something of what is searched."""
+    prior, search = config.tuning.prior, config.tuning.search
+    if prior is None:
         return {}
-    if config.tuning.prior == "hparams":
-        return {name: value_of(config, name) for name in config.tuning.search}
-    return TransferRecord.expect(Path(config.tuning.prior), None).study.values
+    if prior == "hparams":
+        found = {name: value_of(config, name) for name in search}
+    else:
+        found = TransferRecord.expect(Path(prior), None).study.values
+    return {name: found[name] for name in search if name in found and _says(search[name], found[name])}
 
 
-def _narrowed(config: Config, name: str, dimension: Range, value: Value) -> Range:
-    if dimension.log_uniform is None or not isinstance(value, int | float):
+def _says(dimension: Range, value: Value) -> bool:
+    """Whether it is one of the choices, or a number, of which a range in the logarithm takes positive ones."""
+    if dimension.choice is not None:
+        return value in dimension.choice
+    return isinstance(value, int | float) and (value > 0 or dimension.log_uniform is None)
+
+
+def _narrowed(config: Config, name: str, dimension: Range, value: float | None) -> Range:
+    if dimension.log_uniform is None or value is None:
         return dimension
     low, high = dimension.log_uniform
     cut = [max(low, value / _FACTOR), min(high, value * _FACTOR)]
@@ -62,8 +72,6 @@ def _narrowed(config: Config, name: str, dimension: Range, value: Value) -> Rang
 
 
 def _inside(dimension: Range, value: Value) -> Value:
-    """The value itself, or the end of the range that it lies beyond; None where it is none of the choices."""
+    """The value itself, or the end of the range that it lies beyond."""
     bounds = dimension.log_uniform or dimension.uniform
-    if bounds is None:
-        return value if value in (dimension.choice or []) else None
-    return min(max(value, bounds[0]), bounds[1]) if isinstance(value, int | float) else None
+    return value if bounds is None else min(max(value, bounds[0]), bounds[1])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.prior import first_trial, with_prior
 from mup_megatron.tuning.record import write_record
 from mup_megatron.tuning.sampler import points
@@ -31,8 +32,6 @@ def record_of(path: Path, chose: dict[str, Any]) -> str:
     said: dict[str, Any] = {"created": "", "digest": "", "family": {}, "values": {}, "tuned": []}
     said |= {"target": {"name": "", "sizes": {}, "becomes": {}, "extrapolated": [], "not_transferred": []}}
     said |= {"proxy": {"trained": {}}, "rules": {}, "study": study_of(chose), "budget": BUDGET, "versions": {}}
-    from mup_megatron.tuning.family import digest
-
     said = {"format": 1, **said}
     write_record(path, {**said, "checksum": digest(said)})
     return str(path)
@@ -60,6 +59,19 @@ def test_the_configs_own_values(tmp_path: Path) -> None:
     assert with_prior(config).tuning.search["lr"].log_uniform == pytest.approx([1e-3, 1.6e-2])
     assert first_trial(config)["lr"] == 4e-3
     assert first_trial(config)["init_method_std"] == 0.02
+
+
+def test_what_says_nothing_is_left_out(tmp_path: Path) -> None:
+    """A decay of 0 has no place in a logarithm, a schedule is not among these choices; both are searched as ever."""
+    search = {
+        "lr": {"log_uniform": [1e-4, 1e-1]},
+        "weight_decay": {"log_uniform": [1e-3, 1.0]},
+        "lr_schedule": {"choice": ["linear"]},
+    }
+    keys = {"hparams__weight_decay": 0.0, "training__lr_schedule": "cosine"}
+    config = study_config(tmp_path, tuning__search=search, tuning__prior="hparams", **keys)
+    assert list(first_trial(config)) == ["lr"]
+    assert with_prior(config).tuning.search["weight_decay"].log_uniform == [1e-3, 1.0]
 
 
 def test_without_one_nothing_changes(tmp_path: Path) -> None:

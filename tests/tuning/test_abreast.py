@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,19 +108,6 @@ def test_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make(MIXED, "gpt3", **keys)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Background]]:
-    started: list[Background] = []
-
-    def begin(*arguments: str | Path) -> Background:
-        started.append(Background(*arguments))
-        return started[-1]
-
-    yield begin
-    for background in started:
-        background.kill()
 
 
 @pytest.mark.slow

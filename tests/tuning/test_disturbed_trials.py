@@ -148,21 +148,6 @@ def command_line(process: str | int) -> bytes:
     return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Background]]:
-    started: list[Background] = []
-
-    def begin(*arguments: str | Path) -> Background:
-        started.append(Background(*arguments))
-        return started[-1]
-
-    yield begin
-    for background in started:
-        for process in background.processes():
-            os.kill(process, signal.SIGCONT)
-        background.kill()
-
-
 def folder_of(process: int) -> str | None:
     """The trial's folder in which a process writes down its steps."""
     try:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,6 @@ from tests.helpers.distributed import Ranks
 def _cores_for_these(ranks: Ranks) -> None:
     """These tests start processes of their own; the pool's wait no longer beside them."""
     ranks.stop()
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Background]]:
-    """Starts commands in the background; none outlives the test."""
-    started: list[Background] = []
-
-    def begin(*arguments: str | Path) -> Background:
-        started.append(Background(*arguments))
-        return started[-1]
-
-    yield begin
-    for background in started:
-        background.kill()
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -78,10 +78,10 @@ class _Crew:
         terminated: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._study, self._rank, self._done, self._terminated = config, study, rank, done, terminated
-        self._most = most_abreast(config, local_ranks(rank, os.environ))
-        self._abreast = Abreast(self._most, measured=config.tuning.trials_per_device == "auto", say=say)
-        self._say = say
+        self.config, self.rank, self.say = config, rank, say
+        self.most = most_abreast(config, local_ranks(rank, os.environ))
+        self.abreast = Abreast(self.most, measured=config.tuning.trials_per_device == "auto", say=say)
+        self._study, self._done, self._terminated = study, done, terminated
         self._threads: list[threading.Thread] = []
         self._over, self._raised = threading.Event(), queue.SimpleQueue[BaseException]()
 
@@ -89,7 +89,7 @@ class _Crew:
         """As `work`'s; raises what another thread did, and starts the threads that are missing."""
         if not self._raised.empty():
             raise self._raised.get()
-        for number in range(len(self._threads) + 1, self._abreast.count()):
+        for number in range(len(self._threads) + 1, self.abreast.count()):
             thread = threading.Thread(target=self._run, args=(number,), name=f"trial {number}")
             self._threads.append(thread)
             thread.start()
@@ -117,11 +117,9 @@ class _Crew:
 
     def follow(self, number: int, study: Study, done: Callable[[], bool], terminated: Callable[[], bool]) -> None:
         """Runs one trial after the other, as `work`; a number that is one too many returns between two of them."""
-        worker = _Worker(
-            self._config, study, self._rank, done, terminated, self._say, number, self._abreast, self._most
-        )
+        worker = _Worker(self, number, study, done, terminated)
         try:
-            while not done() and number < self._abreast.count():
+            while not done() and number < self.abreast.count():
                 if terminated():
                     raise Stopped
                 trial = study.claim()
@@ -134,31 +132,24 @@ class _Crew:
 
 
 class _Worker:
-    """One trial after the other, in a process that is watched; arguments as of `work`.
+    """One trial after the other, in a process that is watched.
 
     Args:
+        crew: whose worker it is.
         number: of those that the crew runs at a time, from 0.
-        abreast: is told of every step.
-        most: trials at a time, at most.
+        study: read by this thread alone.
+        done: as of `work`.
+        terminated: whether the trial at hand is to be saved.
     """
 
     def __init__(
-        self,
-        config: Config,
-        study: Study,
-        rank: Rank,
-        done: Callable[[], bool],
-        terminated: Callable[[], bool],
-        say: Callable[[str], None],
-        number: int,
-        abreast: Abreast,
-        most: int,
+        self, crew: _Crew, number: int, study: Study, done: Callable[[], bool], terminated: Callable[[], bool]
     ) -> None:
-        self._config, self._study, self._done, self._terminated, self._say = config, study, done, terminated, say
-        self._number, self._abreast = number, abreast
-        name = f"{rank.rank}-{number}" if number else str(rank.rank)
+        self._config, self._say, self._abreast, self._number = crew.config, crew.say, crew.abreast, number
+        self._study, self._done, self._terminated = study, done, terminated
+        name = f"{crew.rank.rank}-{number}" if number else str(crew.rank.rank)
         self._cache = study.directory / f"cache-{name}"
-        self.process = process_for(config, rank, study.directory / f"worker-{name}.log", most)
+        self.process = process_for(crew.config, crew.rank, study.directory / f"worker-{name}.log", crew.most)
 
     def run(self, trial: Trial) -> None:
         """One trial from claim to end."""

@@ -20,8 +20,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
@@ -39,16 +39,35 @@ from mup_megatron.util.provenance import provenance
 GOAL = 0.005
 PRIORS = ("configs/proof/english.yaml", "configs/proof/wide.yaml")
 """Configs whose `hparams:` were tuned on another text and at another width, from which a search may begin."""
-METHODS: dict[str, tuple[str, str, int]] = {
-    "random": ("random", "none", 1),
-    "random, halving": ("random", "successive_halving", 1),
-    "random, hyperband": ("random", "hyperband", 1),
-    "TPE": ("tpe", "none", 1),
-    "TPE, halving": ("tpe", "successive_halving", 1),
-    "TPE, halving, 8 workers": ("tpe", "successive_halving", 8),
-    "TPE, hyperband": ("tpe", "hyperband", 1),
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a search goes on.
+
+    Args:
+        sampler, pruner: of `tuning:`.
+        workers: trials whose values are chosen before any of them ends.
+        prior: values at which it begins, as with `tuning.prior`.
+        fixed: values that it does not search.
+    """
+
+    sampler: str
+    pruner: str = "none"
+    workers: int = 1
+    prior: Mapping[str, float] | None = None
+    fixed: Mapping[str, float] = field(default_factory=dict)
+
+
+METHODS = {
+    "random": Method("random"),
+    "random, halving": Method("random", "successive_halving"),
+    "random, hyperband": Method("random", "hyperband"),
+    "TPE": Method("tpe"),
+    "TPE, halving": Method("tpe", "successive_halving"),
+    "TPE, halving, 8 workers": Method("tpe", "successive_halving", workers=8),
+    "TPE, hyperband": Method("tpe", "hyperband"),
 }
-"""Sampler, pruner, workers: trials whose values are chosen before any of them ends."""
 
 _MOST_RUNS = 400
 
@@ -101,10 +120,25 @@ class Table:
         losses = {point: self.losses[point] for point in other.losses}
         return Table(other.values, self.steps, losses, self.flops)
 
+    @classmethod
+    def mean(cls, tables: Sequence[Table]) -> Table:
+        """Of tables of the same points, one per seed."""
+        losses: dict[tuple[float, ...], list[float]] = {
+            point: [statistics.fmean(each) for each in zip(*(table.losses[point] for table in tables), strict=True)]
+            for point in tables[0].losses
+        }
+        return cls(tables[0].values, tables[0].steps, losses, tables[0].flops)
+
     @property
     def best(self) -> float:
         """Lowest loss at the last step."""
         return min(losses[-1] for losses in self.losses.values())
+
+    @property
+    def best_point(self) -> dict[str, float]:
+        """By hyperparameter, the values of the lowest loss at the last step."""
+        best = min(self.losses, key=lambda point: self.losses[point][-1])
+        return dict(zip(self.values, best, strict=True))
 
     def loss(self, values: Mapping[str, float], step: int) -> float:
         """At the nearest point of the grid, by the logarithm of every value."""
@@ -126,42 +160,54 @@ Search = list[tuple[float, float]]
 
 
 def replay(
-    config: Config,
-    table: Table,
-    judge: Table,
-    method: tuple[str, str, int],
-    seed: int,
-    runs: int = _MOST_RUNS,
-    prior: Mapping[str, float] | None = None,
-) -> Search:
-    """One search, until it has arrived or tried as many runs; `prior` is what `tuning.prior` has it begin at."""
-    sampler, pruner, workers = method
+    config: Config, table: Table, method: Method, seed: int, runs: int = _MOST_RUNS, budget: float = math.inf
+) -> Iterator[tuple[float, Mapping[str, float]]]:
+    """One search: what it has cost in whole runs, and its best trial's values, whenever these are new.
+
+    It ends after as many `runs`, or when it has cost the `budget`.
+    """
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=folder) as directory:
-        search = {name: {"log_uniform": [known[0], known[-1]]} for name, known in table.values.items()}
-        tuning = {"sampler": sampler, "pruner": pruner, "search": search, "trials": runs}
+        searched = {name: known for name, known in table.values.items() if name not in method.fixed}
+        search = {name: {"log_uniform": [known[0], known[-1]]} for name, known in searched.items()}
+        tuning = {"sampler": method.sampler, "pruner": method.pruner, "search": search, "trials": runs}
         keys = {f"tuning.{key}": value for key, value in tuning.items()}
-        if prior is not None:
-            keys |= {"tuning.prior": "hparams", **{f"hparams.{name}": value for name, value in prior.items()}}
+        if method.prior is not None:
+            known = {f"hparams.{name}": value for name, value in method.prior.items() if name in searched}
+            keys |= {"tuning.prior": "hparams", **known}
         study = Study.create(with_prior(derive(config, {**keys, "run.dir": directory, "run.seed": seed})))
-        cost, best, found = 0.0, math.inf, []
-        while trials := [trial for _ in range(workers) if (trial := study.claim()) is not None]:
+        cost, best = 0.0, math.inf
+        while cost < budget and (trials := _claimed(study, method.workers)):
+            found = None
             for trial in trials:
-                steps, loss = _run(study, trial, table)
+                values = {**method.fixed, **trial.values}
+                steps, loss = _run(study, trial, table, values)
                 cost += steps / table.steps[-1]
                 if loss is not None and loss < best:
-                    best = loss
-                    found.append((cost, judge.loss(trial.values, judge.steps[-1])))
-            if found and found[-1][1] <= judge.best * (1 + GOAL):
-                break
+                    best, found = loss, (cost, values)
+            if found:
+                yield found
             study.plan(study.trials())
+
+
+def _claimed(study: Study, workers: int) -> list[Trial]:
+    return [trial for _ in range(workers) if (trial := study.claim()) is not None]
+
+
+def until_arrived(config: Config, table: Table, judge: Table, method: Method, seed: int, runs: int) -> Search:
+    """A search that is ended by the judging table's loss, once that is within the goal."""
+    found = []
+    for cost, values in replay(config, table, method, seed, runs):
+        found.append((cost, judge.loss(values, judge.steps[-1])))
+        if found[-1][1] <= judge.best * (1 + GOAL):
+            break
     return found
 
 
-def _run(study: Study, trial: Trial, table: Table) -> tuple[int, float | None]:
+def _run(study: Study, trial: Trial, table: Table, values: Mapping[str, float]) -> tuple[int, float | None]:
     """Steps that the trial ran, and its loss if it ran them all."""
     for step in table.steps:
-        loss = table.loss(trial.values, step)
+        loss = table.loss(values, step)
         if not study.survives(trial, step, loss):
             study.finish(trial, "stopped")
             return step, None
@@ -175,25 +221,30 @@ def _needed(found: Search, goal: float) -> float | None:
 
 
 def _searches(config: Config, proxy: Table, target: Table | None, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
-    jobs: dict[str, _Job] = {name: (proxy, method, 1.0, None) for name, method in METHODS.items()}
+    jobs: dict[str, _Job] = {name: (proxy, method, 1.0) for name, method in METHODS.items()}
     if target is not None:
         for name in ("random", "TPE"):
-            jobs[f"{name}, on the target"] = (target, METHODS[name], target.flops / proxy.flops, None)
+            jobs[f"{name}, on the target"] = (target, METHODS[name], target.flops / proxy.flops)
     return _replayed(config, jobs, target or proxy, seeds, runs)
 
 
 def _from_known_values(config: Config, table: Table, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
     """The large configs' search, and the same from the values of each of `PRIORS`."""
-    jobs: dict[str, _Job] = {"TPE, halving": (table, METHODS["TPE, halving"], 1.0, None)}
+    method = METHODS["TPE, halving"]
+    jobs: dict[str, _Job] = {"TPE, halving": (table, method, 1.0)}
     for path in PRIORS:
-        known = load_config(Path(path)).hparams
-        values = {name: float(getattr(known, name)) for name in table.values}
-        jobs[f"TPE, halving, from {path}"] = (table, METHODS["TPE, halving"], 1.0, values)
+        jobs[f"TPE, halving, from {path}"] = (table, replace(method, prior=known_values(path, table.values)), 1.0)
     return _replayed(config, jobs, table, seeds, runs)
 
 
-_Job = tuple[Table, tuple[str, str, int], float, Mapping[str, float] | None]
-"""Table, method, what a run of it costs, and the values to begin at."""
+def known_values(path: str, names: Iterable[str]) -> dict[str, float]:
+    """Of a config's `hparams:`."""
+    known = load_config(Path(path)).hparams
+    return {name: float(getattr(known, name)) for name in names}
+
+
+_Job = tuple[Table, Method, float]
+"""Table, method, and what a run costs."""
 
 
 def _replayed(
@@ -201,8 +252,8 @@ def _replayed(
 ) -> dict[str, dict[str, Any]]:
     searches = {}
     with Pool() as pool:
-        for name, (table, method, unit, prior) in jobs.items():
-            job = partial(replay, config, table, judge, method, runs=runs, prior=prior)
+        for name, (table, method, unit) in jobs.items():
+            job = partial(until_arrived, config, table, judge, method, runs=runs)
             curves = [[(cost * unit, loss) for cost, loss in found] for found in pool.imap(job, range(1, seeds + 1))]
             needed = [_needed(found, judge.best * (1 + GOAL)) for found in curves]
             arrived = sorted(cost for cost in needed if cost is not None)

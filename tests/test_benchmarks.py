@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks import harness, table, tuning_cost
+from benchmarks import families, harness, table, tuning_cost
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.tuning.record import BudgetRecord, StudyRecord, TransferRecord
 from tests.helpers.commands import environment
@@ -434,9 +435,50 @@ def test_a_replayed_search_pays_for_the_steps_it_ran() -> None:
     """Only the best of 17 rates is within half a percent; halving finds the same trial for less."""
     table = tuning_cost.Table.of(grid_record())
     config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
-    whole = tuning_cost.replay(config, table, table, tuning_cost.METHODS["random"], 1)
-    halved = tuning_cost.replay(config, table, table, tuning_cost.METHODS["random, halving"], 1)
+    whole, halved = (
+        tuning_cost.until_arrived(config, table, table, tuning_cost.METHODS[name], 1, 400)
+        for name in ("random", "random, halving")
+    )
     assert whole[-1][1] == halved[-1][1] == table.best
     assert whole[-1][0] == int(whole[-1][0])
     assert halved[-1][0] < 0.8 * whole[-1][0]
     assert [loss for _, loss in whole] == sorted((loss for _, loss in whole), reverse=True)
+
+
+Grid = dict[tuple[float, ...], Sequence[float]]
+
+
+def test_a_search_has_arrived_where_its_values_stay_good() -> None:
+    """It was within the bound at a cost of 2, left at 3, came back at 5; one that leaves last has not arrived."""
+    search = [(1.0, 6.0), (2.0, 5.0), (3.0, 5.2), (5.0, 5.05), (7.0, 5.0)]
+    assert families.stays(search, 5.1) == 5.0
+    assert families.stays(search[:3], 5.1) is None
+    assert families.stays(search, 7.0) == 1.0
+
+
+def test_a_search_sees_one_seed_and_is_judged_by_the_mean() -> None:
+    """The second seed's best rate is a grid step higher; what it finds is told with the mean loss of both seeds."""
+    first = tuning_cost.Table.of(grid_record())
+    moved: Grid = {(LR[(place + 1) % 17],): first.losses[(LR[place],)] for place in range(17)}
+    second = tuning_cost.Table(first.values, first.steps, moved, first.flops)
+    mean = tuning_cost.Table.mean([first, second])
+    assert mean.losses[(LR[8],)][-1] == pytest.approx((loss(LR[8], 16) + loss(LR[7], 16)) / 2)
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
+    method = tuning_cost.Method("random")
+    (search,) = families.judged(config, [first, second], {"mean": mean}, method, 60, seed=1).values()
+    assert search[-1][1] == mean.losses[(LR[9],)][-1] != second.best
+    assert search[-1][0] <= 60
+
+
+def test_a_search_of_the_rate_alone_keeps_the_other_values() -> None:
+    table = tuning_cost.Table.of(grid_record())
+    both: Grid = {(*point, std): losses for point, losses in table.losses.items() for std in (0.02, 0.08)}
+    both |= {(*point, 0.08): [each + 1 for each in losses] for point, losses in table.losses.items()}
+    values = {"lr": LR, "init_method_std": [0.02, 0.08]}
+    wide = tuning_cost.Table(values, table.steps, both, 1.0)
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
+    method = tuning_cost.Method("random", fixed={"init_method_std": 0.08})
+    found = list(tuning_cost.replay(config, wide, method, 1, budget=100))
+    assert {tried["init_method_std"] for _, tried in found} == {0.08}
+    assert wide.loss(found[-1][1], 16) == table.best + 1
+    assert wide.best_point == {"lr": pytest.approx(0.01), "init_method_std": 0.02}

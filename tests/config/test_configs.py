@@ -75,6 +75,8 @@ def test_every_family_is_there() -> None:
             "experts",
             "mla",
             "tuning-cost",
+            "tuning-cost-llama",
+            "tuning-cost-moe",
             "translation-cost",
             "quality",
             "t5",

@@ -1,0 +1,134 @@
+"""What tuning costs in other families, from known values and without, judged on the proxy and on a wider target.
+
+    mup-megatron tune configs/proof/tuning-cost-moe.yaml --nproc-per-node 2      (a table)
+    python -m benchmarks.families PROXY... --target TARGET... --output docs/evidence/tuning-cost-moe
+
+Tables are `run.dir`s of grids, one per seed. A search sees the table of one seed, as a user does, and goes on until it
+has cost `--budget` whole runs; no loss that it cannot see ends it. What counts is the loss of its best trial's values,
+as the mean over seeds has it: on the proxy, and on the target, of the same points. A search has arrived where its
+values are within the goal of the best there is, and stay so until its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tuning_cost import PRIORS, Method, Search, Table, draw, known_values, replay
+from mup_megatron.config import Config, load_config
+from mup_megatron.data.record import tokens_digest
+from mup_megatron.tuning.record import TransferRecord
+from mup_megatron.util.provenance import provenance
+
+GOALS = (0.005, 0.001)
+GPT3 = Path("docs/evidence/tuning-cost/cost.json")
+"""Where the best values of another family stand: those of the point of the lowest loss."""
+
+
+def methods(config: Config, names: Sequence[str]) -> dict[str, Method]:
+    """The searches that are compared. Those of the rate alone keep the other values where they begin."""
+    points = json.loads(GPT3.read_text(encoding="utf-8"))["tables"][0]
+    gpt3 = Table.again(points).best_point
+    priors = {f"{GPT3.parent}": gpt3, **{path: known_values(path, names) for path in PRIORS}}
+    shipped = {name: float(getattr(config.hparams, name)) for name in names}
+    found = {
+        "random": Method("random"),
+        "TPE": Method("tpe"),
+        "TPE, halving": Method("tpe", "successive_halving"),
+        "TPE, halving, the rate alone": Method("tpe", "successive_halving", fixed=_all_but_rate(shipped)),
+    }
+    for path, prior in priors.items():
+        found[f"TPE, halving, from {path}"] = Method("tpe", "successive_halving", prior=prior)
+        found[f"TPE, halving, the rate alone, from {path}"] = Method(
+            "tpe", "successive_halving", prior=prior, fixed=_all_but_rate(prior)
+        )
+    return found
+
+
+def _all_but_rate(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if name != "lr"}
+
+
+def judged(
+    config: Config, tables: Sequence[Table], judges: Mapping[str, Table], method: Method, budget: float, seed: int
+) -> dict[str, Search]:
+    """One search, by each judge."""
+    found = list(replay(config, tables[seed % len(tables)], method, seed, budget=budget))
+    return {
+        name: [(cost, judge.loss(values, judge.steps[-1])) for cost, values in found] for name, judge in judges.items()
+    }
+
+
+def stays(search: Search, bound: float) -> float | None:
+    """Cost from which on its values are within the bound until its end; None if they are not."""
+    cost = None
+    for spent, loss in search:
+        cost = None if loss > bound else spent if cost is None else cost
+    return cost
+
+
+def _summary(curves: Sequence[Search], best: float) -> dict[str, Any]:
+    """Per goal what each search needed, with the median over all of them; and how far above the best they end."""
+    goals = {}
+    for goal in GOALS:
+        needed = [stays(curve, best * (1 + goal)) for curve in curves]
+        median = statistics.median_low(math.inf if cost is None else cost for cost in needed)
+        arrived = [cost for cost in needed if cost is not None]
+        goals[f"{100 * goal:g} %"] = {
+            "arrived": len(arrived),
+            "mean": statistics.fmean(arrived) if arrived else None,
+            "median": median if math.isfinite(median) else None,
+        }
+    return {"goals": goals, "ends": statistics.median(curve[-1][1] / best - 1 for curve in curves), "curves": curves}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replays, prints, writes cost.json and cost.png, and target.png of the searches as the target judges them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("proxy", type=Path, nargs="+", help="run.dir of a table of the proxy, one per seed")
+    parser.add_argument("--target", type=Path, nargs="+", required=True, help="run.dir of a table of the target")
+    parser.add_argument("--seeds", type=int, default=100, help="searches of each kind")
+    parser.add_argument("--budget", type=float, default=60.0, help="whole runs of the proxy, after which a search ends")
+    parser.add_argument("--output", type=Path, required=True)
+    asked = parser.parse_args(arguments)
+    records = [
+        [TransferRecord.expect(run / "transfer.json", None) for run in runs] for runs in (asked.proxy, asked.target)
+    ]
+    proxies, targets = ([Table.of(record) for record in each] for each in records)
+    judges = {"target": Table.mean(targets), "proxy": Table.mean(proxies)}
+    config = load_config(asked.proxy[0] / "config.yaml")
+    searches: dict[str, dict[str, Any]] = {name: {} for name in judges}
+    with Pool() as pool:
+        for name, method in methods(config, list(proxies[0].values)).items():
+            job = partial(judged, config, proxies, judges, method, asked.budget)
+            found = pool.map(job, range(asked.seeds))
+            for judge, table in judges.items():
+                told = _summary([each[judge] for each in found], table.best)
+                searches[judge][name] = told
+                print(f"{name}, on the {judge}: {told['goals']}, ends {100 * told['ends']:.2f} % above", flush=True)
+    asked.output.mkdir(parents=True, exist_ok=True)
+    result = {
+        "budget": asked.budget,
+        "seeds": asked.seeds,
+        "tables": {
+            name: {"seeds": len(tables), "points": len(tables[0].losses), "best": judges[name].best_point}
+            for name, tables in (("proxy", proxies), ("target", targets))
+        },
+        "searches": searches,
+        "provenance": provenance(tokens_digest(config)),
+    }
+    (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    draw(searches["target"], judges["target"].best, asked.output / "cost.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

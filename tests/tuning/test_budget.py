@@ -300,7 +300,7 @@ def test_flops_are_megatron_s(repository: Path, name: str) -> None:
 
 def test_trials_smaller_than_the_paper_advises(repository: Path) -> None:
     small = guidance(load_config(repository / "configs" / "demo.yaml"))
-    assert small == ["width 64 < 256", "batch 16 < 32", "steps 120 < 5000"]
+    assert small == ["width 64 < 256", "depth 2 < 4", "batch 16 < 32", "steps 120 < 5000"]
     assert guidance(load_config(repository / "configs" / "gpt3" / "6.7b.yaml")) == []
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 import typer
 
 from mup_megatron.cli.common import app, typed
+from mup_megatron.util import collector
 from mup_megatron.util.errors import DiskFull, UserError
 from mup_megatron.util.shipped import shipped_folder
 
@@ -30,6 +31,7 @@ def main() -> NoReturn:
     from mup_megatron.parallel.launch import end_with_launcher, keep_log
     from mup_megatron.parallel.ranks import end_at_sigterm
 
+    collector.rarely()
     end_at_sigterm()
     end_with_launcher()
     keep_log()
@@ -85,6 +87,7 @@ def launched(command: str, arguments: list[str]) -> NoReturn:
     """
     from mup_megatron.parallel.ranks import end_at_sigterm
 
+    collector.rarely()
     end_at_sigterm()
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.ranks import Rank, device_of
+from mup_megatron.util import collector
 from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def start_distributed(layout: Layout, rank: Rank, seed: int, meeting: Meeting | 
     import torch.distributed
     from megatron.core import parallel_state
 
+    collector.as_usual()  # imports are behind, tensors ahead
     device = device_of(rank)
     if not torch.distributed.is_initialized():
         meeting = meeting or Meeting(rank)

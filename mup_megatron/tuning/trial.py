@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from mup_megatron.tuning.abreast import memory_share
 from mup_megatron.tuning.process import Answer, End, Evaluation, Ready, Said, Start, Step
+from mup_megatron.util import collector
 
 _TELL_SECONDS = 2.0
 _Told = TypeVar("_Told", Start, Answer)
@@ -81,6 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def main() -> None:
     """Runs trials until the other end is gone."""
+    collector.rarely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker too, which sends SIGTERM
     wire = _Wire()
     from torch.distributed.checkpoint.api import CheckpointException

@@ -6,6 +6,14 @@ from tests.mutants.mutant import mutant
 
 MUTANTS = (
     mutant(
+        "loop: cycles wait",
+        "what reference cycles hold of a step's tensors is not freed before a million new objects",
+        "parallel.runtime.start_distributed",
+        "collector.as_usual()",
+        "None",
+        "train/test_loop.py::test_hooks_hear_everything_in_order[None]",
+    ),
+    mutant(
         "loop: the last step is not saved",
         "a run whose length is no multiple of the interval ends without evaluation and checkpoint",
         "train.loop.Loop._is_due",

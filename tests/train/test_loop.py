@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mup_megatron.engines.step_result import StepResult
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.train import run
 from mup_megatron.train.hooks import Evaluation, Hook, Step
+from mup_megatron.util import collector
 from tests.helpers.breakages import replaced
 from tests.helpers.commands import metrics
 from tests.helpers.configs import MIXED, make
@@ -25,6 +27,7 @@ from tests.helpers.distributed import Ranks
 
 _LIBRARY = Path(mup_megatron.__file__).parent
 HEARD: list[tuple[Any, ...]] = []
+USUAL = gc.get_threshold()
 
 
 class Recorder(Hook):
@@ -41,7 +44,7 @@ class Recorder(Hook):
         HEARD.append(("exit",))
 
     def before_run(self) -> bool:
-        HEARD.append(("before",))
+        HEARD.append(("before", gc.get_threshold() == USUAL))
         return True
 
     def before_step(self, number: int) -> None:
@@ -63,6 +66,7 @@ class Recorder(Hook):
 
 def heard(_rank: Rank, *, path: Path, ends_at: int | None) -> tuple[list[tuple[Any, ...]], float | None]:
     HEARD.clear()
+    collector.rarely()  # as a command begins
     with replaced(run, "Screen", lambda *_: Recorder(ends_at=ends_at)):
         loss = run.train(resolve(load_config(path), 1), Rank())
     return list(HEARD), loss
@@ -88,7 +92,7 @@ def test_hooks_hear_everything_in_order(ranks: Ranks, tmp_path: Path, ends_at: i
     tokens = config.training.global_batch_size * config.training.seq_length
     expected = [
         ("enter",),
-        ("before",),
+        ("before", True),
         ("begin", 1),
         ("update", 1),
         ("begin", 2),

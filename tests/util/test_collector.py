@@ -1,0 +1,44 @@
+"""Python's collector of cycles: seldom while a command begins, as usual while it trains (train/test_loop.py)."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+from mup_megatron.util import collector
+
+WHOLE = (
+    "import gc, sys\nfrom mup_megatron import cli\ntry:\n    {}\nfinally:\n    print(gc.get_stats()[2]['collections'])"
+)
+
+
+def whole_collections(repository: Path, call: str) -> int:
+    """How often a process that explains a config looks through all of its objects."""
+    command = [sys.executable, "-c", WHOLE.format(call), "explain", "configs/demo.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=repository, check=True)
+    return int(result.stdout.split()[-1])
+
+
+def test_a_command_looks_through_its_imports_less(repository: Path) -> None:
+    """Control: the same without `rarely`, which `main` calls."""
+    assert whole_collections(repository, "cli.main()") <= 1
+    assert whole_collections(repository, "cli.run(sys.argv[1:])") > 4
+
+
+def test_what_was_there_is_kept_out() -> None:
+    """Only where it had been rare: a process of somebody else's keeps its own thresholds."""
+    before = gc.get_threshold()
+    try:
+        gc.unfreeze()
+        gc.set_threshold(5000, 5, 5)
+        collector.as_usual()
+        assert (gc.get_threshold()[0], gc.get_freeze_count()) == (5000, 0)
+        collector.rarely()
+        collector.as_usual()
+        assert gc.get_threshold() == collector.USUAL
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

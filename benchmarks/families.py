@@ -22,7 +22,7 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tuning_cost import PRIORS, Method, Search, Table, draw, known_values, replay
+from benchmarks.tuning_cost import PRIORS, Method, Search, Table, draw, known_values, points_of, replay
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.record import tokens_digest
 from mup_megatron.tuning.record import TransferRecord
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Pool() as pool:
         for name, method in methods(config, list(proxies[0].values)).items():
             job = partial(judged, config, proxies, judges, method, asked.budget)
-            found = pool.map(job, range(asked.seeds))
+            found = pool.map(job, range(asked.seeds), chunksize=1)
             for judge, table in judges.items():
                 told = _summary([each[judge] for each in found], table.best)
                 searches[judge][name] = told
@@ -118,11 +118,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {
         "budget": asked.budget,
         "seeds": asked.seeds,
-        "tables": {
-            name: {"seeds": len(tables), "points": len(tables[0].losses), "best": judges[name].best_point}
-            for name, tables in (("proxy", proxies), ("target", targets))
+        "best": {name: {**judge.best_point, "loss": judge.best} for name, judge in judges.items()},
+        "searches": {
+            judge: {name: {key: told[key] for key in ("goals", "ends")} for name, told in found.items()}
+            for judge, found in searches.items()
         },
-        "searches": searches,
+        "tables": {
+            name: [list(points_of(record)) for record in each]
+            for name, each in zip(("proxy", "target"), records, strict=True)
+        },
         "provenance": provenance(tokens_digest(config)),
     }
     (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")

@@ -304,7 +304,8 @@ def _at(curve: Search, cost: float) -> float:
     return next((loss for spent, loss in reversed(curve) if spent <= cost), math.inf)
 
 
-def _named(record: TransferRecord) -> Iterator[dict[str, Any]]:
+def points_of(record: TransferRecord) -> Iterator[dict[str, Any]]:
+    """Of a table, as a result keeps it: values and losses by step."""
     for trial in record.study.trials:
         yield {**{name: trial.values[name] for name in record.tuned}, "losses": trial.reports}
 
@@ -334,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         proxy = proxy.within(target)
     config = load_config(asked.run / "config.yaml")
     searches = _searches(config, proxy, target, asked.seeds, asked.runs)
-    points = [list(_named(record)) for record in records]
+    points = [list(points_of(record)) for record in records]
     said = {"provenance": provenance(tokens_digest(config))}
     _write(asked.output, searches, (target or proxy).best, points, asked.seeds, said)
     return 0

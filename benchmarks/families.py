@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.tuning_cost import PRIORS, Method, Search, Table, draw, known_values, points_of, replay
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.record import tokens_digest
+from mup_megatron.tuning.prior import FACTOR
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.util.provenance import provenance
 
@@ -32,29 +33,29 @@ GOALS = (0.005, 0.001)
 GPT3 = Path("docs/evidence/tuning-cost/cost.json")
 """Where the best values of another family stand: those of the point of the lowest loss."""
 
+CUTS = {FACTOR: f"ranges cut to {FACTOR:g} times", 16.0: "cut to 16 times", math.inf: "not cut"}
+"""How far about its known values a search goes: as `tuning.prior` does, farther, or anywhere from them on."""
 
-def methods(config: Config, names: Sequence[str]) -> dict[str, Method]:
-    """The searches that are compared. Those of the rate alone keep the other values where they begin."""
+
+def methods(names: Sequence[str]) -> dict[str, Method]:
+    """The searches that are compared."""
     points = json.loads(GPT3.read_text(encoding="utf-8"))["tables"][0]
     gpt3 = Table.again(points).best_point
     priors = {f"{GPT3.parent}": gpt3, **{path: known_values(path, names) for path in PRIORS}}
-    shipped = {name: float(getattr(config.hparams, name)) for name in names}
     found = {
         "random": Method("random"),
         "TPE": Method("tpe"),
         "TPE, halving": Method("tpe", "successive_halving"),
-        "TPE, halving, the rate alone": Method("tpe", "successive_halving", fixed=_all_but_rate(shipped)),
+        f"TPE, halving, the rate alone, the others from {GPT3.parent}": Method(
+            "tpe", "successive_halving", fixed={name: value for name, value in gpt3.items() if name != "lr"}
+        ),
     }
     for path, prior in priors.items():
-        found[f"TPE, halving, from {path}"] = Method("tpe", "successive_halving", prior=prior)
-        found[f"TPE, halving, the rate alone, from {path}"] = Method(
-            "tpe", "successive_halving", prior=prior, fixed=_all_but_rate(prior)
-        )
+        for factor, what in CUTS.items():
+            found[f"TPE, halving, from {path}, {what}"] = Method(
+                "tpe", "successive_halving", prior=prior, factor=factor
+            )
     return found
-
-
-def _all_but_rate(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name != "lr"}
 
 
 def judged(
@@ -91,7 +92,7 @@ def _summary(curves: Sequence[Search], best: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replays, prints, writes cost.json and cost.png, and target.png of the searches as the target judges them."""
+    """Replays, prints, writes cost.json, and cost.png of the searches as the target judges them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("proxy", type=Path, nargs="+", help="run.dir of a table of the proxy, one per seed")
     parser.add_argument("--target", type=Path, nargs="+", required=True, help="run.dir of a table of the target")
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(asked.proxy[0] / "config.yaml")
     searches: dict[str, dict[str, Any]] = {name: {} for name in judges}
     with Pool() as pool:
-        for name, method in methods(config, list(proxies[0].values)).items():
+        for name, method in methods(list(proxies[0].values)).items():
             job = partial(judged, config, proxies, judges, method, asked.budget)
             found = pool.map(job, range(asked.seeds), chunksize=1)
             for judge, table in judges.items():

@@ -31,7 +31,7 @@ from mup_megatron.config import Config, derive, load_config
 from mup_megatron.data.record import tokens_digest
 from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.prior import with_prior
+from mup_megatron.tuning.prior import FACTOR, with_prior
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.provenance import provenance
@@ -49,6 +49,7 @@ class Method:
         sampler, pruner: of `tuning:`.
         workers: trials whose values are chosen before any of them ends.
         prior: values at which it begins, as with `tuning.prior`.
+        factor: to which its ranges are cut about these.
         fixed: values that it does not search.
     """
 
@@ -56,6 +57,7 @@ class Method:
     pruner: str = "none"
     workers: int = 1
     prior: Mapping[str, float] | None = None
+    factor: float = FACTOR
     fixed: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -96,7 +98,9 @@ class Table:
         values = {name: sorted({float(trial.values[name]) for trial in trials}) for name in names}
         steps = sorted({int(step) for trial in trials for step in trial.reports})
         losses = {
-            tuple(float(trial.values[name]) for name in names): [_finite(trial.reports[str(step)]) for step in steps]
+            tuple(float(trial.values[name]) for name in names): [
+                _finite(trial.reports.get(str(step))) for step in steps
+            ]
             for trial in trials
         }
         missing = math.prod(map(len, values.values())) - len(losses)
@@ -164,8 +168,12 @@ def replay(
 ) -> Iterator[tuple[float, Mapping[str, float]]]:
     """One search: what it has cost in whole runs, and its best trial's values, whenever these are new.
 
-    It ends after as many `runs`, or when it has cost the `budget`.
+    It ends after as many `runs`, or when it has cost the `budget`. Workers' trials that began together are paid for
+    together.
     """
+    beyond = [name for name, value in method.fixed.items() if not _inside(table.values[name], value)]
+    if beyond:
+        raise SystemExit(f"the table says nothing of the fixed {', '.join(beyond)}: beyond its points")
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         searched = {name: known for name, known in table.values.items() if name not in method.fixed}
@@ -175,7 +183,9 @@ def replay(
         if method.prior is not None:
             known = {f"hparams.{name}": value for name, value in method.prior.items() if name in searched}
             keys |= {"tuning.prior": "hparams", **known}
-        study = Study.create(with_prior(derive(config, {**keys, "run.dir": directory, "run.seed": seed})))
+        study = Study.create(
+            with_prior(derive(config, {**keys, "run.dir": directory, "run.seed": seed}), method.factor)
+        )
         cost, best = 0.0, math.inf
         while cost < budget and (trials := _claimed(study, method.workers)):
             found = None
@@ -184,10 +194,14 @@ def replay(
                 steps, loss = _run(study, trial, table, values)
                 cost += steps / table.steps[-1]
                 if loss is not None and loss < best:
-                    best, found = loss, (cost, values)
+                    best, found = loss, values
             if found:
-                yield found
+                yield cost, found
             study.plan(study.trials())
+
+
+def _inside(known: Sequence[float], value: float) -> bool:
+    return known[0] <= value <= known[-1]
 
 
 def _claimed(study: Study, workers: int) -> list[Trial]:
@@ -229,9 +243,9 @@ def _searches(config: Config, proxy: Table, target: Table | None, seeds: int, ru
 
 
 def _from_known_values(config: Config, table: Table, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
-    """The large configs' search, and the same from the values of each of `PRIORS`."""
+    """The large configs' search, the same by 8 workers, and from the values of each of `PRIORS`."""
     method = METHODS["TPE, halving"]
-    jobs: dict[str, _Job] = {"TPE, halving": (table, method, 1.0)}
+    jobs: dict[str, _Job] = {name: (table, METHODS[name], 1.0) for name in ("TPE, halving", "TPE, halving, 8 workers")}
     for path in PRIORS:
         jobs[f"TPE, halving, from {path}"] = (table, replace(method, prior=known_values(path, table.values)), 1.0)
     return _replayed(config, jobs, table, seeds, runs)

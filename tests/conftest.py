@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from _pytest.skipping import evaluate_skip_marks
 from hypothesis import settings
 
 from mup_megatron.parallel.upstream import UPSTREAM_WARNINGS
+from mup_megatron.util import collector
 from tests.helpers import reports
 from tests.helpers.commands import BIN, compile_operator, run
 from tests.helpers.configs import pipeline_file
@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    collector.rarely()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts what it puts in the background so, and every command that a test starts would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,7 +119,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what the tests' imports made stays, and is not looked through at every collection
+    collector.as_usual()
 
 
 @pytest.hookimpl(optionalhook=True)

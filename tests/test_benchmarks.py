@@ -477,8 +477,19 @@ def test_a_search_of_the_rate_alone_keeps_the_other_values() -> None:
     values = {"lr": LR, "init_method_std": [0.02, 0.08]}
     wide = tuning_cost.Table(values, table.steps, both, 1.0)
     config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
+    with pytest.raises(SystemExit, match="says nothing of the fixed init_method_std"):
+        next(tuning_cost.replay(config, wide, tuning_cost.Method("random", fixed={"init_method_std": 0.09}), 1))
     method = tuning_cost.Method("random", fixed={"init_method_std": 0.08})
     found = list(tuning_cost.replay(config, wide, method, 1, budget=100))
     assert {tried["init_method_std"] for _, tried in found} == {0.08}
     assert wide.loss(found[-1][1], 16) == table.best + 1
     assert wide.best_point == {"lr": pytest.approx(0.01), "init_method_std": 0.02}
+
+
+def test_trials_that_began_together_are_paid_for_together() -> None:
+    """Eight workers: the search has cost whole rounds of eight when it has found something."""
+    table = tuning_cost.Table.of(grid_record())
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
+    found = list(tuning_cost.replay(config, table, tuning_cost.Method("random", workers=8), 1, budget=40))
+    assert found
+    assert all(cost % 8 == 0 for cost, _ in found)

@@ -1,4 +1,7 @@
-"""A search that begins at values that are known (`tuning.prior`). Public names: `with_prior`, `first_trial`."""
+"""A search that begins at values that are known (`tuning.prior`).
+
+Public names: `with_prior`, `first_trial`, `FACTOR`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from mup_megatron.config.study import Range
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.space import Value, short, value_of
 
-_FACTOR = 4.0
+FACTOR = 4.0
 """A log_uniform range is cut to a quarter and four times of the value that is known."""
 
 
-def with_prior(config: Config) -> Config:
+def with_prior(config: Config, factor: float = FACTOR) -> Config:
     """The config with the ranges that `tuning.prior` leaves of `tuning.search`; as it is where there is none.
 
     A range is cut to what it shares with a quarter to four times of the value. `uniform` and `choice` stay, and so does
     what the record did not tune.
+
+    Args:
+        config: of the study.
+        factor: other than four, of a replay that compares.
 
     Raises:
         UserError: the record is not there, or is none.
@@ -26,7 +33,9 @@ def with_prior(config: Config) -> Config:
     found = _known(config)
     if not found:
         return config
-    search = {name: _narrowed(config, name, each, found.get(name)) for name, each in config.tuning.search.items()}
+    search = {
+        name: _narrowed(config, name, each, found.get(name), factor) for name, each in config.tuning.search.items()
+    }
     return derive(config, {"tuning.search": {name: each.model_dump() for name, each in search.items()}})
 
 
@@ -57,11 +66,11 @@ def _says(dimension: Range, value: Value) -> bool:
     return isinstance(value, int | float) and (value > 0 or dimension.log_uniform is None)
 
 
-def _narrowed(config: Config, name: str, dimension: Range, value: float | None) -> Range:
+def _narrowed(config: Config, name: str, dimension: Range, value: float | None, factor: float) -> Range:
     if dimension.log_uniform is None or value is None:
         return dimension
     low, high = dimension.log_uniform
-    cut = [max(low, value / _FACTOR), min(high, value * _FACTOR)]
+    cut = [max(low, value / factor), min(high, value * factor)]
     if not cut[0] < cut[1]:
         raise config.error(
             f"tuning.search.{name}",

@@ -23,5 +23,6 @@ def as_usual() -> None:
     A training step leaves cycles that hold tensors, which must not wait.
     """
     if gc.get_threshold() == _RARE:
+        gc.collect()  # garbage that is frozen would stay too
         gc.freeze()
         gc.set_threshold(*USUAL)

@@ -22,19 +22,15 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tuning_cost import PRIORS, Method, Search, Table, draw, known_values, points_of, replay
+from benchmarks.tuning_cost import CUTS, PRIORS, Method, Search, Table, draw, known_values, points_of, replay
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.record import tokens_digest
-from mup_megatron.tuning.prior import FACTOR
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.util.provenance import provenance
 
 GOALS = (0.005, 0.001)
 GPT3 = Path("docs/evidence/tuning-cost/cost.json")
 """Where the best values of another family stand: those of the point of the lowest loss."""
-
-CUTS = {FACTOR: f"ranges cut to {FACTOR:g} times", 16.0: "cut to 16 times", math.inf: "not cut"}
-"""How far about its known values a search goes: as `tuning.prior` does, farther, or anywhere from them on."""
 
 
 def methods(names: Sequence[str]) -> dict[str, Method]:
@@ -51,7 +47,7 @@ def methods(names: Sequence[str]) -> dict[str, Method]:
         ),
     }
     for path, prior in priors.items():
-        for factor, what in CUTS.items():
+        for factor, what in {**CUTS, math.inf: "not cut"}.items():
             found[f"TPE, halving, from {path}, {what}"] = Method(
                 "tpe", "successive_halving", prior=prior, factor=factor
             )

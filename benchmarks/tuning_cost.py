@@ -14,6 +14,7 @@ begin at known values (`tuning.prior`) on the table of an earlier result, beside
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -39,6 +40,9 @@ from mup_megatron.util.provenance import provenance
 GOAL = 0.005
 PRIORS = ("configs/proof/english.yaml", "configs/proof/wide.yaml")
 """Configs whose `hparams:` were tuned on another text and at another width, from which a search may begin."""
+
+CUTS = {4.0: "ranges cut to 4 times", 16.0: "cut to 16 times"}
+"""How far about known values a search goes, by the factor."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +250,9 @@ def _from_known_values(config: Config, table: Table, seeds: int, runs: int) -> d
     """The large configs' search, the same by 8 workers, and from the values of each of `PRIORS`."""
     method = METHODS["TPE, halving"]
     jobs: dict[str, _Job] = {name: (table, METHODS[name], 1.0) for name in ("TPE, halving", "TPE, halving, 8 workers")}
-    for path in PRIORS:
-        jobs[f"TPE, halving, from {path}"] = (table, replace(method, prior=known_values(path, table.values)), 1.0)
+    for path, (factor, what) in itertools.product(PRIORS, CUTS.items()):
+        prior = known_values(path, table.values)
+        jobs[f"TPE, halving, from {path}, {what}"] = (table, replace(method, prior=prior, factor=factor), 1.0)
     return _replayed(config, jobs, table, seeds, runs)
 
 

@@ -16,7 +16,9 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -87,7 +89,7 @@ def begin_state(engine: Engine, parametrization: Parametrization, layout: Layout
     def write() -> list[Path]:
         if request.async_fn is None:
             return []
-        request.async_fn(*arguments)
+        _collecting(request.async_fn)(*arguments)
         return [Path(file) for file, _, _ in arguments[1]]
 
     def finish() -> None:
@@ -99,6 +101,14 @@ def begin_state(engine: Engine, parametrization: Parametrization, layout: Layout
             torch.save({}, directory / COMMON)
 
     return Saving(write=write, finish=finish)
+
+
+def _collecting(write: Callable[..., Any]) -> Callable[..., Any]:
+    """megatron-core's function that writes, without what switches the collector of cycles off while it runs: off it
+    would be for the training steps beside it too, and what is written lies on the host."""
+    if isinstance(write, partial):
+        return partial(inspect.unwrap(write.func), *write.args, **write.keywords)
+    return inspect.unwrap(write)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

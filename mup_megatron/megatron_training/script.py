@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mup_megatron.megatron_training.option_table import OPTIONS
 from mup_megatron.tuning.megatron_command import WATCHED
+from mup_megatron.util import collector
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_bytes
 
@@ -50,6 +51,7 @@ def run_script(arguments: Sequence[str]) -> None:
             args += _asked(task)
             _check_arguments(args)
         sys.argv = [str(script), *args]
+        collector.as_usual()
         _run(script)
     except BaseException as error:
         watched.failed(error)

@@ -114,7 +114,9 @@ def _job(stage: str, config: Config, arguments: Sequence[str], environment: Mapp
     if gpus := _gpus(config, environment):
         options.append(f"--gpus-per-node={environment.get('SBATCH_GPUS_PER_NODE', gpus)}")
     if stage == "tune":
-        workers = slurm.tuning_jobs or min(slurm.nodes, -(-config.tuning.trials // processes(config, environment)))
+        abreast = config.tuning.trials_per_device
+        at_a_time = processes(config, environment) * (1 if abreast == "auto" else abreast)
+        workers = slurm.tuning_jobs or min(slurm.nodes, -(-config.tuning.trials // at_a_time))
         options += ["--nodes=1", f"--array=0-{workers - 1}"]
         name = "tune-%A_%a.out"
     else:

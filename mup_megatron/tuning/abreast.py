@@ -12,17 +12,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 from mup_megatron.config import Config
 from mup_megatron.tuning.process import gpus
 
 _GAIN = 1.2
-"""Twice as many trials stay where all of them together do this many times the steps of before."""
+"""Twice as many trials stay where all of them together do this many times the steps of before; a smaller growth of
+their number has to bring as much for each."""
 _WINDOW_SECONDS = 20.0
 _WINDOW_STEPS = 10
 """Of each trial; so long is a number of trials measured."""
 _ROOM = 0.9
 """Of the device's memory, what trials may take in all."""
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CONTEXT_BYTES = 700 << 20  # CUDA's context and the workspace of cuBLAS, which torch does not count
 
 
@@ -40,15 +45,23 @@ def most_abreast(config: Config, local_ranks: int) -> int:
 
 
 def memory_share() -> float:
-    """What this process has taken at most, over the memory of its GPU, or of the machine where it has none."""
+    """What this process has taken at most: of its GPU's memory or of the machine's, whichever share is larger."""
     import torch
 
+    unit = 1 if sys.platform == "darwin" else 1024
+    share = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _memory_bytes()
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return (torch.cuda.max_memory_reserved() + _CONTEXT_BYTES) / total
-    unit = 1 if sys.platform == "darwin" else 1024
+        share = max(share, (torch.cuda.max_memory_reserved() + _CONTEXT_BYTES) / total)
+    return share
+
+
+def _memory_bytes() -> int:
+    """Of the machine, or of the container that this process is in (cgroup 2)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / total
+    with suppress(OSError, ValueError):
+        total = min(total, int(_CGROUP_LIMIT.read_text(encoding="ascii")))  # "max" where there is none
+    return total
 
 
 class Abreast:
@@ -58,30 +71,42 @@ class Abreast:
         most: never more.
         measured: whether the number is found by measurement, from 1 on; else it is `most`.
         say: takes a line of progress.
+        sharing: workers that share the memory, each of which runs as many.
         clock: seconds.
     """
 
     def __init__(
-        self, most: int, *, measured: bool, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        most: int,
+        *,
+        measured: bool,
+        say: Callable[[str], None],
+        sharing: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most, self._say, self._clock = most, say, clock
+        self._most, self._say, self._clock, self._room = most, say, clock, _ROOM / sharing
         self._settled = not measured or most == 1
         self._count = 1 if measured else most
         self._lock = threading.Lock()
-        self._steps: dict[int, int] = {}
-        self._share, self._before = 0.0, 0.0
-        self._began: tuple[float, int] | None = None
+        # By trial that runs: when it was heard last, and what it has trained since all of them do.
+        self._heard: dict[int, float] = {}
+        self._trained: dict[int, _Trained] = {}
+        self._share = 0.0
+        self._before: tuple[int, float] | None = None
 
     def stepped(self, worker: int, steps: int, share: float) -> None:
         """A trial came on.
 
         Args:
             worker: whose trial, from 0.
-            steps: since the last time.
+            steps: since the last time; 0 where a trial is heard first, and the time before it was none of training.
             share: of the device's memory that its process has taken.
         """
         with self._lock:
-            self._steps[worker] = self._steps.get(worker, 0) + steps
+            now = self._clock()
+            if steps and worker in self._trained:
+                self._trained[worker].add(steps, now - self._heard[worker])
+            self._heard[worker] = now
             self._share = max(self._share, share)
 
     def count(self) -> int:
@@ -92,31 +117,40 @@ class Abreast:
             return self._count
 
     def _look(self) -> None:
-        now, steps = self._clock(), sum(self._steps.values())
-        if self._began is None:
-            # A process that starts takes cores from the others: the clock begins when all of them train.
-            self._began = (now, steps) if len(self._steps) >= self._count else None
+        if not self._trained:
+            # A process that starts takes cores from the others: what counts begins when all of them have trained.
+            if len(self._heard) >= self._count:
+                self._trained = {worker: _Trained() for worker in self._heard}
             return
-        seconds, done = now - self._began[0], steps - self._began[1]
-        if seconds < _WINDOW_SECONDS or done < _WINDOW_STEPS * self._count:
-            return
-        self._decide(done / seconds)
+        if all(each.seconds >= _WINDOW_SECONDS and each.steps >= _WINDOW_STEPS for each in self._trained.values()):
+            self._decide(sum(each.steps / each.seconds for each in self._trained.values()))
 
     def _decide(self, speed: float) -> None:
         count, before = self._count, self._before
-        if count > 1 and speed < _GAIN * before:
-            self._count, self._settled = count // 2, True
+        if before is not None and speed < before[1] * (1 + (_GAIN - 1) * (count / before[0] - 1)):
+            self._count, self._settled = before[0], True
             self._say(
-                f"{self._count} {_trials(self._count)} at a time on this device: {before:.1f} steps a second; with "
+                f"{self._count} {_trials(self._count)} at a time on this device: {before[1]:.1f} steps a second; with "
                 f"{count} they are {speed:.1f}"
             )
             return
-        self._before = speed
-        self._count = min(2 * count, self._most, max(count, int(_ROOM / self._share) if self._share else self._most))
-        self._steps, self._began, self._settled = {}, None, self._count == count
+        self._before = (count, speed)
+        fit = int(self._room / self._share) if self._share else self._most
+        self._count = min(2 * count, self._most, max(count, fit))
+        self._heard, self._trained, self._settled = {}, {}, self._count == count
         why = " (more do not fit)" if self._settled and count < self._most else ""
         follows = "" if self._settled else f"; now {self._count} are tried"
         self._say(f"{count} {_trials(count)} at a time on this device: {speed:.1f} steps a second{follows}{why}")
+
+
+@dataclass
+class _Trained:
+    steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        self.steps += steps
+        self.seconds += seconds
 
 
 def _trials(count: int) -> str:

@@ -21,10 +21,9 @@ from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.engines.setup import resolve
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import horizon
-from mup_megatron.tuning import budget, record
+from mup_megatron.tuning import budget, prior, record
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
 from mup_megatron.tuning.predicted import in_words, predicted
-from mup_megatron.tuning.prior import with_prior
 from mup_megatron.tuning.recording import extrapolated
 from mup_megatron.tuning.space import (
     Value,
@@ -53,7 +52,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     if config.parametrization.unfitted and config.tuning.run != "only":
         horizon(config)  # says now, not when tuning has been paid for, that there is no ladder
     tune = found is None and config.tuning.run != "never"
-    config = with_prior(config) if tune else config
+    config = prior.with_prior(config) if tune else config
     if tune and not config.tuning.search:
         raise config.error(
             "tuning.search", "missing; expected what to tune, or tuning.run: never to train with the values of hparams:"
@@ -72,7 +71,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         _check_proxy(config)
         _check_writable(path, config)
         _check_study(config)
-        for line in budget.lines(config, plan):
+        for line in [*budget.lines(config, plan), *filter(None, [prior.told(config)])]:
             progress.say(line)
         budget.check_share(config, plan)
         write_whole(directory / "config.yaml", as_yaml(config.model_dump()))

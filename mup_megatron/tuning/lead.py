@@ -99,7 +99,9 @@ def join_study(config: Config, rank: Rank) -> bool:
         UserError: bad input.
         Stopped: SIGTERM.
     """
-    setup = resolve(with_prior(config), smallest_world(config), trains=False)
+    # Where the record is there nothing is tuned, and the prior's may be gone.
+    config = config if config.record_path.exists() else with_prior(config)
+    setup = resolve(config, smallest_world(config), trains=False)
     config, directory = setup.config, Path(config.run.dir)
     with ExitStack() as held:
         number = _free_number(directory, held)

@@ -48,6 +48,10 @@ class Leases:
         self._directory.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._beat, daemon=True).start()
 
+    def again(self) -> Leases:
+        """Those of another worker of this process, whose trials are not this one's."""
+        return Leases(self._directory.parent, self._seconds)
+
     def _path(self, trial: str) -> Path:
         return self._directory / f"{trial}@{self._owner}"
 

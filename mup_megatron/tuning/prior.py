@@ -1,16 +1,18 @@
 """A search that begins at values that are known (`tuning.prior`).
 
-Public names: `with_prior`, `first_trial`, `FACTOR`.
+Public names: `with_prior`, `first_trial`, `told`, `FACTOR`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from mup_megatron.config import Config, derive
 from mup_megatron.config.study import Range
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.space import Value, short, value_of
+from mup_megatron.util.errors import UserError
 
 FACTOR = 4.0
 """A log_uniform range is cut to a quarter and four times of the value that is known."""
@@ -27,8 +29,8 @@ def with_prior(config: Config, factor: float = FACTOR) -> Config:
         factor: other than four, of a replay that compares.
 
     Raises:
-        UserError: the record is not there, or is none.
-        ConfigError: a range does not come near the value.
+        ConfigError: the record is not there, is none, or says nothing of what is searched; a range does not come near
+            its value.
     """
     found = _known(config)
     if not found:
@@ -40,11 +42,21 @@ def with_prior(config: Config, factor: float = FACTOR) -> Config:
 
 
 def first_trial(config: Config) -> dict[str, Value]:
-    """Values of the first trial: those that are known, or the nearest ends of the ranges. None without `tuning.prior`,
+    """Values of the first trial: those that are known, or the nearest ends of the ranges. Empty without `tuning.prior`,
     and of a grid, whose points are what they are."""
     if config.tuning.sampler == "grid":
         return {}
     return {name: _inside(config.tuning.search[name], value) for name, value in _known(config).items()}
+
+
+def told(config: Config) -> str | None:
+    """The line that says what is taken, of a config from `with_prior`; None where nothing is."""
+    parts = []
+    for name, value in first_trial(config).items():
+        cut = config.tuning.search[name].log_uniform
+        around = f" (then {short(cut[0])} to {short(cut[1])})" if cut else ""
+        parts.append(f"{name} {short(value)}{around}")
+    return f"the first trial has the values of {config.tuning.prior}: {', '.join(parts)}" if parts else None
 
 
 def _known(config: Config) -> dict[str, Value]:
@@ -52,11 +64,27 @@ def _known(config: Config) -> dict[str, Value]:
     prior, search = config.tuning.prior, config.tuning.search
     if prior is None:
         return {}
-    if prior == "hparams":
-        found = {name: value_of(config, name) for name in search}
-    else:
-        found = TransferRecord.expect(Path(prior), None).study.values
-    return {name: found[name] for name in search if name in found and _says(search[name], found[name])}
+    values = {name: value_of(config, name) for name in search} if prior == "hparams" else _recorded(config, prior)
+    found = {name: values[name] for name in search if name in values and _says(search[name], values[name])}
+    if search and not found:
+        raise config.error(
+            "tuning.prior",
+            f"{prior} says nothing of what is searched ({', '.join(search)}); expected another record, or null",
+        )
+    return found
+
+
+_read: dict[str, Mapping[str, Value]] = {}
+"""By path, what was read last: a worker that comes to lead needs it again, wherever the file has gone."""
+
+
+def _recorded(config: Config, path: str) -> Mapping[str, Value]:
+    try:
+        _read[path] = TransferRecord.expect(Path(path), None).study.values
+    except UserError as error:
+        if path not in _read:
+            raise config.error("tuning.prior", f"{error}; expected a transfer record, or hparams") from None
+    return _read[path]
 
 
 def _says(dimension: Range, value: Value) -> bool:

@@ -69,6 +69,8 @@ def value_of(config: Config, name: str) -> Value:
 
 def check_overrides(config: Config, allowed: tuple[str, ...] = ()) -> None:
     """Raises ConfigError for a value on the command line that tuning would replace."""
+    if config.tuning.prior == "hparams":
+        return  # it is where the search begins
     for name in config.tuning.search:
         if config.is_overridden(key := key_of(name)) and key not in allowed:
             raise config.error(

@@ -92,7 +92,7 @@ class Study:
 
     def again(self) -> Study:
         """The same study, for another thread of this process: a storage is read by one at a time."""
-        return Study(self._config, self._leases)
+        return Study(self._config, self._leases and self._leases.again())
 
     @property
     def objective(self) -> Objective:

@@ -27,7 +27,7 @@ from mup_megatron.tuning.abreast import Abreast, most_abreast
 from mup_megatron.tuning.lease import Lost, Overtaken
 from mup_megatron.tuning.megatron import process_for
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, Step, local_ranks
+from mup_megatron.tuning.process import ATTEMPTS, End, Evaluation, Step, gpus, local_ranks
 from mup_megatron.tuning.space import proxy_config, tuning_steps
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.disk import full_disk
@@ -79,8 +79,10 @@ class _Crew:
         say: Callable[[str], None],
     ) -> None:
         self.config, self.rank, self.say = config, rank, say
-        self.most = most_abreast(config, local_ranks(rank, os.environ))
-        self.abreast = Abreast(self.most, measured=config.tuning.trials_per_device == "auto", say=say)
+        here = local_ranks(rank, os.environ)
+        self.most = most_abreast(config, here)
+        measured = config.tuning.trials_per_device == "auto"
+        self.abreast = Abreast(self.most, measured=measured, say=say, sharing=1 if gpus() else here)
         self._study, self._done, self._terminated = study, done, terminated
         self._threads: list[threading.Thread] = []
         self._over, self._raised = threading.Event(), queue.SimpleQueue[BaseException]()
@@ -245,7 +247,9 @@ class _Worker:
 
         def evaluated(evaluation: Evaluation) -> bool:
             came(evaluation.step)
-            return self._study.survives(trial, evaluation.step, evaluation.loss, self._alive)
+            survives = self._study.survives(trial, evaluation.step, evaluation.loss, self._alive)
+            self._abreast.stepped(self._number, 0, 0.0)  # it may have waited for others
+            return survives
 
         def stepped(step: Step) -> None:
             nonlocal said

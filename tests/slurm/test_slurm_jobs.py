@@ -29,6 +29,20 @@ def option(job: Job, name: str) -> str | None:
     return next((word.partition("=")[2] for word in job.options if word.startswith(f"{name}=")), None)
 
 
+def test_jobs_that_the_trials_keep_busy(tmp_path: Path) -> None:
+    """32 trials on nodes of eight GPUs: four jobs of eight at a time; one where each GPU takes four."""
+    slurm = {"nodes": 8, "gpus_per_node": 8}
+    for number, array in ((1, "0-3"), (4, "0-0"), ("auto", "0-3")):
+        (tmp_path / str(number)).mkdir()
+        keys: dict[str, Any] = {
+            "tuning__trials": 32,
+            "tuning__trials_per_device": number,
+            "training__global_batch_size": 64,
+        }
+        tune, _ = planned(tmp_path / str(number), slurm=slurm, **keys)
+        assert option(tune, "--array") == array
+
+
 def test_what_a_config_asks_for(tmp_path: Path) -> None:
     slurm = {"nodes": 2, "gpus_per_node": 4, "partition": "big", "account": "us", "time": "2-12", "signal_seconds": 90}
     tune, pretrain = planned(tmp_path, slurm=slurm, tuning__trials=6)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import gc
 import json
 import shutil
 import signal
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mup_megatron.checkpoints.checkpoint import Checkpoints
@@ -170,6 +173,25 @@ ENDS: dict[str, tuple[str, list[tuple[Any, ...]]]] = {
     "asks": ("Alarmed", [EVALUATION, FIRST, ("checkpoint", 3, "step_00000003")]),
     "raises": ("RuntimeError", [FIRST]),
 }
+
+
+def collector_while_written(rank: Rank, *, path: Path) -> list[bool]:
+    found, original = [], FileSystemWriterAsync.write_preloaded_data
+
+    @functools.wraps(original)
+    def write(*arguments: Any, **keywords: Any) -> Any:
+        found.append(gc.isenabled())
+        return original(*arguments, **keywords)
+
+    with replaced(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write)):
+        run.train(resolve(load_config(path), rank.world_size), rank)
+    return found
+
+
+def test_steps_beside_it_collect_their_garbage(ranks: Ranks, tmp_path: Path) -> None:
+    """megatron-core switches the collector off in the whole process while it writes."""
+    (found,) = ranks.run(1, collector_while_written, path=config_file(tmp_path))
+    assert set(found) == {True}
 
 
 @pytest.mark.parametrize("does", ENDS)

@@ -109,8 +109,8 @@ MUTANTS = (
         "abreast: whatever it brings",
         "twice as many trials at a time stay although they are no faster together",
         "tuning.abreast.Abreast._decide",
-        "speed < _GAIN * before",
-        "speed < 0 * before",
+        "(_GAIN - 1) * (count / before[0] - 1)",
+        "-1",
         "tuning/test_abreast.py::test_the_number_is_found",
     ),
 )

@@ -27,6 +27,9 @@ FINDS = {
     "as many as there may be": ({1: 10.0, 2: 20.0, 3: 30.0}, 3, 0.01, 3),
     "as many as fit": ({1: 10.0, 2: 20.0, 4: 40.0, 5: 50.0}, 16, 0.17, 5),
     "a second one does not fit": ({1: 10.0}, 16, 0.5, 1),
+    "a fifth one brings nothing": ({1: 10.0, 2: 20.0, 4: 40.0, 5: 41.0}, 16, 0.17, 4),
+    "a fifth one brings half of its own": ({1: 10.0, 2: 20.0, 4: 40.0, 5: 45.0}, 16, 0.17, 5),
+    "a third one brings nothing": ({1: 10.0, 2: 20.0, 3: 21.0}, 3, 0.01, 2),
     "one, and no measurement": ({}, 1, 0.01, 1),
 }
 
@@ -53,6 +56,8 @@ def test_the_number_is_found(case: str) -> None:
     if case == "twice as fast, then no more":
         assert said[-1].startswith("2 trials at a time on this device: 19.")
         assert "; with 4 they are 21." in said[-1]
+    if case == "a fifth one brings nothing":
+        assert said[-1].startswith("4 trials at a time on this device: 40.0 steps a second; with 5 they are 41.")
     if "fit" in case:
         assert said[-1].endswith("(more do not fit)")
 
@@ -76,6 +81,47 @@ def test_a_process_that_starts_is_not_measured() -> None:
             found.stepped(worker, 9, 0.0)
             found.count()
     assert found.count() == 4
+
+
+def test_a_worker_between_two_trials_is_not_slow() -> None:
+    """The second trial trains one second in ten; the pair is as fast as two, and the number goes on to four."""
+    now = 0.0
+    found = Abreast(4, measured=True, say=lambda _line: None, clock=lambda: now)
+    while found.count() == 1:
+        now += 1.0
+        found.stepped(0, 10, 0.0)
+    for second in range(1000):
+        now += 1.0
+        found.stepped(0, 10, 0.0)
+        if second % 10 in (0, 1):
+            found.stepped(1, 10 * (second % 10), 0.0)
+        if found.count() != 2:
+            break
+    assert found.count() == 4
+    assert second > 9 * abreast._WINDOW_SECONDS
+
+
+@pytest.mark.parametrize(("sharing", "expected"), [(1, 4), (2, 2)])
+def test_workers_share_the_memory(sharing: int, expected: int) -> None:
+    """Two workers of one machine, trials of a fifth of it: each runs two, not four."""
+    now = 0.0
+    found = Abreast(16, measured=True, say=lambda _line: None, sharing=sharing, clock=lambda: now)
+    for _ in range(200):
+        now += 1.0
+        for worker in range(found.count()):
+            found.stepped(worker, 10, 0.2)
+    assert found.count() == expected
+
+
+def test_a_container_has_less_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Shares are of the smaller of both; a container without a limit says `max`."""
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(abreast, "_CGROUP_LIMIT", limit)
+    whole = abreast.memory_share()
+    limit.write_text("max\n")
+    assert abreast.memory_share() == pytest.approx(whole, rel=0.1)
+    limit.write_text(f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 8}\n")
+    assert abreast.memory_share() == pytest.approx(8 * whole, rel=0.1)
 
 
 def test_a_number_that_is_asked_for() -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from mup_megatron.config import load_config, parse_overrides
 from mup_megatron.tuning.family import digest
-from mup_megatron.tuning.prior import first_trial, with_prior
+from mup_megatron.tuning.prior import first_trial, told, with_prior
 from mup_megatron.tuning.record import write_record
 from mup_megatron.tuning.sampler import points
+from mup_megatron.tuning.space import check_overrides
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers.records import BUDGET, study_of
@@ -108,14 +111,45 @@ def test_another_record_is_another_study(tmp_path: Path) -> None:
     assert "tuning.search.lr" in str(error.value)
 
 
+def test_a_line_says_what_is_taken(tmp_path: Path) -> None:
+    search = {name: SEARCH[name] for name in ("lr", "output_multiplier")}
+    config = with_prior(config_of(tmp_path, tuning__search=search))
+    said = told(config)
+    assert said is not None
+    assert said.startswith("the first trial has the values of ")
+    assert said.endswith("earlier.json: lr 0.002 (then 0.0005 to 0.008), output_multiplier 9")
+    assert told(study_config(tmp_path, tuning__search=search)) is None
+
+
+def test_it_is_read_once(tmp_path: Path) -> None:
+    """A worker that comes to lead asks again, when the file has gone; another process is refused (test_refused)."""
+    config = config_of(tmp_path)
+    first = first_trial(config)
+    (tmp_path / "earlier.json").unlink()
+    assert first_trial(config) == first
+
+
+def test_a_value_on_the_command_line_is_the_prior(tmp_path: Path) -> None:
+    """Without `tuning.prior` it is refused: tuning would take its place."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(study_config(tmp_path, tuning__search=SEARCH).model_dump()))
+    with pytest.raises(ConfigError, match=r"hparams\.lr: 0\.004 is given, but tuning would take its place"):
+        check_overrides(load_config(path, parse_overrides(["hparams.lr=0.004"])))
+    check_overrides(load_config(path, parse_overrides(["hparams.lr=0.004", "tuning.prior=hparams"])))
+
+
 def test_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read the transfer record: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"tuning\.prior: .*none\.json: cannot read the transfer record: No such file"
+    ):
         with_prior(study_config(tmp_path, tuning__search=SEARCH, tuning__prior=str(tmp_path / "none.json")))
     (tmp_path / "other.json").write_text(json.dumps({"lr": 1e-3}))
-    with pytest.raises(UserError, match=r"other\.json: "):
+    with pytest.raises(ConfigError, match=r"tuning\.prior: .*other\.json: .*expected a transfer record, or hparams"):
         with_prior(study_config(tmp_path, tuning__search=SEARCH, tuning__prior=str(tmp_path / "other.json")))
     said = (
         r"tuning\.search\.lr: 0\.0001 to 0\.1 has nothing of a quarter to four times 0\.5, the value of .*earlier\.json"
     )
     with pytest.raises(ConfigError, match=said):
         with_prior(config_of(tmp_path, {"lr": 0.5}))
+    with pytest.raises(ConfigError, match=r"tuning\.prior: .* says nothing of what is searched \(lr, init_method_std"):
+        with_prior(config_of(tmp_path, {"weight_decay": 0.5}))

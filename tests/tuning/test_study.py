@@ -478,6 +478,21 @@ def test_a_trial_of_a_worker_that_is_gone(tmp_path: Path) -> None:
         gone.check_held(lost)
 
 
+def test_two_threads_of_a_worker_are_two_owners(tmp_path: Path) -> None:
+    """The worker was silent, its trial was taken back, and its own other thread has it: the first one hears of it."""
+    config = study_config(tmp_path, tuning__trials=1)
+    leader = Study.create(config, Leases(tmp_path / "tuning", 0.2))
+    first = joined(config, tmp_path, 0.2)
+    second = first.again()
+    lost = first.claim()
+    assert lost is not None
+    silence(first)
+    assert taken_back(leader, 0.5) == [lost.name]
+    assert second.claim() is not None
+    with pytest.raises(Lost):
+        first.check_held(lost)
+
+
 def test_a_trial_that_takes_its_workers_with_it(tmp_path: Path) -> None:
     config = study_config(tmp_path, tuning__trials=1)
     leader = Study.create(config, Leases(tmp_path / "tuning", 0.2))

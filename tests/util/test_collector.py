@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mup_megatron.util import collector
+from tests.helpers.commands import mup
 
 WHOLE = (
     "import gc, sys\nfrom mup_megatron import cli\ntry:\n    {}\nfinally:\n    print(gc.get_stats()[2]['collections'])"
@@ -25,6 +26,14 @@ def test_a_command_looks_through_its_imports_less(repository: Path) -> None:
     """Control: the same without `rarely`, which `main` calls."""
     assert whole_collections(repository, "cli.main()") <= 1
     assert whole_collections(repository, "cli.run(sys.argv[1:])") > 4
+
+
+def test_a_script_of_somebody_else_s_trains_as_usual(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.py"
+    script.write_text("import gc, sys\nprint(gc.get_threshold())\nsys.exit()\nfrom megatron.training import pretrain\n")
+    (tmp_path / "base.yaml").write_text("hidden_size: 64\n")
+    result = mup("run", script, "--mup-base", tmp_path / "base.yaml")
+    assert result.stdout.splitlines()[-1] == str(collector.USUAL), result.stderr
 
 
 def test_what_was_there_is_kept_out() -> None:

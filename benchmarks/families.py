@@ -22,9 +22,10 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tuning_cost import CUTS, PRIORS, Method, Search, Table, draw, known_values, points_of, replay
+from benchmarks.tuning_cost import CUTS, PRIORS, Method, Search, Table, known_values, points_of, replay
 from mup_megatron.config import Config, load_config
 from mup_megatron.data.record import tokens_digest
+from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.util.provenance import provenance
 
@@ -47,7 +48,7 @@ def methods(names: Sequence[str]) -> dict[str, Method]:
         ),
     }
     for path, prior in priors.items():
-        for factor, what in {**CUTS, math.inf: "not cut"}.items():
+        for factor, what in {**CUTS, 1e9: "not cut"}.items():
             found[f"TPE, halving, from {path}, {what}"] = Method(
                 "tpe", "successive_halving", prior=prior, factor=factor
             )
@@ -84,11 +85,11 @@ def _summary(curves: Sequence[Search], best: float) -> dict[str, Any]:
             "mean": statistics.fmean(arrived) if arrived else None,
             "median": median if math.isfinite(median) else None,
         }
-    return {"goals": goals, "ends": statistics.median(curve[-1][1] / best - 1 for curve in curves), "curves": curves}
+    return {"goals": goals, "ends": statistics.median(curve[-1][1] / best - 1 for curve in curves)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replays, prints, writes cost.json, and cost.png of the searches as the target judges them."""
+    """Replays, prints, writes cost.json and cost.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("proxy", type=Path, nargs="+", help="run.dir of a table of the proxy, one per seed")
     parser.add_argument("--target", type=Path, nargs="+", required=True, help="run.dir of a table of the target")
@@ -116,10 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "budget": asked.budget,
         "seeds": asked.seeds,
         "best": {name: {**judge.best_point, "loss": judge.best} for name, judge in judges.items()},
-        "searches": {
-            judge: {name: {key: told[key] for key in ("goals", "ends")} for name, told in found.items()}
-            for judge, found in searches.items()
-        },
+        "searches": searches,
         "tables": {
             name: [list(points_of(record)) for record in each]
             for name, each in zip(("proxy", "target"), records, strict=True)
@@ -127,8 +125,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "provenance": provenance(tokens_digest(config)),
     }
     (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    draw(searches["target"], judges["target"].best, asked.output / "cost.png")
+    draw(result, asked.output / "cost.png")
     return 0
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Of a result, by each judge, what the median search needed within each goal; at the right those that never are."""
+    pyplot = load_pyplot()
+    judges = ("proxy", "target")
+    figure, all_axes = pyplot.subplots(1, len(judges), figsize=(9.6, 4.4), sharey=True, layout="constrained")
+    names, never = list(result["searches"]["proxy"]), 2 * result["budget"]
+    for axes, judge in zip(all_axes, judges, strict=True):
+        for goal, marker in zip(result["searches"][judge]["random"]["goals"], ("o", "D"), strict=True):
+            needed = [told["goals"][goal]["median"] or never for told in result["searches"][judge].values()]
+            axes.plot(
+                needed, range(len(names)), marker, label=f"within {goal}", ms=6, mfc="none" if marker == "D" else None
+            )
+        axes.axvline(result["budget"], color="0.4", lw=1, ls="--")
+        axes.text(never, -1.0, "never", ha="center", fontsize=8, color="0.4")
+        axes.set_xscale("log", base=2)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -1.6)
+        axes.set_xlabel("median, in runs of the proxy")
+        axes.set_title(f"as the {judge} judges", loc="left", fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside upper left")
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from mup_megatron.config import Config, derive, load_config
 from mup_megatron.data.record import tokens_digest
 from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.outcome import Trial
-from mup_megatron.tuning.prior import FACTOR, with_prior
+from mup_megatron.tuning.prior import with_prior
 from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.provenance import provenance
@@ -42,7 +42,7 @@ PRIORS = ("configs/proof/english.yaml", "configs/proof/wide.yaml")
 """Configs whose `hparams:` were tuned on another text and at another width, from which a search may begin."""
 
 CUTS = {4.0: "ranges cut to 4 times", 16.0: "cut to 16 times"}
-"""How far about known values a search goes, by the factor."""
+"""How far about known values a search goes, by `tuning.prior_factor`; the last is the default."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Method:
         sampler, pruner: of `tuning:`.
         workers: trials whose values are chosen before any of them ends.
         prior: values at which it begins, as with `tuning.prior`.
-        factor: to which its ranges are cut about these.
+        factor: `tuning.prior_factor`.
         fixed: values that it does not search.
     """
 
@@ -61,7 +61,7 @@ class Method:
     pruner: str = "none"
     workers: int = 1
     prior: Mapping[str, float] | None = None
-    factor: float = FACTOR
+    factor: float = 16.0
     fixed: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -186,10 +186,8 @@ def replay(
         keys = {f"tuning.{key}": value for key, value in tuning.items()}
         if method.prior is not None:
             known = {f"hparams.{name}": value for name, value in method.prior.items() if name in searched}
-            keys |= {"tuning.prior": "hparams", **known}
-        study = Study.create(
-            with_prior(derive(config, {**keys, "run.dir": directory, "run.seed": seed}), method.factor)
-        )
+            keys |= {"tuning.prior": "hparams", "tuning.prior_factor": method.factor, **known}
+        study = Study.create(with_prior(derive(config, {**keys, "run.dir": directory, "run.seed": seed})))
         cost, best = 0.0, math.inf
         while cost < budget and (trials := _claimed(study, method.workers)):
             found = None

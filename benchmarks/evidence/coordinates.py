@@ -73,6 +73,28 @@ def logits() -> str:
     )
 
 
+def said_of_fan_in() -> str:
+    """How many modules leave their bounds, and the largest growth of a change after the last step, in both."""
+    found = record("coord-check-fan-in/fan_in.json")
+    out = {
+        line: sum(each["verdict"] == "out of bounds" for each in found["verdicts"][line].values())
+        for line in ("fan_in", "mup")
+    }
+    largest = {
+        line: max(
+            each["slope"]
+            for each in found["slopes"][line]
+            if (each["quantity"], each["step"]) == ("change", found["steps"]) and each["slope"] is not None
+        )
+        for line in out
+    }
+    return (
+        f"Of {len(found['verdicts']['mup'])} modules and parameters {out['fan_in']} leave their bounds with "
+        f"1/sqrt(fan-in) initial values and {out['mup']} in µP. After {found['steps']} steps the change that grows "
+        f"most goes as width^{largest['fan_in']:.2f} there and as width^{largest['mup']:.2f} in µP."
+    )
+
+
 def layouts() -> str:
     """How far slopes at TP 2 and PP 2 are from those at TP 1."""
     whole, *split = (_slopes(f"coord-check-layouts/{name}.json") for name in ("tp1", "tp2", "pp2"))

@@ -174,6 +174,9 @@ CLAIMS = (
     *(Claim(what=f"A ratio per tensor ends lower than one ratio, the FFN fixed (`{rule}`)", whose="this project",
             page="mixed-growth.md#against-one-ratio", path=path, said=partial(_per_tensor, path))
       for rule, path in width.ONE_RATIO.items()),
+    Claim(what="The same on natural text from hidden size 128 (`auto`)", whose="this project",
+          page="mixed-growth.md#against-one-ratio", path=width.ONE_RATIO_128,
+          said=partial(_per_tensor, width.ONE_RATIO_128)),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="CompleteP (Dey et al.)", page="depth.md",
           path="stability-depth/256-completep.json"),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="Depth-µP (Tensor Programs VI)",
@@ -231,6 +234,8 @@ CLAIMS = (
           page="experts.md#every-module-over-4-to-32-experts", path="coord-check-experts/mup.json"),
     Claim(what="They keep their size over the number of experts, 2 of them used", whose="this project",
           page="experts.md#every-module-over-4-to-32-experts", path="coord-check-experts-any/mup.json"),
+    Claim(what="They keep their size with 1/sqrt(fan-in) initial values and one rate", whose="torch's defaults",
+          page="coordinates.md#beside-1sqrtfan-in-from-hidden-size-128", path="coord-check-fan-in/fan_in.json"),
     Claim(what="They keep their size at unit scale", whose="u-µP (Blake et al.)", page="ranges.md",
           path="ranges/unit.json"),
 )  # fmt: skip

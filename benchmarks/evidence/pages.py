@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import journal
-from benchmarks.evidence import coordinates, forecast, growth, limit, overview, records, searches, wide, width
+from benchmarks.evidence import coordinates, families, forecast, growth, limit, overview, records, searches, wide, width
 from benchmarks.evidence.records import Rows
 
 _PART = re.compile(r"(<!-- made: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -40,6 +40,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "coordinates": coordinates.coordinates,
     "coordinates-experts": coordinates.coordinates_of_experts,
     "said-of-logits": coordinates.logits,
+    "said-of-fan-in": coordinates.said_of_fan_in,
     "said-of-layouts": coordinates.layouts,
     "said-of-controls": coordinates.controls,
     "ranges": coordinates.ranges,
@@ -63,7 +64,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "mixed-growth": width.mixed,
     "said-of-mixed": width.said_of_mixed,
     "rates-one-ratio": partial(width.rates, width.ONE_RATIO["auto"]),
-    "said-of-one-ratio": width.said_of_one_ratio,
+    "rates-one-ratio-128": partial(width.rates, width.ONE_RATIO_128),
+    "said-of-one-ratio-128": width.said_of_one_ratio,
     "said-of-journal": journal.said,
     "said-of-wide": wide.said_of_rates,
     "rates-wide": partial(width.rates, wide.RATES),
@@ -90,7 +92,9 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "images": growth.images,
     "said-of-images": growth.said_of_images,
     "searches-from-known-values": searches.from_known_values,
-    "known-values": searches.said_of_known_values,
+    "families": families.arrivals,
+    "said-of-families": families.said_of_families,
+    "known-values": families.said_of_known_values,
     "quality": searches.quality,
     "said-of-quality": searches.said_of_quality,
     "ladder": searches.ladder,

@@ -21,7 +21,6 @@ _SEARCHES = {
     "random, hyperband": "random, hyperband",
     "TPE": "TPE",
     "TPE, halving": "TPE, successive halving (what `configs/gpt3`, `llama` and `deepseek` use)",
-    "TPE, halving, 8 workers": "the same by 8 workers at a time",
     "TPE, hyperband": "TPE, hyperband",
 }
 _JUDGED = {
@@ -47,20 +46,12 @@ def from_known_values() -> Rows:
     """The same of searches that begin at known values, beside those that do not."""
     found = record("tuning-cost-prior/cost.json")["searches"]
     random = record("tuning-cost/cost.json")["searches"]["random"]["mean"]
-    names = {name: name.replace(", halving", ", successive halving") for name in found}
-    shown = {name: re.sub(r"configs/\S+", r"`\g<0>`", what) for name, what in names.items()}
-    return _arrivals(found, shown, random)
+    return _arrivals(found, {name: shown(name) for name in found}, random)
 
 
-def said_of_known_values() -> str:
-    """What docs/tuning.md tells of them."""
-    found = record("tuning-cost-prior/cost.json")["searches"]
-    without, *others = (f"{each['mean']:.1f}" for each in found.values())
-    return (
-        f"On the same table, TPE with halving arrives after {' and '.join(others)} runs where it begins at values that "
-        f"were tuned on another text, at two other widths, and after {without} where it does not "
-        "([evidence](evidence/tuning-cost.md#from-known-values))."
-    )
+def shown(name: str) -> str:
+    """A search as tables name it."""
+    return re.sub(r"(?:configs|docs)/[^\s,]+", r"`\g<0>`", name.replace(", halving", " with halving"))
 
 
 def _arrivals(found: Mapping[str, Any], names: Mapping[str, str], whole: float) -> Rows:
@@ -77,7 +68,7 @@ def _arrivals(found: Mapping[str, Any], names: Mapping[str, str], whole: float) 
 def said_of_searching() -> str:
     """How many points of the table are within the goal."""
     found = record("tuning-cost/cost.json")
-    losses = [_last(each) for each in found["tables"][0]]
+    losses = [last_loss(each) for each in found["tables"][0]]
     near = sum(loss <= found["best"] * (1 + found["goal"]) for loss in losses)
     return (
         f"A search has arrived when its best trial is within {100 * found['goal']:g} % of the table's best loss, as "
@@ -85,7 +76,7 @@ def said_of_searching() -> str:
     )
 
 
-def _last(point: Mapping[str, Any]) -> float:
+def last_loss(point: Mapping[str, Any]) -> float:
     """A point's loss at its last step."""
     loss = list(point["losses"].values())[-1]
     return math.inf if loss is None else loss
@@ -142,9 +133,9 @@ def _unit(path: str) -> float:
 def _proxys_best(path: str) -> float:
     """How far above the target's best loss the values are that are best on the proxy (a share)."""
     proxy, target = record(path)["tables"]
-    on_target = {_point(each): _last(each) for each in target}
+    on_target = {_point(each): last_loss(each) for each in target}
     shared = [each for each in proxy if _point(each) in on_target]
-    return on_target[_point(min(shared, key=_last))] / min(on_target.values()) - 1
+    return on_target[_point(min(shared, key=last_loss))] / min(on_target.values()) - 1
 
 
 def _point(each: Mapping[str, Any]) -> tuple[float, ...]:
@@ -170,7 +161,7 @@ def said_of_translation() -> str:
     """Where tuning the proxy is cheaper, and where it ends."""
     shares = {(name, goal): _share(name, goal / 100) for name, goal in itertools.product(("random", "TPE"), (5, 2.5))}
     halving, random = ends(TRANSLATION, "TPE, halving"), ends(TRANSLATION, "random, on the target")
-    best_at = [min(table, key=_last)["output_multiplier"] for table in record(TRANSLATION)["tables"]]
+    best_at = [min(table, key=last_loss)["output_multiplier"] for table in record(TRANSLATION)["tables"]]
     return (
         f"A run of the target costs {_unit(TRANSLATION):.1f} times as much as one of the proxy. On the proxy random "
         f"search takes {shares['random', 5]} of its cost on the target to stay within 5 %, and {shares['random', 2.5]} "

@@ -30,6 +30,7 @@ APART = "stability-english-embedding/lr-width.json"
 FAR = "stability-lr-width-512/lr-width.json"
 WIDEST = "forecast/after.json"
 ONE_RATIO = {"auto": "mixed-growth/one-ratio.json", "output_like": "mixed-growth/one-ratio-output_like.json"}
+ONE_RATIO_128 = "mixed-growth/one-ratio-128.json"
 LAWS = {
     "one rate, natural text": ENGLISH,
     "the embedding's rate × 8": APART,
@@ -211,23 +212,19 @@ def said_of_mixed() -> str:
 
 
 def said_of_one_ratio() -> str:
-    """What the rate that is best at the base gives at the largest width, by one ratio and by a ratio per tensor."""
-    said = []
-    for rule, path in ONE_RATIO.items():
-        found = record(path)
-        first, last = found["sizes"][0]["size"], found["sizes"][-1]["size"]
-        rate = row_of(found, first)["minimum"]["tried"]
-        rows = {name: row_of(found, last, name) for name in ("mup", "one_ratio")}
-        kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
-        ends = {name: row["minimum"]["loss"] for name, row in rows.items()}
-        lower = "a ratio per tensor" if ends["mup"] < ends["one_ratio"] else "one ratio"
-        said.append(
-            f"With µP's fc1 by `{rule}` {lower} ends lower at {last}: {ends['one_ratio']:.3f} by one ratio, "
-            f"{ends['mup']:.3f} by a ratio per tensor; at the best rate of {first} {kept['one_ratio']:.3f} and "
-            f"{kept['mup']:.3f}. The best rate moves by {octaves(row_of(found, first, 'one_ratio'))} and "
-            f"{octaves(row_of(found, first))} octaves."
-        )
-    return " ".join(said)
+    """What the rate that is best at 128 gives at the largest width, by one ratio and by a ratio per tensor."""
+    found = record(ONE_RATIO_128)
+    first, last = found["sizes"][0]["size"], found["sizes"][-1]["size"]
+    rate = row_of(found, first)["minimum"]["tried"]
+    rows = {name: row_of(found, last, name) for name in ("mup", "one_ratio")}
+    kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
+    ends = {name: row["minimum"]["loss"] for name, row in rows.items()}
+    lower = "a ratio per tensor" if ends["mup"] < ends["one_ratio"] else "one ratio"
+    return (
+        f"From {first} {lower} ends lower at {last}: {ends['one_ratio']:.3f} by one ratio, {ends['mup']:.3f} by a "
+        f"ratio per tensor; at the best rate of {first} {kept['one_ratio']:.3f} and {kept['mup']:.3f}. The best rate "
+        f"moves by {octaves(row_of(found, first, 'one_ratio'))} and {octaves(row_of(found, first))} octaves."
+    )
 
 
 def gains() -> Rows:

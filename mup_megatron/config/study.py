@@ -214,8 +214,10 @@ class Tuning(Section):
     their values in it, as `tune --megatron` writes it. If empty, this project's engine trains the proxy."""
     prior: str | None = None
     """Values to begin at: the path (from the working directory) of the transfer record of an earlier search, of any
-    model, or `hparams` for those of `hparams:`, defaults too. They are the first trial, and each log_uniform range is
-    cut to a quarter to four times of its value. If unset: none."""
+    model, or `hparams` for those of `hparams:`, defaults too. They are the first trial. If unset: none."""
+    prior_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 16.0
+    """How far from the values of `tuning.prior` a log_uniform range goes: down to their value divided by this, up to
+    their value times this. Unit: a factor."""
     search: dict[str, Range] = {}
     """What is tuned: names of `hparams:` (or lr_schedule), each with one of log_uniform, uniform and choice."""
 

@@ -1,7 +1,4 @@
-"""A search that begins at values that are known (`tuning.prior`).
-
-Public names: `with_prior`, `first_trial`, `told`, `FACTOR`.
-"""
+"""A search that begins at values that are known (`tuning.prior`). Public names: `with_prior`, `first_trial`, `told`."""
 
 from __future__ import annotations
 
@@ -14,19 +11,12 @@ from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.space import Value, short, value_of
 from mup_megatron.util.errors import UserError
 
-FACTOR = 4.0
-"""A log_uniform range is cut to a quarter and four times of the value that is known."""
 
-
-def with_prior(config: Config, factor: float = FACTOR) -> Config:
+def with_prior(config: Config) -> Config:
     """The config with the ranges that `tuning.prior` leaves of `tuning.search`; as it is where there is none.
 
-    A range is cut to what it shares with a quarter to four times of the value. `uniform` and `choice` stay, and so does
-    what the record did not tune.
-
-    Args:
-        config: of the study.
-        factor: other than four, of a replay that compares.
+    A log_uniform range is cut to what it shares with `tuning.prior_factor` about the value. `uniform` and `choice`
+    stay, and so does what the record did not tune.
 
     Raises:
         ConfigError: the record is not there, is none, or says nothing of what is searched; a range does not come near
@@ -35,9 +25,7 @@ def with_prior(config: Config, factor: float = FACTOR) -> Config:
     found = _known(config)
     if not found:
         return config
-    search = {
-        name: _narrowed(config, name, each, found.get(name), factor) for name, each in config.tuning.search.items()
-    }
+    search = {name: _narrowed(config, name, each, found.get(name)) for name, each in config.tuning.search.items()}
     return derive(config, {"tuning.search": {name: each.model_dump() for name, each in search.items()}})
 
 
@@ -94,16 +82,17 @@ def _says(dimension: Range, value: Value) -> bool:
     return isinstance(value, int | float) and (value > 0 or dimension.log_uniform is None)
 
 
-def _narrowed(config: Config, name: str, dimension: Range, value: float | None, factor: float) -> Range:
+def _narrowed(config: Config, name: str, dimension: Range, value: float | None) -> Range:
     if dimension.log_uniform is None or value is None:
         return dimension
     low, high = dimension.log_uniform
+    factor = config.tuning.prior_factor
     cut = [max(low, value / factor), min(high, value * factor)]
     if not cut[0] < cut[1]:
         raise config.error(
             f"tuning.search.{name}",
-            f"{short(low)} to {short(high)} has nothing of a quarter to four times {short(value)}, the value of "
-            f"{config.tuning.prior} (tuning.prior); expected a range around that",
+            f"{short(low)} to {short(high)} has nothing of {short(value)} divided and multiplied by {short(factor)} "
+            f"(tuning.prior_factor), the value of {config.tuning.prior} (tuning.prior); expected a range around that",
         )
     return Range(log_uniform=cut)
 

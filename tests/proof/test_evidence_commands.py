@@ -22,8 +22,8 @@ from mup_megatron.proof.question import question
 from tests.helpers.doc_commands import commands
 from tests.helpers.links import ROOT
 
-# Where a run lies is no setting of it. configs/proof/experts.yaml has fitted itself to the processes since its records
-# were made (`sequence_parallel: true`, which is off on one process).
+# Where a run lies is no setting of it, nor how a proxy would be tuned. configs/proof/experts.yaml has fitted itself to
+# the processes since its records were made (`sequence_parallel: true`, which is off on one process).
 _ELSEWHERE = {"run.dir", "run.name", "data.dir", "parallel.sequence_parallel"}
 KINDS = ("stability", "coord-check", "ladder", "reverse")
 RECORDS = {
@@ -120,10 +120,14 @@ def differences(command: Command, found: Mapping[str, Any]) -> dict[str, Any]:
     wrong = {
         key: (ours[key], value)
         for key, value in theirs.items()
-        if key in ours and ours[key] != value and key not in _ELSEWHERE and not _same_files(key, ours[key], value)
+        if key in ours and ours[key] != value and not _is_elsewhere(key) and not _same_files(key, ours[key], value)
     }
     one, other = asked(command, found), held(command, found)
     return wrong | {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+
+
+def _is_elsewhere(key: str) -> bool:
+    return key in _ELSEWHERE or key.startswith("tuning.")
 
 
 def _same_files(key: str, patterns: Any, files: Any) -> bool:
@@ -180,6 +184,21 @@ def test_printed_searches_made_the_tables(folder: str, page: str) -> None:
         assert {name: {point[name] for point in table} for name in space} == space
         steps = tune.config.tuning.train_steps or tune.config.training.train_steps
         assert {list(point["losses"])[-1] for point in table} == {str(steps)}
+
+
+@pytest.mark.parametrize("family", ["llama", "moe"])
+def test_printed_searches_made_a_family_s_tables(family: str) -> None:
+    """Two seeds of the proxy and one of the target; and the replays have the printed seeds and budget."""
+    found, page = records.record(f"tuning-cost-{family}/cost.json"), commands(records.FOLDER / "tuning-cost.md")
+    tunes = [Command(words[1:]) for words in page if words[:2] == ["mup-megatron", "tune"] and family in words[2]]
+    assert [tune.config.run.seed for tune in tunes] == [1, 2, 1]
+    for table, tune in zip([*found["tables"]["proxy"], *found["tables"]["target"]], tunes, strict=True):
+        space = {name: set(values.choice or ()) for name, values in tune.config.tuning.search.items()}
+        assert {name: {point[name] for point in table} for name in space} == space
+        assert {list(point["losses"])[-1] for point in table} == {str(tune.config.training.train_steps)}
+    (replayed,) = [words for words in page if "benchmarks.families" in words and words[-1].endswith(family)]
+    assert replayed[replayed.index("--seeds") + 1] == str(found["seeds"])
+    assert float(replayed[replayed.index("--budget") + 1]) == found["budget"]
 
 
 def test_the_printed_command_made_the_limit() -> None:

@@ -42,7 +42,9 @@ def record_of(path: Path, chose: dict[str, Any]) -> str:
 
 def config_of(folder: Path, chose: dict[str, Any] | None = None, **changed: Any) -> Any:
     prior = record_of(folder / "earlier.json", chose or CHOSE)
-    return study_config(folder, **{"tuning__search": SEARCH, "tuning__prior": prior, **changed})
+    return study_config(
+        folder, **{"tuning__search": SEARCH, "tuning__prior": prior, "tuning__prior_factor": 4.0, **changed}
+    )
 
 
 def test_by_hand(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_by_hand(tmp_path: Path) -> None:
 def test_the_configs_own_values(tmp_path: Path) -> None:
     keys = {"hparams__lr": 4e-3, "hparams__init_method_std": 0.02}
     config = study_config(tmp_path, tuning__search=SEARCH, tuning__prior="hparams", **keys)
-    assert with_prior(config).tuning.search["lr"].log_uniform == pytest.approx([1e-3, 1.6e-2])
+    assert with_prior(config).tuning.search["lr"].log_uniform == pytest.approx([2.5e-4, 6.4e-2])
     assert first_trial(config)["lr"] == 4e-3
     assert first_trial(config)["init_method_std"] == 0.02
 
@@ -146,9 +148,7 @@ def test_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"lr": 1e-3}))
     with pytest.raises(ConfigError, match=r"tuning\.prior: .*other\.json: .*expected a transfer record, or hparams"):
         with_prior(study_config(tmp_path, tuning__search=SEARCH, tuning__prior=str(tmp_path / "other.json")))
-    said = (
-        r"tuning\.search\.lr: 0\.0001 to 0\.1 has nothing of a quarter to four times 0\.5, the value of .*earlier\.json"
-    )
+    said = r"tuning\.search\.lr: 0\.0001 to 0\.1 has nothing of 0\.5 divided and multiplied by 4 .*of .*earlier\.json"
     with pytest.raises(ConfigError, match=said):
         with_prior(config_of(tmp_path, {"lr": 0.5}))
     with pytest.raises(ConfigError, match=r"tuning\.prior: .* says nothing of what is searched \(lr, init_method_std"):

@@ -1,0 +1,92 @@
+"""What tuning costs from known values and in two other families: tables, and what follows (benchmarks/families.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.evidence.records import Rows, record
+from benchmarks.evidence.searches import last_loss, shown
+
+FAMILIES = {"llama": "Llama", "moe": "Mixture of experts"}
+
+
+def arrivals() -> Rows:
+    """Per family and search, by each judge and within each goal: how many arrived and stayed, and the median of all."""
+    judges, goals = ("proxy", "target"), list(_family("llama")["searches"]["proxy"]["random"]["goals"])
+    columns = [f"{judge}, within {goal}" for judge in judges for goal in goals]
+    rows = [["", "search", *columns]]
+    for family, what in FAMILIES.items():
+        found = _family(family)
+        for number, name in enumerate(found["searches"]["proxy"]):
+            told = [found["searches"][judge][name]["goals"][goal] for judge in judges for goal in goals]
+            cells = [f"{each['arrived']}, {_median(each['median'])}" for each in told]
+            rows.append([what if number == 0 else "", shown(name), *cells])
+    return rows
+
+
+def _median(cost: float | None) -> str:
+    return "never" if cost is None else f"{cost:.1f}"
+
+
+def said_of_families() -> str:
+    """Where the best points lie, how far seeds are apart there, and what proxies' best values cost their targets."""
+    said = []
+    for family, what in FAMILIES.items():
+        found = _family(family)
+        best_ = {name: value for name, value in found["best"]["proxy"].items() if name != "loss"}
+        own = [_last_at(table, best_) for table in found["tables"]["proxy"]]
+        cost = _last_at(found["tables"]["target"][0], best_) / found["best"]["target"]["loss"] - 1
+        table = found["tables"]["proxy"][0]
+        apart = abs(own[0] / own[1] - 1)
+        said.append(
+            f"{what}: {len(table)} points; the best has {_values(best_, table)}. There two seeds are "
+            f"{100 * apart:.2f} % apart, and it costs the target {100 * cost:.2f} %."
+        )
+    return " ".join(said)
+
+
+def said_of_known_values() -> str:
+    """What docs/tuning.md tells of them, on this table and on those of two other families."""
+    found = record("tuning-cost-prior/cost.json")["searches"]
+    near, far = (
+        [f"{each['mean']:.1f}" for name, each in found.items() if name.endswith(f" {factor} times")]
+        for factor in (4, 16)
+    )
+    others = [_family(family) for family in FAMILIES]
+
+    def arrived(ending: str, containing: str = "") -> str:
+        told = [
+            (each["goals"]["0.5 %"]["arrived"], found["seeds"])
+            for found in others
+            for name, each in found["searches"]["proxy"].items()
+            if name.endswith(ending) and containing in name
+        ]
+        return f"{sum(one for one, _ in told)} of {sum(all_ for _, all_ in told)}"
+
+    return (
+        f"On the same table, TPE with halving arrives after {' and '.join(near)} runs where it begins at values that "
+        f"were tuned on another text, at two other widths, and goes no farther than four times from them; after "
+        f"{' and '.join(far)} with sixteen times; after {found['TPE, halving']['mean']:.1f} without. In [two other "
+        f"families](evidence/tuning-cost.md#two-other-families) {arrived(' 4 times', 'configs/')} searches from the "
+        f"same values arrive with four times, {arrived(' 16 times', 'configs/')} with sixteen, and "
+        f"{arrived('TPE, halving')} without: four times are for values of the same family."
+    )
+
+
+def _values(point: Mapping[str, float], table: Sequence[Mapping[str, Any]]) -> str:
+    """In words, and which of them are ends of what was tried."""
+    words = []
+    for name, value in point.items():
+        tried = [each[name] for each in table]
+        end = " (the lowest)" if value == min(tried) else " (the highest)" if value == max(tried) else ""
+        words.append(f"{name} {value:g}{end}")
+    return ", ".join(words)
+
+
+def _last_at(table: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> float:
+    return next(last_loss(each) for each in table if all(each[name] == value for name, value in values.items()))
+
+
+def _family(name: str) -> dict[str, Any]:
+    return record(f"tuning-cost-{name}/cost.json")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mup_megatron.config import Config
 from mup_megatron.tuning.process import gpus
+from mup_megatron.util.files import read_text
 
 _GAIN = 1.2
 """Twice as many trials stay where all of them together do this many times the steps of before; a smaller growth of
@@ -59,8 +60,8 @@ def memory_share() -> float:
 def _memory_bytes() -> int:
     """Of the machine, or of the container that this process is in (cgroup 2)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        total = min(total, int(_CGROUP_LIMIT.read_text(encoding="ascii")))  # "max" where there is none
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        total = min(total, int(read_text(_CGROUP_LIMIT)))
     return total
 
 

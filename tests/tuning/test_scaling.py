@@ -304,6 +304,7 @@ def test_advice_by_memory() -> None:
     assert said.startswith(f"{accepted}, 0 fit into ")
 
 
+@pytest.mark.slow
 def test_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its advice, given back to it as words of the command line, leaves nothing to advise."""
     config = make(MIXED, "llama", **STAGED, run__dir=str(tmp_path), tuning__max_compute_share=100.0)

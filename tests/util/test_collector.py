@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mup_megatron.util import collector
 from tests.helpers.commands import mup
 
@@ -23,8 +25,12 @@ def whole_collections(repository: Path, call: str) -> int:
 
 
 def test_a_command_looks_through_its_imports_less(repository: Path) -> None:
-    """Control: the same without `rarely`, which `main` calls."""
     assert whole_collections(repository, "cli.main()") <= 1
+
+
+@pytest.mark.slow
+def test_without_it_they_are_looked_through_often(repository: Path) -> None:
+    """Control: `run` is `main` without `rarely`."""
     assert whole_collections(repository, "cli.run(sys.argv[1:])") > 4
 
 

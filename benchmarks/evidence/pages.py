@@ -61,6 +61,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "rates-bert": partial(width.rates, "bert/lr-width.json"),
     "said-of-bert": width.said_of_bert,
     "others": width.others,
+    "others-from-128": width.others_from_128,
+    "said-of-std": width.said_of_std,
     "mixed-growth": width.mixed,
     "said-of-mixed": width.said_of_mixed,
     "rates-one-ratio": partial(width.rates, width.ONE_RATIO["auto"]),

@@ -31,6 +31,10 @@ FAR = "stability-lr-width-512/lr-width.json"
 WIDEST = "forecast/after.json"
 ONE_RATIO = {"auto": "mixed-growth/one-ratio.json", "output_like": "mixed-growth/one-ratio-output_like.json"}
 ONE_RATIO_128 = "mixed-growth/one-ratio-128.json"
+FROM_128 = {
+    "all tensors'": "stability-english-std/all.json",
+    "the hidden ones', the embedding's held": "stability-english-std/hidden.json",
+}
 LAWS = {
     "one rate, natural text": ENGLISH,
     "the embedding's rate × 8": APART,
@@ -178,6 +182,36 @@ def others() -> Rows:
         rows.append([str(size), *cells])
     rows.append(["verdict", verdict(files[0]), "", "", verdict(files[1]), "", ""])
     return rows
+
+
+def others_from_128() -> Rows:
+    """Initial deviation over width on natural text, with the embedding's apart."""
+    rows = [
+        [
+            "initial deviation",
+            "best at 128, 256, 512",
+            "octaves from 128",
+            "128's best tried costs 512",
+            "lowest loss",
+            "verdict",
+        ]
+    ]
+    for what, path in FROM_128.items():
+        found = record(path)
+        row = row_of(found, 128)
+        values = ", ".join(best(each) for each in found["lines"]["mup"]["rows"])
+        rows.append([what, values, octaves(row), cost(row), losses(found), verdict(found)])
+    return rows
+
+
+def said_of_std() -> str:
+    """Whether the hidden tensors' best deviation stays, where the embedding's is held."""
+    together, apart = (abs(row_of(record(path), 128)["drift"]["octaves"]) for path in FROM_128.values())
+    which = "less" if apart < together else "no less"
+    return (
+        f"With the embedding's deviation held, the hidden tensors' best one moves by {apart:.2f} octaves, {which} than "
+        f"the one of all tensors ({together:.2f})."
+    )
 
 
 def mixed() -> Rows:

@@ -238,15 +238,20 @@ def _trained_values(
 def _transferred(config: Config, found: record.TransferRecord, allowed: tuple[str, ...] = ()) -> dict[str, Value]:
     """The record's values, but for those that were given on the command line and may differ.
 
+    What was given as the beginning of the search that wrote the record (`tuning.prior: hparams`) is no other value.
+
     Raises:
         ConfigError: one that was given on the command line and may not; it would be dropped.
     """
     # What the record does not name of `per_tensor` was 1 while tuning.
     unsaid = {name: 1.0 for name in flat(config.hparams.per_tensor) if name not in found.values}
     values = {**unsaid, **found.values}
+    first = prior.first_trial(config) if config.tuning.prior == "hparams" else {}
     for name, value in list(values.items()):
         key, given = key_of(name), value_of(config, name)
         if given == value or not config.is_overridden(key):
+            continue
+        if name in first and found.study.prior.get(name) == first[name]:
             continue
         if key not in allowed:
             tuned = "tuned" if name in found.tuned else "tuned with"

@@ -25,7 +25,7 @@ from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
-from mup_megatron.tuning.prior import with_prior
+from mup_megatron.tuning.prior import first_trial, with_prior
 from mup_megatron.tuning.proxy_band import band_of_runs
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.remarks import remarks
@@ -320,6 +320,8 @@ def _write_record(setup: Setup, rank: Rank, study: Study, progress: Progress) ->
     unknown = without_fitted(chosen) if chosen.parametrization.unfitted else {}
     table = parametrize(derive(chosen, {"model.as_built": None, **unknown}), vocab_size)
     found = {"name": config.run.name, "digest": study.digest, "seed": config.run.seed, **choice.as_json()}
+    if first := first_trial(config):
+        found["prior"] = first
     written = make_record(
         dataclasses.replace(table, config=chosen),
         setup.layout,

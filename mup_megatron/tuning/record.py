@@ -79,7 +79,7 @@ class DescentRecord(_Part):
 
 
 class StudyRecord(_Part):
-    """What the values were found with (outcome.Choice), and by what trials were compared."""
+    """What the values were found with (outcome.Choice), by what trials were compared, where `tuning.prior` began."""
 
     values: Annotated[dict[str, _Value], Field(min_length=1)]
     loss: float
@@ -90,6 +90,7 @@ class StudyRecord(_Part):
     trials: list[TrialRecord]
     descent: DescentRecord | None = None
     objective: Literal["loss", "bleu"] = "loss"
+    prior: dict[str, _Value] = {}
 
     @model_validator(mode="after")
     def _belong_together(self) -> StudyRecord:

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import yaml
 
-from mup_megatron.config import load_config, parse_overrides
+from mup_megatron.config import Config, load_config, parse_overrides
+from mup_megatron.model.build import parametrize
+from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.tuning.decide import apply_record
 from mup_megatron.tuning.family import digest
 from mup_megatron.tuning.prior import first_trial, told, with_prior
 from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.sampler import points
-from mup_megatron.tuning.space import check_overrides
+from mup_megatron.tuning.space import check_overrides, with_values
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers.records import BUDGET, study_of
@@ -138,6 +142,27 @@ def test_a_value_on_the_command_line_is_the_prior(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hparams\.lr: 0\.004 is given, but tuning would take its place"):
         check_overrides(load_config(path, parse_overrides(["hparams.lr=0.004"])))
     check_overrides(load_config(path, parse_overrides(["hparams.lr=0.004", "tuning.prior=hparams"])))
+
+
+def test_where_a_search_began_is_no_other_value_of_its_record(tmp_path: Path) -> None:
+    """The command that tuned goes on to the target, though what was found is not what it was given."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(study_config(tmp_path, tuning__search={"lr": SEARCH["lr"]}).model_dump()))
+
+    def given(*words: str) -> Config:
+        return load_config(path, parse_overrides(list(words)))
+
+    begun = given("hparams.lr=0.004", "tuning.prior=hparams")
+    table = parametrize(with_values(begun, {"lr": 0.005}), 375)
+    study = {**study_of({"lr": 0.005}), "prior": first_trial(begun)}
+    made = make_record(table, resolve_layout(begun, 1), {"lr": 0.005}, study=study, budget=BUDGET)
+    write_record(begun.record_path, made)
+    assert apply_record(begun)[0].hparams.lr == 0.005
+    for words in (["hparams.lr=0.003", "tuning.prior=hparams"], ["hparams.lr=0.004"]):
+        with pytest.raises(
+            ConfigError, match=r"hparams\.lr: 0\.00\d is given, and .*transfer\.json says 0\.005 \(tuned\)"
+        ):
+            apply_record(given(*words))
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def studied(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A pipeline of one process, by what of its config is another; its run."""
+    """A pipeline of one process, by what of its config is another; its run. With controls where nothing is."""
     made: dict[str, Path] = {}
 
     def of(**changed: Any) -> Path:
@@ -43,7 +43,7 @@ def studied(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             folder = tmp_path_factory.mktemp("study")
             ranks.stop()
             config = pipeline_file(folder, **{**KEYS, **changed})
-            result = mup("pipeline", config, "--nproc-per-node", "1", "--control")
+            result = mup("pipeline", config, "--nproc-per-node", "1", *([] if changed else ["--control"]))
             assert result.returncode == 0, result.stderr
             made[key] = folder / "run"
         return made[key]

@@ -132,8 +132,8 @@ def undisturbed(config: Config, points: list[dict[str, Any]]) -> list[tuple[int,
     [
         pytest.param("journal", 40, 3, 3, id="journal, 40"),
         pytest.param("journal", 250, 6, 15, id="journal"),
-        pytest.param("sqlite", 250, 6, 15, id="sqlite"),
-        pytest.param("postgresql", 250, 6, 15, id="postgresql"),
+        pytest.param("sqlite", 100, 6, 8, id="sqlite"),
+        pytest.param("postgresql", 100, 6, 8, id="postgresql"),
     ],
     indirect=["storage"],
 )

@@ -65,7 +65,7 @@ def coordinate_check(
     seeds: Annotated[int, typer.Option(help="Repetitions, each with initial values and text of its own.")] = 3,
     parametrization: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A parametrization.name or interpolate:INIT,LR; the config's if none."),
+        typer.Option(metavar="NAME", help="A parametrization.name; the config's if none."),
     ] = None,
     broken: Annotated[
         str | None, typer.Option("--break", metavar="RULE", help="Take a rule out, where it matters: it must fail.")

@@ -76,7 +76,7 @@ def _check_of_adam(config: Config) -> None:
 
 def _check_depth(config: Config) -> None:
     depth = config.parametrization.depth
-    if config.parametrization.name not in ("mup", "ntk"):
+    if not config.parametrization.follows_width:
         return
     if depth != "none":
         if config.base.num_layers is None:

@@ -14,6 +14,7 @@ from mup_megatron.config.checks import check
 from mup_megatron.config.per_tensor import PerTensor
 from mup_megatron.config.schema import PRESETS, Config
 from mup_megatron.config.study import Range
+from mup_megatron.config.training import FORMS
 from mup_megatron.util.errors import ConfigError, UserError, shown
 from mup_megatron.util.files import parse_yaml, read_text
 
@@ -194,6 +195,8 @@ def _expected(problem: Any) -> str:
         return words[kind]
     if kind == "literal_error":
         return f"one of {context['expected']}" if " or " in context["expected"] else context["expected"]
+    if kind == "string_pattern_mismatch":
+        return FORMS.get(context["pattern"], problem["msg"])
     if kind in bounds:
         name, sign = bounds[kind]
         return f"a number {sign} {context[name]}"

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from mup_megatron.config.model import PRESETS, Growth, Model
 from mup_megatron.config.schema import Config
+from mup_megatron.config.training import FORMS
 from mup_megatron.util.errors import UserError, shown
 
 SCHEMA_FILE = "mup-megatron.schema.json"
@@ -207,6 +208,8 @@ def _values(schema: dict[str, Any]) -> str:
         return f"list of {_values(schema['items'])}"
     if kind in ("integer", "number"):
         return ("whole number" if kind == "integer" else "number") + _bounds(schema)
+    if "pattern" in schema:
+        return FORMS.get(schema["pattern"], "text")
     return {"boolean": "true or false", "string": "text"}[str(kind)]
 
 

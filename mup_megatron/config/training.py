@@ -21,7 +21,15 @@ from mup_megatron.config.section import (
 )
 
 _POWER = r"^(none|fitted(:-?\d(\.\d+)?)?|power:-?\d(\.\d+)?)$"
-
+_BATCH = _POWER.replace("none", "none|sqrt_sde|complete_d")
+PLANE = r"^interpolate:-?\d(\.\d+)?,-?\d(\.\d+)?$"
+"""Of a name that is a point between standard and µP."""
+FORMS = {
+    PLANE: "interpolate:INIT,LR",
+    _BATCH: "none, sqrt_sde, complete_d, fitted or power:0.5",
+    _POWER: "none, fitted or power:-0.32",
+}
+"""What texts of these patterns look like."""
 
 ParametrizationName = Literal["mup", "standard", "fan_in", "per_layer", "one_ratio", "ntk"]
 PARAMETRIZATIONS: tuple[ParametrizationName, ...] = get_args(ParametrizationName)
@@ -30,12 +38,13 @@ PARAMETRIZATIONS: tuple[ParametrizationName, ...] = get_args(ParametrizationName
 class ParametrizationSection(Section):
     """Which rules hold. Section numbers are those of docs/parametrization.md."""
 
-    name: ParametrizationName = "mup"
-    """`mup`, or one of five to compare it with (section 8): `standard` is Megatron's own, the same numbers at every
+    name: ParametrizationName | Annotated[str, Field(pattern=PLANE)] = "mup"
+    """`mup`, or one to compare it with (section 8): `standard` is Megatron's own, the same numbers at every
     width, `fan_in` has initial values as 1/sqrt(fan-in) and one rate, `per_layer` has those initial values and each
     matrix's rate as 1/fan-in, `one_ratio` is megatron-core's MuP, which moves every matrix by hidden size / base
-    hidden size, `ntk` is the neural tangent parametrization, in which the features of a wide model do not move. All
-    are one model at the base."""
+    hidden size, `ntk` is the neural tangent parametrization, in which the features of a wide model do not move,
+    `interpolate:INIT,LR` is a point between `standard` (0,0) and `mup` (1,1), with exponents on µP's multipliers of
+    initial values and of rates. All are one model at the base."""
     depth: Literal["none", "completep", "depth_mup"] | Annotated[float, Field(ge=0.5, le=1)] = "none"
     """Rule for models of different depth (section 5): `completep` (exponent 1), `depth_mup` (1/2), an exponent between
     them, or `none`, which refuses a depth other than the base's. Unit: an exponent."""
@@ -47,7 +56,7 @@ class ParametrizationSection(Section):
     it is configured, as stock AdamW does, `sqrt` lies between them (decay by the root of the width; for AdamW alone).
     `timescale` is `independent` over width, and keeps rate times decay times steps over batch and tokens
     (section 9)."""
-    batch: Annotated[str, Field(pattern=_POWER.replace("none", "none|sqrt_sde|complete_d"))] = "none"
+    batch: Annotated[str, Field(pattern=_BATCH)] = "none"
     """Rule for a step of more tokens than a trial's (section 9): `sqrt_sde` is the square root rule for Adam (rate,
     epsilon and betas), `complete_d` is Complete(d)P's over batch and tokens at once, `power:0.5` multiplies the rate by
     the ratio to that power, `fitted` does so with the exponent of a ladder (tuning.ladder, or the transfer record),
@@ -66,6 +75,20 @@ class ParametrizationSection(Section):
     """Whether the readout starts at zero (Tensor Programs V, appendix D.2); not with a tied head."""
     zero_init_query: bool = False
     """Whether query projections start at zero (Tensor Programs V, appendix D.2); not where a norm follows them."""
+
+    @property
+    def plane(self) -> tuple[float, float] | None:
+        """INIT and LR of a point between standard and µP; None of any other name."""
+        kind, _, exponents = self.name.partition(":")
+        if kind != "interpolate":
+            return None
+        init, lr = exponents.split(",")
+        return float(init), float(lr)
+
+    @property
+    def follows_width(self) -> bool:
+        """Whether every tensor follows its own ratios: in µP, between it and standard, and in `ntk`."""
+        return self.name in ("mup", "ntk") or self.plane is not None
 
     @property
     def depth_exponent(self) -> float | None:

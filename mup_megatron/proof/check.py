@@ -5,13 +5,13 @@ Public names: `Check`, `MeasuredParametrization`.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from mup_megatron.config import PARAMETRIZATIONS, Config
-from mup_megatron.proof.controls import Break, Control, control, interpolate
+from mup_megatron.config import PARAMETRIZATIONS, PLANE, Config
+from mup_megatron.proof.controls import Break, Control, control
 from mup_megatron.util.errors import UserError
 
 
@@ -44,8 +44,7 @@ class Check:
         growth: key of `base:` to factors of its own, instead.
         steps: optimizer steps.
         seeds: repetitions, with seeds from the config's on.
-        point: the parametrization that is judged: a `parametrization.name` or interpolate:INIT,LR; the config's own
-            unless given.
+        point: the parametrization that is judged: a `parametrization.name`; the config's own unless given.
         broken: a rule to take out of µP (`controls.CONTROLS`), in the regime that excites it.
         regime: under which µP is judged (`regimes.REGIMES`); the broken rule's own where one is broken.
         compare: also measure another parametrization, for the picture: standard beside µP, µP beside all others.
@@ -127,11 +126,6 @@ class Check:
         point = self.point or config.parametrization.name
         if point in _KNOWN:
             return _KNOWN[point]
-        kind, _, numbers = point.partition(":")
-        try:
-            init, lr = (float(number) for number in numbers.split(","))
-            if kind != "interpolate" or not (math.isfinite(init) and math.isfinite(lr)):
-                raise ValueError
-        except ValueError:
-            raise UserError(f"--parametrization {point}: expected {', '.join(_KNOWN)}, or interpolate:0.5,1") from None
-        return MeasuredParametrization(label=point, break_=interpolate(init, lr))
+        if re.match(PLANE, point):
+            return MeasuredParametrization(label=point, name=point)
+        raise UserError(f"--parametrization {point}: expected {', '.join(_KNOWN)}, or interpolate:0.5,1")

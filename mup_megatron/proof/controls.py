@@ -1,8 +1,7 @@
-"""Negative controls: one rule taken out, in a regime that excites it; and the plane between standard and µP.
+"""Negative controls: one rule taken out, in a regime that excites it.
 
-Public names: `Control`, `CONTROLS`, `control`, `interpolate`. A control changes the table
-(`Parametrization`) that init, optimizer and forward pass read. The model that then trains is a real one with one wrong
-rule.
+Public names: `Control`, `CONTROLS`, `control`. A control changes the table (`Parametrization`) that init, optimizer
+and forward pass read. The model that then trains is a real one with one wrong rule.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from fractions import Fraction
 from mup_megatron.config import Config
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.rules import formulas
-from mup_megatron.rules.apply import base_std
 from mup_megatron.rules.shapes import Init
 from mup_megatron.rules.table import Parametrization, TensorHyperparameters
 from mup_megatron.util.errors import UserError
@@ -44,49 +42,6 @@ class Control:
     growing_tensor: bool = False
     factors: tuple[int, ...] = ()
     grows: str = ""
-
-
-def interpolate(init: float, lr: float) -> Break:
-    """A point in the plane of parametrizations (Tensor Programs V's blog post): (0, 0) is standard, (1, 1) is µP.
-
-    The readout is taken in the form without a forward multiplier, in which its init and rate have exponents of their
-    own (paper, Table 8 to Table 3, by abc-symmetry); a tied one, whose init is the embedding's, takes the init's
-    exponent in its forward multiplier.
-
-    Args:
-        init: exponent on µP's init multipliers.
-        lr: exponent on those of rate, epsilon and attention scale.
-    """
-
-    def between(parametrization: Parametrization, layout: Layout) -> Parametrization:
-        def change(tensor: TensorHyperparameters) -> TensorHyperparameters:
-            # Of a readout, what W's init and rate would be without the multiplier A.
-            forward = float(tensor.shape.ratios.forward)
-            base = base_std(parametrization.config, tensor.shape.spec.init)
-            std = {
-                block: base * (value / base * forward) ** init if value and base else 0.0
-                for block, value in tensor.init_std.items()
-            }
-            power = 2 if parametrization.update_rule == "sgd" else 1
-            eps = (tensor.eps_multiplier or 1.0) / forward
-            return dataclasses.replace(tensor, init_std=std).retuned(
-                lr=(tensor.lr_multiplier * forward**power) ** lr,
-                eps=eps**lr,
-                decay=((tensor.weight_decay_multiplier or 1.0) / forward**power) ** lr,
-            )
-
-        tied = not any(shape.spec.readout for shape in parametrization.shapes.values())
-        alpha = parametrization.config.hparams.output_multiplier
-        forward = parametrization.forward
-        model = parametrization.config.model
-        growth = math.sqrt(parametrization.base_head_size / model.head_size)
-        return parametrization.replaced(
-            change,
-            readout=alpha * (forward.readout / alpha) ** init if tied else alpha,
-            softmax_scale=forward.softmax_scale / growth * growth**lr,
-        )
-
-    return between
 
 
 def _m_in(tensor: TensorHyperparameters) -> Fraction:

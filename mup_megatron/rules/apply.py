@@ -13,6 +13,13 @@ from fractions import Fraction
 from mup_megatron.config import Config
 from mup_megatron.rules import formulas
 from mup_megatron.rules.horizon import horizon
+from mup_megatron.rules.interpolation import (
+    Plane,
+    multipliers_between,
+    readout_between,
+    softmax_between,
+    std_between,
+)
 from mup_megatron.rules.kinds import check_entries, factors_of, is_decayed
 from mup_megatron.rules.shapes import FixedFanOut, InfDim, Init, TensorShape, TensorSpec
 from mup_megatron.rules.table import (
@@ -79,7 +86,7 @@ def base_std(config: Config, init: Init) -> float:
     hparams = config.hparams
     # Megatron's 1/sqrt(2L) takes the base depth, so that it is a constant of the family; the others take the depth
     # of the model, as Megatron does.
-    layers = config.num_layers_base if _follows_width(config) else config.model.num_layers
+    layers = config.num_layers_base if config.parametrization.follows_width else config.model.num_layers
     return {
         Init.WEIGHT: hparams.init_method_std,
         Init.OUTPUT_PROJECTION: hparams.init_method_std / math.sqrt(2.0 * layers),
@@ -90,11 +97,6 @@ def base_std(config: Config, init: Init) -> float:
         Init.ONES: 0.0,
         Init.OWN: 0.0,
     }[init]
-
-
-def _follows_width(config: Config) -> bool:
-    """Whether every tensor follows its own ratios: in µP, and in `ntk`, which has factors on top."""
-    return config.parametrization.name in ("mup", "ntk")
 
 
 def _is_product(spec: TensorSpec) -> bool:
@@ -114,9 +116,11 @@ class Rules:
     def __init__(self, config: Config, shapes: Mapping[str, TensorShape], base_head_size: int) -> None:
         self._config, self._shapes = config, shapes
         self._rule = UPDATE_RULES[config.optimizer.name]
+        plane = config.parametrization.plane
+        self._plane = None if plane is None else Plane(*plane)
         self._base = BaseValues(config.hparams.lr, config.optimizer.eps, config.hparams.weight_decay)
         self._decoupled = config.optimizer.decoupled_lr
-        exponent = config.parametrization.depth_exponent if _follows_width(config) else None
+        exponent = config.parametrization.depth_exponent if config.parametrization.follows_width else None
         m_layers = Fraction(config.model.num_layers, config.num_layers_base)
         self._depth = formulas.depth_factors(self._rule, m_layers, exponent)
         self._shared_depth = formulas.shared_depth_factors(self._rule, m_layers, exponent)
@@ -158,14 +162,17 @@ class Rules:
         hparams, model = self._config.hparams, self._config.model
         yarn = model.multi_latent_attention and model.rope_type == "yarn"
         mscale = formulas.yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim) if yarn else 1.0
+        plane, named = self._plane, self._config.parametrization.name
+        d = base_head_size if named in ("mup", "one_ratio") or plane is not None else model.head_size
+        softmax_scale = formulas.softmax_scale(model.head_size, d, hparams.attention_multiplier, mscale)
+        readout = float(self._readout().forward) * self._kernel.readout
+        if plane is not None:
+            tied = not any(shape.spec.readout for shape in self._shapes.values())
+            softmax_scale = softmax_between(plane, softmax_scale, head_size=model.head_size, base_head_size=d)
+            readout = readout_between(plane, readout, tied=tied)
         return ForwardMultipliers(
-            softmax_scale=formulas.softmax_scale(
-                model.head_size,
-                base_head_size if self._config.parametrization.name in ("mup", "one_ratio") else model.head_size,
-                hparams.attention_multiplier,
-                mscale,
-            ),
-            readout=hparams.output_multiplier * float(self._readout().forward) * self._kernel.readout,
+            softmax_scale=softmax_scale,
+            readout=hparams.output_multiplier * readout,
             embedding=hparams.embedding_multiplier,
             residual=hparams.residual_multiplier * self._depth.branch,
             relative_bias=hparams.relative_bias_multiplier,
@@ -175,7 +182,7 @@ class Rules:
         """Those of the tensor; the model's one ratio under `one_ratio`, and 1 where no rule over width holds."""
         if self._one_ratio is not None and (shape.spec.readout or _is_product(shape.spec)):
             return formulas.Ratios(m_in=self._one_ratio, m_outs=dict.fromkeys(shape.fan_outs, self._one_ratio))
-        if not _follows_width(self._config) or shape.spec.standard:
+        if not self._config.parametrization.follows_width or shape.spec.standard:
             return formulas.Ratios(m_outs=dict.fromkeys(shape.fan_outs, formulas.ONE))
         routed = shape.spec.expert or shape.name.endswith((".router.weight", ".router.bias"))
         return formulas.of_experts(shape.ratios, self._config.experts_ratio) if routed else shape.ratios
@@ -203,18 +210,23 @@ class Rules:
             )
         if spec.frozen:
             lr: Fraction | float = Fraction(0)
-        elif rule == "muon" and _follows_width(config) and not spec.standard:
+        elif rule == "muon" and config.parametrization.follows_width and not spec.standard:
             lr = _muon_rate(shape) * _exact(depth.lr * kernel.lr)
         else:
             per_layer = config.parametrization.name == "per_layer" and not spec.standard
             m_in = self._fan_in_of_the_product(shape) if per_layer else ratios.m_in
             lr = formulas.learning_rate(rule, m_in=m_in, m_out=ratios.m_out, forward=ratios.forward)
             lr *= _exact(depth.lr * kernel.lr)
-        eps = _epsilon(rule, ratios) * _exact(depth.eps * kernel.readout * self._horizon.eps)
+        eps = _epsilon(rule, ratios) * _exact(depth.eps * kernel.readout)
         decayed = is_decayed(config, shape) and lr
         decay_rule = config.parametrization.weight_decay if self._one_ratio is None else "coupled"
         decay = formulas.weight_decay(decay_rule, lr) if decayed else Fraction(0)
-        lr, decay = lr * _exact(self._horizon.lr), decay * _exact(self._horizon.weight_decay)
+        if self._plane is not None:
+            lr, eps, decay = multipliers_between(
+                self._plane, (lr, eps, decay), forward=ratios.forward, is_sgd=rule == "sgd"
+            )
+        lr, eps = lr * _exact(self._horizon.lr), eps * _exact(self._horizon.eps)
+        decay *= _exact(self._horizon.weight_decay)
         return GroupKey(
             update_rule=rule,
             lr=lr,
@@ -257,7 +269,8 @@ class Rules:
         if config.name in ("fan_in", "per_layer"):
             return std * formulas.init_std(m_in=self._fan_in_of_the_product(shape))
         output_like = self._one_ratio is None and self.is_output_like(shape, block)
-        return std * formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like)
+        factor = formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like)
+        return std * (factor if self._plane is None else std_between(self._plane, factor, forward=ratios.forward))
 
     def _fan_in_of_the_product(self, shape: TensorShape) -> Fraction:
         """m_in without multipliers: of a head tied to the embedding the head's, the one product that it is part of."""

@@ -12,8 +12,10 @@ from typing import Any
 
 from benchmarks.evidence.records import Rows, best, record
 from mup_megatron.proof.ladder_verdict import published
+from mup_megatron.proof.laws import bends
 from mup_megatron.proof.rungs import Rung
 from mup_megatron.rules.horizon_rules import PUBLISHED
+from mup_megatron.tuning.loss_law import AXES
 
 _SEARCHES = {
     "random": "random",
@@ -329,7 +331,20 @@ def said_of_ladder() -> str:
         f"{100 * bounds['loss']:g} %), and the law of the rate by {rate['octaves']:+.2f} octaves (bound "
         f"{bounds['octaves']:g}). The rate's own error there is {rate['error']:.2f} octaves, so that part is partly "
         f"luck. About every published law the rungs scatter by {scatter:.2f} octaves or more, {order} about the fitted "
-        f"one ({found['rate']['spread']:.2f}). {_over_tokens(found)}"
+        f"one ({found['rate']['spread']:.2f}). {_over_tokens(found)} {_bend_of(found)}"
+    )
+
+
+def _bend_of(found: Mapping[str, Any]) -> str:
+    """Whether the law of the best rate bends over tokens; computed here, for the record is older than the question."""
+    rungs = [rung for rung in found["rungs"][:-1] if rung["value"] is not None]
+    points = [{axis: math.log2(rung.get(axis, 1)) for axis in AXES} for rung in rungs]
+    errors = [rung["error"] ** 2 for rung in rungs if rung["error"] is not None]
+    bend = bends(points, [math.log2(rung["value"]) for rung in rungs], math.sqrt(statistics.fmean(errors)))["tokens"]
+    word = "is" if bend["told"] else "is not"
+    return (
+        f"A bend over tokens (2606.29158) {word} told from the noise ({bend['octaves']:+.2f} ± {bend['error']:.2f} "
+        "octaves per squared doubling)."
     )
 
 

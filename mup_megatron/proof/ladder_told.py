@@ -24,6 +24,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     law = result[name]
     terms = [f"{axis}^({law[axis]['exponent']:+.3f} ± {law[axis]['error']:.3f})" for axis in AXES if axis in law]
     said.append(f"{name}: {2 ** law['constant']:.4g} · {' · '.join(terms)}, spread {law['spread']:.2f} octaves")
+    said += _bends(name, result["bends"])
     said.append(f"loss: {result['loss']['said']}, spread {result['loss']['spread']:.4f}")
     held = result["held_out"]
     best, loss = held[name], held["loss"]
@@ -51,6 +52,22 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         "undecided": f"undecided: whether the laws tell the largest rung's best {name} is not known",
     }
     return [*said, ends[result["verdict"]]]
+
+
+def _bends(name: str, bends: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Over what the law is not straight, and over what nothing is known of that."""
+    told = {axis: f"{each['octaves']:+.2f} ± {each['error']:.2f}" for axis, each in bends.items()}
+    said = []
+    for axis, each in bends.items():
+        if each["told"]:
+            way, too = ("upward", "low") if each["octaves"] > 0 else ("downward", "high")
+            said.append(
+                f"{name}: bends {way} over {axis}, {told[axis]} octaves per squared doubling: farther out, what the "
+                f"law says is too {too}"
+            )
+    if straight := [f"{axis} ({told[axis]})" for axis, each in bends.items() if not each["told"]]:
+        said.append(f"{name}: no bend is told from the noise over {', '.join(straight)}")
+    return said
 
 
 def _where(rung: Mapping[str, Any], layers: bool) -> str:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mup_megatron.proof.laws import Law, fit
+from mup_megatron.proof.laws import Law, bends, fit
 from mup_megatron.proof.optimum import Curve, Minimum, least_loss, minimum
 from mup_megatron.proof.rungs import NAMES, Over, Rung
 from mup_megatron.proof.verdict import verdict_of
@@ -58,7 +58,8 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
         )
     points = [rung.octaves for rung in fitted]
     noise = _noise(least[rung].error for rung in fitted)
-    best = fit(points, [math.log2(least[rung].value or 0) for rung in fitted], noise)
+    places = [math.log2(least[rung].value or 0) for rung in fitted]
+    best, bent = fit(points, places, noise), bends(points, places, noise)
     lowest = {rung: least_loss(curve) for rung, curve in curves.items()}
     noise = _noise(_loss_error(curves[rung]) for rung in fitted)
     loss = fit_loss_law(points, [lowest[rung] for rung in fitted], noise)
@@ -76,6 +77,7 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
             for rung, curve in curves.items()
         ],
         name: best.as_json(),
+        "bends": bent,
         "loss": loss.as_json() | {"said": str(loss)},
         "held_out": held_out,
         "published": published({rung: found.value for rung, found in least.items()}, over),

@@ -20,7 +20,7 @@ from mup_megatron.proof.halving import wanted
 from mup_megatron.proof.ladder import _Runs
 from mup_megatron.proof.ladder_told import lines
 from mup_megatron.proof.ladder_verdict import laws
-from mup_megatron.proof.laws import fit
+from mup_megatron.proof.laws import bends, fit
 from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.rungs import Ladder, Over, Rung, rungs
 from mup_megatron.report.ladder import draw_ladder
@@ -101,6 +101,42 @@ def test_noise_of_seeds_is_the_least_error() -> None:
     values = [BATCH * point["batch"] for point in points]
     assert fit(points, values, noise=0.0).errors[1] == pytest.approx(0.0, abs=1e-12)
     assert fit(points, values, noise=0.3).errors[1] > 0.05
+
+
+def test_a_bend_that_was_put_in_comes_out() -> None:
+    """0.05 octaves per squared doubling of the tokens, of which a ladder of 8 times has 3² · 0.05 = 0.45 at its end."""
+    points = [rung.octaves for rung in RUNGS[:-1]]
+    straight = [BATCH * point["batch"] + TOKENS * point["tokens"] for point in points]
+    bent = [value + 0.05 * point["tokens"] ** 2 for value, point in zip(straight, points, strict=True)]
+    found = bends(points, bent, noise=0.01)
+    assert found["tokens"]["octaves"] == pytest.approx(0.05)
+    assert found["tokens"]["told"]
+    assert not found["batch"]["told"]
+    # Two sizes have no bend, and neither have three with no point to spare.
+    assert set(bends([point for point in points if point["batch"] < 2], straight[:8], noise=0.0)) == {"tokens"}
+    assert not bends([{"tokens": float(octave)} for octave in range(3)], [0.0, 1.0, 4.0], noise=0.0)
+
+
+def test_noise_is_no_bend() -> None:
+    """Of 200 straight laws with noise about one in twelve is said to bend (Student's t with 7 degrees of freedom)."""
+    points = [rung.octaves for rung in RUNGS[:-1]]
+    generator, told = random.Random(4), 0
+    for _ in range(200):
+        values = [BATCH * point["batch"] + generator.gauss(0, 0.2) for point in points]
+        told += bends(points, values, noise=0.0)["tokens"]["told"]
+    assert 0.03 < told / 200 < 0.15
+
+
+def test_a_ladder_says_whether_its_law_bends() -> None:
+    found = laws(curves()) | {"seeds": 1, "seconds": 1.0, "dropped": [], "failed": []}
+    straight = "rate: no bend is told from the noise over batch (+0.00 ± 0.00), tokens (+0.00 ± 0.00)"
+    assert found["bends"]["tokens"]["octaves"] == pytest.approx(0.0, abs=1e-9)
+    assert not any("bends" in line for line in lines({**found, "bends": {}}))
+    found["bends"] = {axis: {"octaves": 0.0, "error": 0.0, "told": False} for axis in ("batch", "tokens")}
+    assert straight in lines(found)
+    found["bends"]["tokens"] = {"octaves": -0.05, "error": 0.02, "told": True}
+    said = "rate: bends downward over tokens, -0.05 ± 0.02 octaves per squared doubling: farther out, what the law says"
+    assert f"{said} is too high" in lines(found)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +347,7 @@ def test_a_ladder_over_the_decay() -> None:
     assert said[-1].endswith(
         "no config takes exponents of the decay; parametrization.weight_decay: timescale has batch / tokens"
     )
-    assert sum(line.startswith("decay: ") for line in said) == 1
+    assert sum(line.startswith("decay: ") and "spread" in line for line in said) == 1
     assert laws(curves(octaves=0.6), "weight_decay")["reasons"] == [
         "batch-4-tokens-8-width-1: the best decay is +0.60 octaves from the predicted one"
     ]

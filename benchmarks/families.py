@@ -2,6 +2,7 @@
 
     mup-megatron tune configs/proof/tuning-cost-moe.yaml --nproc-per-node 2      (a table)
     python -m benchmarks.families PROXY... --target TARGET... --output docs/evidence/tuning-cost-moe
+    python -m benchmarks.families --again docs/evidence/tuning-cost-moe/cost.json --only ...   (more, on its tables)
 
 Tables are `run.dir`s of grids, one per seed. A search sees the table of one seed, as a user does, and goes on until it
 has cost `--budget` whole runs; no loss that it cannot see ends it. What counts is the loss of its best trial's values,
@@ -43,6 +44,7 @@ def methods(names: Sequence[str]) -> dict[str, Method]:
         "random": Method("random"),
         "TPE": Method("tpe"),
         "TPE, halving": Method("tpe", "successive_halving"),
+        "GP, halving": Method("gp", "successive_halving"),
         f"TPE, halving, the rate alone, the others from {GPT3.parent}": Method(
             "tpe", "successive_halving", fixed={name: value for name, value in gpt3.items() if name != "lr"}
         ),
@@ -91,21 +93,38 @@ def _summary(curves: Sequence[Search], best: float) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Replays, prints, writes cost.json and cost.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("proxy", type=Path, nargs="+", help="run.dir of a table of the proxy, one per seed")
-    parser.add_argument("--target", type=Path, nargs="+", required=True, help="run.dir of a table of the target")
+    parser.add_argument("proxy", type=Path, nargs="*", help="run.dir of a table of the proxy, one per seed")
+    parser.add_argument("--target", type=Path, nargs="+", help="run.dir of a table of the target")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="cost.json of an earlier replay, instead of both")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="searches, of those that are known")
     parser.add_argument("--seeds", type=int, default=100, help="searches of each kind")
     parser.add_argument("--budget", type=float, default=60.0, help="whole runs of the proxy, after which a search ends")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
-    records = [
-        [TransferRecord.expect(run / "transfer.json", None) for run in runs] for runs in (asked.proxy, asked.target)
-    ]
-    proxies, targets = ([Table.of(record) for record in each] for each in records)
+    if bool(asked.proxy and asked.target) is (asked.again is not None):
+        parser.error("expected PROXY... --target TARGET..., or --again FILE")
+    points: dict[str, list[Any]] = {}
+    if asked.again is not None:
+        earlier = json.loads(asked.again.read_text(encoding="utf-8"))
+        proxies, targets = ([Table.again(each) for each in earlier["tables"][name]] for name in ("proxy", "target"))
+        config = load_config(Path(f"configs/proof/{asked.again.parent.name}.yaml"))
+    else:
+        runs = {"proxy": asked.proxy, "target": asked.target}
+        records = {
+            name: [TransferRecord.expect(run / "transfer.json", None) for run in each] for name, each in runs.items()
+        }
+        proxies, targets = ([Table.of(record) for record in each] for each in records.values())
+        points = {name: [list(points_of(record)) for record in each] for name, each in records.items()}
+        config = load_config(asked.proxy[0] / "config.yaml")
     judges = {"target": Table.mean(targets), "proxy": Table.mean(proxies)}
-    config = load_config(asked.proxy[0] / "config.yaml")
+    chosen = methods(list(proxies[0].values))
+    if unknown := set(asked.only or ()) - chosen.keys():
+        parser.error(f"--only: {', '.join(unknown)}: expected some of {'; '.join(chosen)}")
     searches: dict[str, dict[str, Any]] = {name: {} for name in judges}
     with Pool() as pool:
-        for name, method in methods(list(proxies[0].values)).items():
+        for name, method in chosen.items():
+            if asked.only and name not in asked.only:
+                continue
             job = partial(judged, config, proxies, judges, method, asked.budget)
             found = pool.map(job, range(asked.seeds), chunksize=1)
             for judge, table in judges.items():
@@ -118,11 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seeds": asked.seeds,
         "best": {name: {**judge.best_point, "loss": judge.best} for name, judge in judges.items()},
         "searches": searches,
-        "tables": {
-            name: [list(points_of(record)) for record in each]
-            for name, each in zip(("proxy", "target"), records, strict=True)
-        },
-        "provenance": provenance(tokens_digest(config)),
+        "tables": points,
+        "provenance": provenance(None if asked.again else tokens_digest(config)),
     }
     (asked.output / "cost.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     draw(result, asked.output / "cost.png")
@@ -136,7 +152,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     figure, all_axes = pyplot.subplots(1, len(judges), figsize=(9.6, 4.4), sharey=True, layout="constrained")
     names, never = list(result["searches"]["proxy"]), 2 * result["budget"]
     for axes, judge in zip(all_axes, judges, strict=True):
-        for goal, marker in zip(result["searches"][judge]["random"]["goals"], ("o", "D"), strict=True):
+        for goal, marker in zip((f"{100 * goal:g} %" for goal in GOALS), ("o", "D"), strict=True):
             needed = [told["goals"][goal]["median"] or never for told in result["searches"][judge].values()]
             axes.plot(
                 needed, range(len(names)), marker, label=f"within {goal}", ms=6, mfc="none" if marker == "D" else None

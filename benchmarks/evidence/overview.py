@@ -179,8 +179,7 @@ CLAIMS = (
           said=partial(_per_tensor, width.ONE_RATIO_128)),
     *(Claim(what=f"The best {what} stays over width on natural text, from 128", whose=f"{_PAPER}, table 2",
             page="multipliers.md", path=path)
-      for what, path in zip(("initial deviation", "initial deviation of hidden tensors alone"),
-                            width.FROM_128.values(), strict=True)),
+      for what, path in width.FROM_128.items()),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="CompleteP (Dey et al.)", page="depth.md",
           path="stability-depth/256-completep.json"),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="Depth-µP (Tensor Programs VI)",

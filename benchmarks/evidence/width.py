@@ -32,8 +32,10 @@ WIDEST = "forecast/after.json"
 ONE_RATIO = {"auto": "mixed-growth/one-ratio.json", "output_like": "mixed-growth/one-ratio-output_like.json"}
 ONE_RATIO_128 = "mixed-growth/one-ratio-128.json"
 FROM_128 = {
-    "all tensors'": "stability-english-std/all.json",
-    "the hidden ones', the embedding's held": "stability-english-std/hidden.json",
+    "initial deviation": "stability-english-std/all.json",
+    "initial deviation of hidden tensors alone": "stability-english-std/hidden.json",
+    "output multiplier": "multipliers/output.json",
+    "attention multiplier": "multipliers/attention.json",
 }
 LAWS = {
     "one rate, natural text": ENGLISH,
@@ -185,10 +187,10 @@ def others() -> Rows:
 
 
 def others_from_128() -> Rows:
-    """Initial deviation over width on natural text, with the embedding's apart."""
+    """Other hyperparameters than the rate over width, on natural text."""
     rows = [
         [
-            "initial deviation",
+            "hyperparameter",
             "best at 128, 256, 512",
             "octaves from 128",
             "128's best tried costs 512",
@@ -206,12 +208,20 @@ def others_from_128() -> Rows:
 
 def said_of_std() -> str:
     """Whether the hidden tensors' best deviation stays, where the embedding's is held."""
-    together, apart = (abs(row_of(record(path), 128)["drift"]["octaves"]) for path in FROM_128.values())
+    together, apart = (abs(row_of(record(path), 128)["drift"]["octaves"]) for path in list(FROM_128.values())[:2])
     which = "less" if apart < together else "no less"
     return (
         f"With the embedding's deviation held, the hidden tensors' best one moves by {apart:.2f} octaves, {which} than "
-        f"the one of all tensors ({together:.2f})."
+        f"the one of all tensors ({together:.2f}). Over all attention multipliers that were tried, no size's loss "
+        f"differs by more than {100 * _spread_of(FROM_128['attention multiplier']):.1f} %."
     )
+
+
+def _spread_of(path: str) -> float:
+    """The largest share by which a size's losses differ, over all values that were tried."""
+    rows = record(path)["lines"]["mup"]["rows"]
+    means = [[statistics.fmean(each) for each in row["losses"]] for row in rows]
+    return max(max(each) / min(each) - 1 for each in means)
 
 
 def mixed() -> Rows:

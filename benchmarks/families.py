@@ -44,7 +44,6 @@ def methods(names: Sequence[str]) -> dict[str, Method]:
         "random": Method("random"),
         "TPE": Method("tpe"),
         "TPE, halving": Method("tpe", "successive_halving"),
-        "GP, halving": Method("gp", "successive_halving"),
         f"TPE, halving, the rate alone, the others from {GPT3.parent}": Method(
             "tpe", "successive_halving", fixed={name: value for name, value in gpt3.items() if name != "lr"}
         ),

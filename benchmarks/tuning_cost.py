@@ -73,9 +73,6 @@ METHODS = {
     "TPE, halving": Method("tpe", "successive_halving"),
     "TPE, halving, 8 workers": Method("tpe", "successive_halving", workers=8),
     "TPE, hyperband": Method("tpe", "hyperband"),
-    "GP": Method("gp"),
-    "GP, halving": Method("gp", "successive_halving"),
-    "GP, halving, 8 workers": Method("gp", "successive_halving", workers=8),
 }
 
 _MOST_RUNS = 400
@@ -248,12 +245,12 @@ def _searches(config: Config, proxy: Table, target: Table | None, seeds: int, ru
 
 
 def _from_known_values(config: Config, table: Table, seeds: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Searches that learn, alone and by 8 workers, and from the values of each of `PRIORS`."""
-    learning = ("TPE, halving", "TPE, halving, 8 workers", "GP", "GP, halving", "GP, halving, 8 workers")
-    jobs: dict[str, _Job] = {name: (table, METHODS[name], 1.0) for name in learning}
-    for name, path, (factor, what) in itertools.product(("TPE, halving", "GP, halving"), PRIORS, CUTS.items()):
+    """The large configs' search, the same by 8 workers, and from the values of each of `PRIORS`."""
+    method = METHODS["TPE, halving"]
+    jobs: dict[str, _Job] = {name: (table, METHODS[name], 1.0) for name in ("TPE, halving", "TPE, halving, 8 workers")}
+    for path, (factor, what) in itertools.product(PRIORS, CUTS.items()):
         prior = known_values(path, table.values)
-        jobs[f"{name}, from {path}, {what}"] = (table, replace(METHODS[name], prior=prior, factor=factor), 1.0)
+        jobs[f"TPE, halving, from {path}, {what}"] = (table, replace(method, prior=prior, factor=factor), 1.0)
     return _replayed(config, jobs, table, seeds, runs)
 
 

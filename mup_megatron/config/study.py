@@ -169,10 +169,10 @@ class Tuning(Section):
     """Whether the exponents of a ladder are also taken where its laws did not tell its largest rung."""
     trials: Ranks = 16
     """Points of the search space that are tried, without repetitions. Unit: trials."""
-    sampler: Literal["random", "quasi_random", "tpe", "gp", "grid"] = "random"
+    sampler: Literal["random", "quasi_random", "tpe", "grid"] = "random"
     """How points are chosen: `random` draws, `quasi_random` covers every range evenly (a scrambled Sobol sequence; best
-    with 8, 16, 32, ... trials), `tpe` (Tree-structured Parzen Estimator) and `gp` (a Gaussian process)
-    learn from trials that ended, `grid` goes through all combinations of `choice`."""
+    with 8, 16, 32, ... trials), `tpe` (Tree-structured Parzen Estimator) learns from trials that ended,
+    `grid` goes through all combinations of `choice`."""
     objective: Literal["loss", "bleu"] = "loss"
     """What trials are compared by: the evaluation `loss`, or `bleu` of training.eval_translations validation pairs.
     A study looks for the smallest number, so `loss` in its files is then 100 - BLEU; people are shown BLEU."""

@@ -5,7 +5,7 @@ budget.py    an estimate of what tuning and pretraining cost
 memory.py    bytes on the fullest process of the target
 study.py     the shared study: planned trials, halving in order, repetitions
 storage.py   the study as Optuna keeps it; journal.py checks the lines of a journal
-sampler.py   which values are tried; gaussian_process.py, by a Gaussian process
+sampler.py   which values are tried
 lease.py     which trials lost their worker
 objective.py what trials are compared by, in people's words
 outcome.py   the study's trials, and the one that is chosen

@@ -31,7 +31,7 @@ class Trial:
     Args:
         id: of the storage.
         slot: place in the plan, from 0; a repetition has that of the trial that it repeats.
-        values: by hyperparameter; empty while a trial of a sampler that learns waits.
+        values: by hyperparameter; empty while a trial of a sampler that learns (tpe) waits.
         seed: of initial values and data order.
         repeats: whether it is a repetition with another seed.
         state: where it stands; `stopped` by halving, `diverged` when the loss was no finite number.

@@ -1,4 +1,4 @@
-"""Which values a study tries. Public names: `sampler`, `seed_of`, `points`, `suggest`, `LEARNS`."""
+"""Which values a study tries. Public names: `sampler`, `points`, `suggest`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,17 @@ from mup_megatron.config import Config
 from mup_megatron.tuning.prior import first_trial
 from mup_megatron.tuning.space import Value, distributions
 
-LEARNS = ("tpe", "gp")
-"""Samplers that learn from trials that ended."""
-
 
 def sampler(config: Config, slot: int = 0) -> optuna.samplers.BaseSampler:
-    """The config's sampler; of a Gaussian process, which Optuna's own is not (`gaussian_process`), one that draws."""
-    if config.tuning.sampler in LEARNS:
-        seed = seed_of(config, slot)
-        tpe = config.tuning.sampler == "tpe"
-        return optuna.samplers.TPESampler(seed=seed, constant_liar=True) if tpe else optuna.samplers.RandomSampler(seed)
+    """The config's sampler. One that learns from trials that ended (tpe) gets a random seed of its own per slot."""
+    if config.tuning.sampler == "tpe":
+        seed = random.Random(f"{config.run.seed} {slot}").getrandbits(32)  # noqa: S311  (no secret)
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     return optuna.samplers.RandomSampler(seed=config.run.seed)
 
 
-def seed_of(config: Config, slot: int) -> int:
-    """A seed of its own for each slot, of a sampler that learns."""
-    return random.Random(f"{config.run.seed} {slot}").getrandbits(32)  # noqa: S311  (no secret)
-
-
 def points(config: Config) -> list[dict[str, Value]]:
-    """Values of the trials of the plan, by slot; empty where the sampler learns from trials that ended.
+    """Values of the trials of the plan, by slot; empty where the sampler learns from trials that ended (tpe).
 
     There are `tuning.trials` of them, fewer where a grid has fewer. The first has the values of `tuning.prior`.
     """
@@ -44,7 +35,7 @@ def points(config: Config) -> list[dict[str, Value]]:
 
 def _points(config: Config) -> list[dict[str, Value]]:
     space, count = distributions(config), config.tuning.trials
-    if config.tuning.sampler in LEARNS:
+    if config.tuning.sampler == "tpe":
         return [{} for _ in range(count)]
     if config.tuning.sampler == "grid":
         choices = [config.tuning.search[name].choice or [] for name in space]

@@ -19,10 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mup_megatron.config import Config
 from mup_megatron.tuning.family import digest
-from mup_megatron.tuning.gaussian_process import proposed
 from mup_megatron.tuning.journal import Journal, journal_path
 from mup_megatron.tuning.outcome import State, Trial
-from mup_megatron.tuning.sampler import LEARNS, sampler, seed_of, suggest
+from mup_megatron.tuning.sampler import sampler, suggest
 from mup_megatron.tuning.space import Value, distributions
 from mup_megatron.util.errors import UserError
 
@@ -173,13 +172,10 @@ class StudyStorage:
         """Writes down the values of a trial that was claimed, those that were enqueued or the sampler's; returns it."""
         # A study keeps the trials that its sampler learns from until its own `ask` or `tell`; and every process would
         # draw the same points with the same sampler.
-        learns = self._config.tuning.sampler in LEARNS
+        learns = self._config.tuning.sampler == "tpe"
         study = self._load(sampler(self._config, trial.slot)) if learns else self._study
         if learns:  # of a database the new study knows no trial before it has read them; its sampler reads them late
-            trials = study.get_trials(deepcopy=False)
-            if self._config.tuning.sampler == "gp" and trial.values.keys() != self._space.keys():
-                values = proposed(trials, self._space, seed_of(self._config, trial.slot))
-                study.sampler = optuna.samplers.PartialFixedSampler(values, study.sampler)
+            study.get_trials(deepcopy=False)
         suggest(optuna.trial.Trial(study, trial.id), self._space)
         return self.again(trial)
 

@@ -219,7 +219,7 @@ class Study:
 
     @cached_property
     def points(self) -> list[dict[str, Value]]:
-        """Values of the trials of the plan, by slot; empty where the sampler learns from trials that ended."""
+        """Values of the trials of the plan, by slot; empty where the sampler learns from trials that ended (tpe)."""
         return points(self._config)
 
     def plan(self, trials: list[Trial]) -> int:

@@ -10,14 +10,6 @@ _STUDY = "tuning/test_study.py"
 
 MUTANTS = (
     mutant(
-        "gp: what was stopped tells nothing",
-        "values at which every trial is stopped are proposed again and again",
-        "tuning.gaussian_process._loss",
-        "trial.state is TrialState.PRUNED and reports",
-        "False",
-        "tuning/test_gaussian_process.py::test_a_stopped_trial_counts[5.0]",
-    ),
-    mutant(
         "plan: a ring sends all of it",
         "that one of n parts is there already is forgotten",
         "tuning.scaling._ring",

@@ -97,6 +97,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "families": families.arrivals,
     "said-of-families": families.said_of_families,
     "known-values": families.said_of_known_values,
+    "gaussian-process": families.gaussian_process,
     "quality": searches.quality,
     "said-of-quality": searches.said_of_quality,
     "ladder": searches.ladder,

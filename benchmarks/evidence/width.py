@@ -36,6 +36,7 @@ FROM_128 = {
     "initial deviation of hidden tensors alone": "stability-english-std/hidden.json",
     "output multiplier": "multipliers/output.json",
     "attention multiplier": "multipliers/attention.json",
+    "embedding multiplier": "multipliers/embedding.json",
 }
 LAWS = {
     "one rate, natural text": ENGLISH,

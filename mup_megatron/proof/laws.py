@@ -66,8 +66,8 @@ def fit(points: Sequence[Mapping[str, float]], values: Sequence[float], noise: f
 def bends(points: Sequence[Mapping[str, float]], values: Sequence[float], noise: float) -> dict[str, dict[str, Any]]:
     """How far the law is from a straight one, over each factor that has three sizes or more.
 
-    Of the best rate 2606.29158 found that it bends upward over model size and tokens, so that a straight law says too
-    low a rate far beyond what was measured.
+    Of the best rate 2606.29158 found that it bends upward over model size, and less over tokens: far beyond what was
+    measured, a straight law then says too low a rate.
 
     Args:
         points: as of `fit`.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from mup_megatron.config import Config
 from mup_megatron.model.build import parametrize
+from mup_megatron.rules.interpolation import Plane, multipliers_between
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import ConfigError
 from tests.helpers.configs import HEAD_SIZE, MIXED, VOCABULARY, make
@@ -75,13 +77,20 @@ def test_mup_is_a_corner(scaling: str) -> None:
 
 
 def test_all_are_one_model_at_the_base() -> None:
-    """Whatever a config says of single tensors, of the batch, and of tensors that do not learn."""
+    """Whatever a config says of single tensors and of the batch."""
     base = {"model": {**MIXED["model"], **MIXED["base"]}, "base": MIXED["base"]}
     more: dict[str, Any] = {"parametrization__batch": "sqrt_sde", "tuning__global_batch_size": 4}
     more |= {"hparams__per_tensor": {"mlp": {"lr": 3.0, "init": 2.0}}}
     points = (table(base, name, **more) for name in ("interpolate:0.3,0.7", "interpolate:0,0"))
     for found in points:
         assert found.says_the_same(table(base, "mup", **more))
+
+
+def test_what_does_not_learn_stays_so() -> None:
+    """A rate of 0, to whatever power; 0 to the power 0 is 1."""
+    frozen = (Fraction(0), Fraction(1), Fraction(0))
+    found = multipliers_between(Plane(0.0, 0.0), frozen, forward=Fraction(1), is_sgd=False)
+    assert found == (0.0, 1.0, 0.0)
 
 
 def refused(name: str, **more: Any) -> Config:

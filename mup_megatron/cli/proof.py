@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -201,6 +200,10 @@ def stability(
     seeds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
     workers: Workers = None,
     beside: Annotated[bool, typer.Option(help="Also draw standard and fan_in beside µP, µP beside others.")] = True,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A parametrization.name to draw in place of those; repeatable."),
+    ] = None,
     megatron: Megatron = False,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For runs, picture and JSON; run.dir/stability unless given.")
@@ -227,8 +230,10 @@ def stability(
     asked = []
     for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip()):
         factors = _factors(sizes, "--sizes")
-        each = question(settings, name, across, values=values, factors=factors, seeds=seeds, least=least)
-        asked.append(each if beside else replace(each, compare_with=()))
+        others = compare or (None if beside else ())
+        asked.append(
+            question(settings, name, across, values=values, factors=factors, seeds=seeds, least=least, others=others)
+        )
 
     def body(grid: Grid) -> str:
         found = []

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mup_megatron.config import Config, Hparams
+from mup_megatron.config import Config, Hparams, derive
 from mup_megatron.config.per_tensor import split_name
 from mup_megatron.proof.family import default_factors
 from mup_megatron.tuning.space import value_of
-from mup_megatron.util.errors import UserError
+from mup_megatron.util.errors import ConfigError, UserError
 
 Across = Literal["width", "depth", "experts", "batch", "sequence", "tokens"]
 ACROSS: tuple[Across, ...] = get_args(Across)
@@ -60,10 +60,9 @@ def question(
     factors: Sequence[int] = (),
     seeds: int = 3,
     least: int | None = None,
+    others: Sequence[str] | None = None,
 ) -> Question:
     """Reads what is asked, and fills in what is not said.
-
-    Compared is µP with standard and fan_in, and what is not µP with that.
 
     Args:
         config: the run.
@@ -73,9 +72,10 @@ def question(
         factors: see `Question`; from the base to the config's own size unless given.
         seeds: see `Question`.
         least: see `Question`; the smallest unless given.
+        others: what it is compared with; µP with standard and fan_in, and what is not µP with that, unless given.
 
     Raises:
-        UserError: no such hyperparameter, values that are none, fewer than two sizes.
+        UserError: no such hyperparameter or parametrization, values that are none, fewer than two sizes.
     """
     if over not in OVER and split_name(over) is None:
         raise UserError(f"--over: {over}: no hyperparameter; expected one of {', '.join(OVER)}, per_tensor.KIND.lr")
@@ -91,6 +91,14 @@ def question(
         raise UserError(f"--sizes: {','.join(map(str, sizes))}: expected two different factors or more, from 1 on")
     if least is not None and least not in sizes[:-1]:
         raise UserError(f"--from: {least}: expected one of the factors below the largest, {sizes[:-1]}")
+    own = config.parametrization.name
+    for name in others or ():
+        try:
+            derive(config, {"parametrization.name": name})
+        except ConfigError as error:
+            raise UserError(f"--compare: {error}") from None
+    if others is None:
+        others = ("standard", "fan_in") if own == "mup" else ("mup",)
     return Question(
         over=over,
         across=known,
@@ -98,7 +106,7 @@ def question(
         factors=sizes,
         seeds=seeds,
         least=least or sizes[0],
-        compare_with=("standard", "fan_in") if config.parametrization.name == "mup" else ("mup",),
+        compare_with=[name for name in dict.fromkeys(others) if name != own],
     )
 
 

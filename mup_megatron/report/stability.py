@@ -21,6 +21,8 @@ _AXES = {
     "tokens": "tokens",
 }
 
+_PANELS_ABREAST = 5
+
 
 def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
     """Draws means over seeds, their range as a band, and each curve's minimum as a star, hollow where it lies beyond.
@@ -36,12 +38,17 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
     """
     pyplot = load_pyplot()
     lines = result["lines"]
-    figure, panels = pyplot.subplots(
-        1, len(lines), figsize=(4.3 * len(lines), 3.7), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    across = min(len(lines), _PANELS_ABREAST)
+    down = -(-len(lines) // across)
+    figure, grid = pyplot.subplots(
+        down, across, figsize=(4.3 * across, 3.7 * down), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
+    panels = list(grid.flat)
+    for unused in panels[len(lines) :]:
+        unused.set_axis_off()
     low, high = _limits(result)
     colors = pyplot.get_cmap("viridis")
-    for panel, (name, line) in zip(panels[0], lines.items(), strict=True):
+    for panel, (name, line) in zip(panels, lines.items(), strict=False):
         values = line.get("values", result["values"])
         numeric = not isinstance(values[0], str)
         places = values if numeric else range(len(values))
@@ -70,9 +77,10 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
         panel.set_ylim(low, high)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel(result.get("measured", "evaluation loss (nats per token)"))
+    for first in grid[:, 0]:
+        first.set_ylabel(result.get("measured", "evaluation loss (nats per token)"))
     axis = result.get("axis", _AXES[result["across"]])
-    panels[0][-1].legend(title=axis, frameon=False, fontsize=8, title_fontsize=8)
+    panels[len(lines) - 1].legend(title=axis, frameon=False, fontsize=8, title_fontsize=8)
     save_figure(figure, path)
     pyplot.close(figure)
     return path

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from matplotlib import image
 
 from mup_megatron import cli
 from mup_megatron.config import Config, derive, load_config
@@ -22,7 +22,7 @@ from mup_megatron.proof.grid import Grid, Outcome
 from mup_megatron.proof.question import Question
 from mup_megatron.proof.question import question as ask_question
 from mup_megatron.proof.reverse import rise, small_model
-from mup_megatron.report.stability import title
+from mup_megatron.report.stability import draw_stability, title
 from mup_megatron.tuning.space import one_process
 from mup_megatron.util.errors import ConfigError, UserError
 from mup_megatron.util.provenance import KEYS
@@ -40,9 +40,7 @@ def config_of(folder: Path, **keys: Any) -> Config:
 
 
 def asked(config: Config, **keys: Any) -> Question:
-    compare = keys.pop("compare", True)
-    question = ask_question(config, **{"over": "lr", "across": "width", **keys})
-    return question if compare else replace(question, compare_with=())
+    return ask_question(config, **{"over": "lr", "across": "width", **keys})
 
 
 def ask(config: Config, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[str]]:
@@ -55,7 +53,7 @@ def test_what_is_not_said(tmp_path: Path) -> None:
     question = asked(config_of(tmp_path))
     assert question.values == [8e-3 * 2.0**power for power in range(-4, 5)]
     assert question.factors == [1, 2, 4, 8]
-    assert (question.least, question.seeds, question.compare_with) == (1, 3, ("standard", "fan_in"))
+    assert (question.least, question.seeds, question.compare_with) == (1, 3, ["standard", "fan_in"])
     schedules = asked(config_of(tmp_path), over="lr_schedule").values
     assert schedules == ["linear", "cosine", "inverse-square-root", "constant"]
 
@@ -73,6 +71,7 @@ def test_what_is_not_said(tmp_path: Path) -> None:
         ({"values": "0,1,2"}, "--values: 0,1,2: a minimum needs three different positive numbers"),
         ({"over": "weight_decay"}, "--values: missing; hparams.weight_decay is 0.0"),
         ({"seeds": 0}, "--seeds: 0: expected 1 or more"),
+        ({"others": ["mup", "between"]}, "--compare: test: parametrization.name: expected one of 'mup', "),
     ],
 )
 def test_bad_questions(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
@@ -114,7 +113,7 @@ def test_what_every_run_would_refuse_is_refused_before_the_first(tmp_path: Path)
 )
 def test_what_grows_and_nothing_else(tmp_path: Path, across: Any, sizes: dict[int, int]) -> None:
     config = config_of(tmp_path, training__lr_warmup_steps=2, parallel__zero_stage=3)
-    jobs = stability.jobs_of(config, asked(config, across=across, factors=[1, 4], seeds=2, compare=False))
+    jobs = stability.jobs_of(config, asked(config, across=across, factors=[1, 4], seeds=2, others=()))
     assert {run.factor: stability.size_of(job.config, across) for run, job in jobs.items()} == sizes
     assert len({job.name for job in jobs.values()}) == len(jobs) == 2 * 9 * 2
     for run, job in jobs.items():
@@ -139,6 +138,13 @@ def test_parametrizations_share_what_is_the_same_run(tmp_path: Path) -> None:
         assert job.config.parametrization.name == job.name.partition("-")[0]
     assert len(jobs) == 3 * 9 * 2 * 3
     assert len({job.name for job in jobs.values()}) == len(jobs) - 2 * 9 * 2
+    # Of points of the plane, (1, 1) is µP's.
+    plane = [f"interpolate:{init},{lr}" for init in (0.5, 1) for lr in (0, 1)]
+    jobs = stability.jobs_of(config, asked(config, factors=[1, 2], seeds=1, others=["mup", *plane]))
+    names = [run.parametrization for run in jobs if (run.factor, run.value) == (2, 8e-3)]
+    assert names == ["mup", *plane]
+    own = {job.config.parametrization.name for run, job in jobs.items() if run.factor == 2}
+    assert own == set(names) - {"interpolate:1,1"}
     # Of a size that is not the base none is shared: under batch, the model is the config's own.
     jobs = stability.jobs_of(config, asked(config, across="batch", factors=[1, 2], seeds=1))
     assert len({job.name for job in jobs.values()}) == len(jobs)
@@ -213,6 +219,19 @@ def test_a_verdict_and_its_control(tmp_path: Path) -> None:
     assert not result_of(config, asked(config), bowl({"mup": -0.4, "standard": 0}))["passed"]
 
 
+def test_a_picture_of_many_parametrizations(tmp_path: Path) -> None:
+    """Five panels abreast, so that those of seven stand in two rows."""
+    config = config_of(tmp_path)
+    many = [f"interpolate:{init},0.5" for init in (0, 0.25, 0.5, 0.75, 1, 2)]
+    sizes = []
+    for others in (many[:4], many):
+        found = result_of(config, asked(config, factors=[1, 2], seeds=1, others=others), bowl({}))
+        height, width, _ = image.imread(draw_stability(found, tmp_path / f"{len(others)}.png")).shape
+        sizes.append((width, height))
+    assert sizes[1][0] == pytest.approx(sizes[0][0], rel=0.01)
+    assert sizes[1][1] == pytest.approx(2 * sizes[0][1], rel=0.01)
+
+
 @pytest.mark.slow
 def test_edges_and_divergence(tmp_path: Path) -> None:
     config = config_of(tmp_path)
@@ -271,7 +290,7 @@ def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytes
     unset: dict[str, Any] = {"training__checkpoint_interval": None}
     config = config_of(tmp_path, **unset)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1e30", "seeds": 1, "compare": False}
+    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1e30", "seeds": 1, "others": ()}
     result, said = ask(config, tmp_path / "grid", **keys)
     assert sum("/6 mup-width-" in line for line in said) == 6
     assert result["lines"]["mup"]["rows"][0]["losses"][2] == [None]  # diverged
@@ -330,7 +349,7 @@ def test_two_commands_share_a_grid_and_one_is_ended(tmp_path: Path) -> None:
 def test_a_run_that_fails_is_said(tmp_path: Path) -> None:
     """And has another chance with the next command."""
     config = config_of(tmp_path)
-    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1.6e-2", "seeds": 1, "compare": False}
+    keys = {"factors": [1, 2], "values": "4e-3,8e-3,1.6e-2", "seeds": 1, "others": ()}
     runs = tmp_path / "grid" / "runs"
     blocked = runs / "mup-width-1-lr-0.004-seed-7"
     blocked.mkdir(parents=True)

@@ -180,6 +180,8 @@ CLAIMS = (
     *(Claim(what=f"The best {what} stays over width on natural text, from 128", whose=f"{_PAPER}, table 2",
             page="multipliers.md", path=path)
       for what, path in width.FROM_128.items()),
+    Claim(what="The best schedule stays over width on natural text, from 128", whose=f"{_PAPER}, table 2",
+          page="multipliers.md#schedules-from-hidden-size-128", path=width.SCHEDULES),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="CompleteP (Dey et al.)", page="depth.md",
           path="stability-depth/256-completep.json"),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="Depth-µP (Tensor Programs VI)",

@@ -63,6 +63,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "others": width.others,
     "others-from-128": width.others_from_128,
     "said-of-std": width.said_of_std,
+    "schedules": width.schedules,
     "mixed-growth": width.mixed,
     "said-of-mixed": width.said_of_mixed,
     "rates-one-ratio": partial(width.rates, width.ONE_RATIO["auto"]),

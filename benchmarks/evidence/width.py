@@ -31,6 +31,7 @@ FAR = "stability-lr-width-512/lr-width.json"
 WIDEST = "forecast/after.json"
 ONE_RATIO = {"auto": "mixed-growth/one-ratio.json", "output_like": "mixed-growth/one-ratio-output_like.json"}
 ONE_RATIO_128 = "mixed-growth/one-ratio-128.json"
+SCHEDULES = "multipliers/schedule.json"
 FROM_128 = {
     "initial deviation": "stability-english-std/all.json",
     "initial deviation of hidden tensors alone": "stability-english-std/hidden.json",
@@ -216,6 +217,17 @@ def said_of_std() -> str:
         f"the one of all tensors ({together:.2f}). Over all attention multipliers that were tried, no size's loss "
         f"differs by more than {100 * _spread_of(FROM_128['attention multiplier']):.1f} %."
     )
+
+
+def schedules() -> Rows:
+    """The mean loss of every schedule over width, and whether the best one stays."""
+    found = record(SCHEDULES)
+    last = found["sizes"][-1]["size"]
+    rows = [["hidden size", *found["values"], "best", f"costs {last}"]]
+    for row in found["lines"]["mup"]["rows"]:
+        means = [f"{statistics.fmean(each):.3f}" for each in row["losses"]]
+        rows.append([str(row["size"]), *means, row["minimum"]["tried"], "" if row["size"] == last else cost(row)])
+    return [*rows, ["verdict", verdict(found), *[""] * (len(rows[0]) - 2)]]
 
 
 def _spread_of(path: str) -> float:

@@ -65,7 +65,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
         else:
-            print(line, flush=True)
+            print(f"{line}\n", end="", flush=True)  # in one piece: several trials' threads say lines
 
     def step(self, done: int, total: int, loss: float, tokens_per_second: float, interval: int) -> None:
         """One optimizer step done."""

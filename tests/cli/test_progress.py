@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 
 from mup_megatron.util.progress import Progress, time_left
@@ -40,3 +43,17 @@ def test_a_run_that_goes_on_counts_its_own_steps(
         "step 92/110  loss 5.0000  10,000 tokens/s  4 s, about 36 s left",
         "step 93/110  loss 5.0000  10,000 tokens/s  6 s, about 34 s left",
     ]
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its end: between two pieces another thread's line could come."""
+    pieces: list[str] = []
+
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    Progress(True).say("trial 3 done")
+    assert [piece for piece in pieces if piece] == ["trial 3 done\n"]

@@ -86,7 +86,7 @@ class Abreast:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most, self._say, self._clock, self._room = most, say, clock, _ROOM / sharing
-        self._settled = not measured or most == 1
+        self._measured, self._settled = measured, not measured or most == 1
         self._count = 1 if measured else most
         self._lock = threading.Lock()
         # By trial that runs: when it was heard last, and what it has trained since all of them do.
@@ -116,6 +116,17 @@ class Abreast:
             if not self._settled:
                 self._look()
             return self._count
+
+    def died(self, beside: int) -> None:
+        """A trial's process died, perhaps because memory was short: half as many run, where their number is ours.
+
+        Args:
+            beside: trials that ran at a time when it started. Several that die together halve the number once.
+        """
+        with self._lock:
+            if self._measured and self._count > 1 and beside <= self._count:
+                self._count, self._settled = self._count // 2, True
+                self._say(f"{self._count} {_trials(self._count)} at a time from here on, in case memory was short")
 
     def _look(self) -> None:
         if not self._trained:

@@ -181,7 +181,7 @@ class _Worker:
                 return self._end("stopped")
         self._directory = self._free_directory()
         while True:
-            trial, where = self._trial, self._directory
+            trial, where, beside = self._trial, self._directory, self._abreast.count()
             self.process.start(
                 proxy_config(self._config, trial.values, seed=trial.seed, directory=where, cache=self._cache)
             )
@@ -195,6 +195,9 @@ class _Worker:
             if self._trial.attempts >= ATTEMPTS:
                 return self._end("failed", reason=f"{ended.reason}, twice")
             self._say(f"{trial.name}: {ended.reason}; it goes on from its last checkpoint")
+            self._abreast.died(beside)
+            if self._number >= self._abreast.count():
+                return self._end("waiting")
 
     def _end(self, state: Any, **how: Any) -> None:
         self._study.finish(self._trial, state, seconds=time.monotonic() - self._began, **how)

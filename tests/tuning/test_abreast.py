@@ -127,7 +127,49 @@ def test_a_container_has_less_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_number_that_is_asked_for() -> None:
     found = Abreast(3, measured=False, say=lambda _line: None)
     found.stepped(0, 1000, 1.0)
+    found.died(3)
     assert found.count() == 3
+
+
+def test_trials_that_die_halve_the_number() -> None:
+    """Once for all that ran together; then nothing is measured any more, and the last one stays."""
+    now, said = 0.0, list[str]()
+    found = Abreast(8, measured=True, say=said.append, clock=lambda: now)
+
+    def train(seconds: int) -> int:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            for worker in range(found.count()):
+                found.stepped(worker, 10, 0.01)
+        return found.count()
+
+    while train(1) < 4:
+        pass
+    for _ in range(3):
+        found.died(4)
+    assert said[-1] == "2 trials at a time from here on, in case memory was short"
+    assert train(100) == 2
+    found.died(2)
+    found.died(1)
+    assert (train(100), len(said)) == (1, 4)
+
+
+@pytest.mark.slow
+def test_a_trial_beside_another_dies(tmp_path: Path, start: Callable[..., Background]) -> None:
+    """Killed while two are tried, as the kernel does where memory is short: one goes on alone, and both end."""
+    long = {"tuning__train_steps": 4000, "tuning__max_compute_share": 1e4, "tuning__trials_per_device": "auto"}
+    path = pipeline_file(tmp_path, **long, tuning__trials=2, tuning__repeat_best=0)
+    command = start("tune", path)
+    second = tmp_path / "run" / "tuning" / "trial-001" / "metrics.jsonl"
+    until(lambda: second.exists() and len(second.read_text().splitlines()) > 5, seconds=180)
+    _, later = sorted(command.trials())
+    os.kill(later, signal.SIGKILL)
+    study = Study(load_config(path))
+    until(lambda: [trial.state for trial in study.trials()] == ["running", "waiting"])
+    os.kill(command.process.pid, signal.SIGTERM)
+    out, _ = command.process.communicate(timeout=120)
+    assert "1 trial at a time from here on, in case memory was short" in out
 
 
 def test_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

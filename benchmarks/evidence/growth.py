@@ -20,6 +20,10 @@ from benchmarks.evidence.records import (
 )
 from benchmarks.evidence.width import FAIR
 
+ONE_AT_A_TIME = {
+    "batch size": "ladder/batch.json",
+    "sequence length": "ladder/sequence.json",
+}
 _DEPTH = {"none": "none", "depth_mup": "Depth-µP (α = 1/2)", "completep": "CompleteP (α = 1)"}
 
 
@@ -61,6 +65,19 @@ def _rise(path: str) -> float:
     rows = record(path)["lines"]["mup"]["rows"]
     rise: float = rows[-1]["minimum"]["loss"] - rows[0]["minimum"]["loss"]
     return rise
+
+
+def one_at_a_time() -> Rows:
+    """The learning rate over sequences per step, tokens per sequence, tokens of the run."""
+    columns = ["sizes", "best rate at each", "octaves", "the smallest's best tried rate costs the largest"]
+    rows = [["what grows", *columns, "lowest loss at each", "verdict"]]
+    for what, path in ONE_AT_A_TIME.items():
+        found = record(path)
+        row, *_ = found["lines"]["mup"]["rows"]
+        sizes = ", ".join(f"{each['size']:,}" for each in found["sizes"])
+        values = ", ".join(best(each) for each in found["lines"]["mup"]["rows"])
+        rows.append([what, sizes, values, octaves(row), cost(row), losses(found), verdict(found)])
+    return rows
 
 
 def experts() -> Rows:

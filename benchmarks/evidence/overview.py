@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import forecast, limit, searches, wide, width
+from benchmarks.evidence import forecast, growth, limit, searches, wide, width
 from benchmarks.evidence.records import (
     LINES,
     Rows,
@@ -182,6 +182,9 @@ CLAIMS = (
       for what, path in width.FROM_128.items()),
     Claim(what="The best schedule stays over width on natural text, from 128", whose=f"{_PAPER}, table 2",
           page="multipliers.md#schedules-from-hidden-size-128", path=width.SCHEDULES),
+    *(Claim(what=f"The best rate stays over {what} at width 128 on natural text", whose=f"{_PAPER}, table 1",
+            page="ladder.md#one-at-a-time-at-hidden-size-128-on-natural-text", path=path)
+      for what, path in growth.ONE_AT_A_TIME.items()),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="CompleteP (Dey et al.)", page="depth.md",
           path="stability-depth/256-completep.json"),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="Depth-µP (Tensor Programs VI)",

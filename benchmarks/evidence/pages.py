@@ -103,6 +103,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-quality": searches.said_of_quality,
     "ladder": searches.ladder,
     "exponents": searches.exponents,
+    "one-at-a-time": growth.one_at_a_time,
     "said-of-ladder": searches.said_of_ladder,
     "reverse": searches.reverse,
     "said-of-reverse": searches.said_of_reverse,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import forecast, growth, limit, searches, wide, width
+from benchmarks.evidence import forecast, growth, limit, plane, searches, wide, width
 from benchmarks.evidence.records import (
     LINES,
     Rows,
@@ -155,6 +155,8 @@ CLAIMS = (
           page="width.md#against-a-fair-baseline", path="stability-fan-in/lr-width.json", line="fan_in"),
     Claim(what="One rate serves every width with one initial deviation", whose="Megatron's defaults",
           page="width.md#against-a-fair-baseline", path="stability-fan-in/lr-width.json", line="standard"),
+    Claim(what="No point between standard and µP ends lower at 512 with the rate of 64",
+          whose="the µTransfer blog post", page="plane.md", path=plane.PATH, said=plane.verdict),
     Claim(what="µP at a kept rate ends lower than what is tuned at the target (\"µP transfers but loses\")",
           whose="nanochat issue 644, mamba.py issue 48", page="width.md#against-a-fair-baseline", path=width.FAIR,
           said=_kept_against_tuned),

@@ -23,7 +23,19 @@ from functools import partial
 from typing import Any
 
 from benchmarks import journal
-from benchmarks.evidence import coordinates, families, forecast, growth, limit, overview, records, searches, wide, width
+from benchmarks.evidence import (
+    coordinates,
+    families,
+    forecast,
+    growth,
+    limit,
+    overview,
+    plane,
+    records,
+    searches,
+    wide,
+    width,
+)
 from benchmarks.evidence.records import Rows
 
 _PART = re.compile(r"(<!-- made: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -53,6 +65,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "rates-fan-in": partial(width.rates, width.FAIR),
     "rates-512": partial(width.rates, width.FAR),
     "does-it-stay": wide.does_it_stay,
+    "plane": plane.plane,
+    "said-of-plane": plane.said_of_plane,
     "limit": limit.limit,
     "said-of-limit": limit.said_of_limit,
     "forecast": forecast.forecast,

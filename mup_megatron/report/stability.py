@@ -21,7 +21,7 @@ _AXES = {
     "tokens": "tokens",
 }
 
-_PANELS_ABREAST = 5
+_PANELS_ABREAST = 5  # as many as the 5 × 5 plane of the µTransfer blog post has
 
 
 def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
@@ -39,28 +39,31 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
     pyplot = load_pyplot()
     lines = result["lines"]
     across = min(len(lines), _PANELS_ABREAST)
-    down = -(-len(lines) // across)
+    places = list(range(len(lines)))
+    if len(lines) > across:  # the judged one above the others, so that points of a plane stand in its rows
+        places = [0, *range(across, across + len(lines) - 1)]
+    down = places[-1] // across + 1
     figure, grid = pyplot.subplots(
         down, across, figsize=(4.3 * across, 3.7 * down), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    panels = list(grid.flat)
-    for unused in panels[len(lines) :]:
-        unused.set_axis_off()
+    for unused in set(range(grid.size)) - set(places):
+        grid.flat[unused].set_axis_off()
+    panels = [grid.flat[place] for place in places]
     low, high = _limits(result)
     colors = pyplot.get_cmap("viridis")
-    for panel, (name, line) in zip(panels, lines.items(), strict=False):
+    for panel, (name, line) in zip(panels, lines.items(), strict=True):
         values = line.get("values", result["values"])
         numeric = not isinstance(values[0], str)
-        places = values if numeric else range(len(values))
+        points = values if numeric else range(len(values))
         for number, row in enumerate(line["rows"]):
             color = colors(0.9 * (1 - number / max(1, len(line["rows"]) - 1)))
-            shown = [(x, losses) for x, losses in zip(places, row["losses"], strict=True) if None not in losses]
+            shown = [(x, losses) for x, losses in zip(points, row["losses"], strict=True) if None not in losses]
             if shown:
                 x, losses = zip(*shown, strict=True)
                 means = [sum(each) / len(each) for each in losses]
                 panel.fill_between(x, [min(e) for e in losses], [max(e) for e in losses], color=color, alpha=0.2, lw=0)
                 panel.plot(x, means, ".-", color=color, lw=1.4, label=f"{row['size']}")
-            gone = [x for x, losses in zip(places, row["losses"], strict=True) if None in losses]
+            gone = [x for x, losses in zip(points, row["losses"], strict=True) if None in losses]
             if gone:
                 panel.plot(gone, [high] * len(gone), "x", color=color, ms=5, clip_on=False)
             least = row["minimum"]
@@ -71,7 +74,7 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
         if numeric:
             panel.set_xscale("log", base=2)
         else:
-            panel.set_xticks(list(places), values, rotation=20, fontsize=8)
+            panel.set_xticks(list(points), values, rotation=20, fontsize=8)
         panel.set_title("\n".join(textwrap.fill(part, 52) for part in title(result, name)), loc="left", fontsize=9)
         panel.set_xlabel(result["over"])
         panel.set_ylim(low, high)
@@ -80,7 +83,7 @@ def draw_stability(result: Mapping[str, Any], path: Path) -> Path:
     for first in grid[:, 0]:
         first.set_ylabel(result.get("measured", "evaluation loss (nats per token)"))
     axis = result.get("axis", _AXES[result["across"]])
-    panels[len(lines) - 1].legend(title=axis, frameon=False, fontsize=8, title_fontsize=8)
+    panels[-1].legend(title=axis, frameon=False, fontsize=8, title_fontsize=8)
     save_figure(figure, path)
     pyplot.close(figure)
     return path

@@ -220,7 +220,7 @@ def test_a_verdict_and_its_control(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_many_parametrizations(tmp_path: Path) -> None:
-    """Five panels abreast, so that those of seven stand in two rows."""
+    """Five panels abreast; of more, the judged one stands in a row of its own, so that those of seven need three."""
     config = config_of(tmp_path)
     many = [f"interpolate:{init},0.5" for init in (0, 0.25, 0.5, 0.75, 1, 2)]
     sizes = []
@@ -229,7 +229,7 @@ def test_a_picture_of_many_parametrizations(tmp_path: Path) -> None:
         height, width, _ = image.imread(draw_stability(found, tmp_path / f"{len(others)}.png")).shape
         sizes.append((width, height))
     assert sizes[1][0] == pytest.approx(sizes[0][0], rel=0.01)
-    assert sizes[1][1] == pytest.approx(2 * sizes[0][1], rel=0.01)
+    assert sizes[1][1] == pytest.approx(3 * sizes[0][1], rel=0.01)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def _rise(path: str) -> float:
 
 
 def one_at_a_time() -> Rows:
-    """The learning rate over sequences per step, tokens per sequence, tokens of the run."""
+    """The learning rate over sequences per step, and over tokens per sequence."""
     columns = ["sizes", "best rate at each", "octaves", "the smallest's best tried rate costs the largest"]
     rows = [["what grows", *columns, "lowest loss at each", "verdict"]]
     for what, path in ONE_AT_A_TIME.items():

@@ -1,9 +1,9 @@
 """A point of the plane between the standard parametrization and µP: `parametrization.name: interpolate:INIT,LR`.
 
 Public names: `Plane`, `multipliers_between`, `std_between`, `softmax_between`, `readout_between`. (0, 0) is standard,
-(1, 1) is µP (the plane of the µTransfer blog post). The readout is taken in the form without a forward multiplier
-A, in which its init and rate have exponents of their own (Table 8 to Table 3, by abc-symmetry); a tied one, whose init
-is the embedding's, takes the init's exponent in its forward multiplier.
+(1, 1) is µP (the plane of the µTransfer blog post). The readout is taken in the form without a forward multiplier A,
+in which its init and rate have exponents of their own (Table 8 to Table 3, by abc-symmetry); a tied one, whose init is
+the embedding's, takes the init's exponent in its forward multiplier.
 """
 
 from __future__ import annotations

@@ -269,11 +269,18 @@ def test_the_exit_status(
     """Passed, failed, undecided: of losses that are given, so that nothing trains."""
     config = config_of(tmp_path)
     found = result_of(config, asked(config, values=values), bowl({"mup": moves, "standard": 0}))
-    monkeypatch.setattr(stability, "stability", lambda *_arguments, **_options: found)
+    compared: list[Any] = []
+
+    def given(_config: Config, question: Question, _grid: Grid) -> dict[str, Any]:
+        compared.append(question.compare_with)
+        return found
+
+    monkeypatch.setattr(stability, "stability", given)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump()))
     words = ["stability", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out"), "--workers", "1"]
     (tmp_path / "out").mkdir()
-    assert cli.run(words) == status
+    assert cli.run([*words, "--compare", "ntk", "--compare=interpolate:1,0.5"]) == status
+    assert compared == [["ntk", "interpolate:1,0.5"]]
     written = json.loads((tmp_path / "out" / "lr-width.json").read_text())
     assert written["verdict"] == {0: "passed", 1: "failed", 3: "undecided"}[status]
     assert set(KEYS) <= set(written["provenance"])

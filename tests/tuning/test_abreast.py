@@ -157,7 +157,7 @@ def test_trials_that_die_halve_the_number() -> None:
 
 @pytest.mark.slow
 def test_a_trial_beside_another_dies(tmp_path: Path, start: Callable[..., Background]) -> None:
-    """Killed while two are tried, as the kernel does where memory is short: one goes on alone, and both end."""
+    """Killed while two are tried, as the kernel does where memory is short: one goes on, the other waits."""
     long = {"tuning__train_steps": 4000, "tuning__max_compute_share": 1e4, "tuning__trials_per_device": "auto"}
     path = pipeline_file(tmp_path, **long, tuning__trials=2, tuning__repeat_best=0)
     command = start("tune", path)

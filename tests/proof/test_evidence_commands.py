@@ -80,10 +80,11 @@ def asked(command: Command, found: Mapping[str, Any]) -> dict[str, Any]:
             factors=[int(factor) for factor in command.numbers("sizes")],
             seeds=options["seeds"],
             least=options["least"],
+            others=options["compare"] or (None if options["beside"] else ()),
         )
         size = next((size["size"] for size in found["sizes"] if size["factor"] == each.least), None)
-        return {"values": list(each.values), "seeds": each.seeds,
-                "factors": list(each.factors), "from": size}  # fmt: skip
+        return {"values": list(each.values), "seeds": each.seeds, "factors": list(each.factors), "from": size,
+                "lines": {command.config.parametrization.name, *each.compare_with}}  # fmt: skip
     if command.kind == "coord-check":
         rate = LearningRateSchedule(command.config.training, command.config.hparams.lr)(options["steps"])
         factors = options["widths"] or options["growth"][0].partition("=")[2]
@@ -101,7 +102,7 @@ def held(command: Command, found: Mapping[str, Any]) -> dict[str, Any]:
     if command.kind == "stability":
         return {"values": found["values"], "seeds": found["seeds"],
                 "factors": [size["factor"] for size in found["sizes"]],
-                "from": found.get("from", found["sizes"][0]["size"])}  # fmt: skip
+                "from": found.get("from", found["sizes"][0]["size"]), "lines": set(found["lines"])}  # fmt: skip
     if command.kind == "coord-check":
         return {"steps": found["steps"], "seeds": found["seeds"], "lr": found["lr"],
                 "factors": [size["factor"] for size in found["sizes"]],
@@ -160,6 +161,7 @@ def test_a_printed_command_made_the_record(path: str) -> None:
         ("reverse/reverse.json", {"config": {"training": {"train_steps": 200}}}, "training.train_steps"),
         ("coord-check-t5/mup-without-attention-scale.json", {"judged": "mup without epsilon"}, "without"),
         ("ladder/ladder.json", {"seeds": 2}, "seeds"),
+        ("stability-lr-width/lr-width.json", {"lines": ["mup"]}, "lines"),
     ],
 )
 def test_another_setting_is_seen(path: str, change: dict[str, Any], key: str) -> None:

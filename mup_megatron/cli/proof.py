@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 
 _STATUS = {"passed": 0, "failed": 1, "undecided": 3}
 
+Growth = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=1,2,4,...", help="Factors of one base size; repeatable. What is not named stays at its base."
+    ),
+]
+
 
 @app.command(
     "coord-check",
@@ -54,12 +61,7 @@ def coordinate_check(
             help="Factors of all base sizes (of layers for depth); the config's own path to its target unless given.",
         ),
     ] = "",
-    growth: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=1,2,4,...", help="Factors of one base size; repeatable. What is not named stays at its base."
-        ),
-    ] = None,
+    growth: Growth = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 4,
     seeds: Annotated[int, typer.Option(help="Repetitions, each with initial values and text of its own.")] = 3,
     parametrization: Annotated[
@@ -194,6 +196,7 @@ def stability(
             metavar="1,2,4,...", help="Factors of the base (width, depth, experts), else of the config's own."
         ),
     ] = "",
+    growth: Growth = None,
     least: Annotated[
         int | None, typer.Option("--from", metavar="FACTOR", help="Smallest size that is judged; the smallest.")
     ] = None,
@@ -227,13 +230,14 @@ def stability(
     from mup_megatron.proof.verdict import together
     from mup_megatron.report.stability import draw_stability
 
-    asked = []
-    for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip()):
-        factors = _factors(sizes, "--sizes")
-        others = compare or (None if beside else ())
-        asked.append(
-            question(settings, name, across, values=values, factors=factors, seeds=seeds, least=least, others=others)
+    factors, grows, others = _factors(sizes, "--sizes"), _growth(growth or []), compare or (None if beside else ())
+    asked = [
+        question(
+            settings, name, across,
+            values=values, factors=factors, seeds=seeds, least=least, others=others, growth=grows,
         )
+        for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip())
+    ]  # fmt: skip
 
     def body(grid: Grid) -> str:
         found = []

@@ -1,6 +1,6 @@
 """The family of models that a check runs over: the base model and larger ones, each in the config's layout.
 
-Public names: `Member`, `Point`, `members`, `models`, `scaled`, `grown`, `own_path`, `default_factors`.
+Public names: `Member`, `Point`, `members`, `models`, `scaled`, `grown`, `own_path`, `reference`, `default_factors`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def grown(config: Config, factors: Mapping[str, Sequence[int | Fraction]]) -> li
         raise UserError("--growth: expected as many factors for every key, and two or more")
     rows = zip(*factors.values(), strict=True)
     points = [{**base, **{key: int(base[key] * by) for key, by in zip(factors, row, strict=True)}} for row in rows]
-    key = _reference(points)
+    key = reference(points)
     if any(one[key] >= other[key] for one, other in itertools.pairwise(points)):
         raise UserError(f"--growth {key}: the size that grows most has to grow with every model, for example 1,2,4")
     return [Point("--growth: " + ", ".join(f"{key} {size}" for key, size in each.items()), each) for each in points]
@@ -155,7 +155,7 @@ def own_path(config: Config, world_size: int) -> list[Point]:
         if found is not None and all(size >= points[-1][key] for key, size in found.items()) and found != points[-1]:
             points.append(found)
     points = [point for point in points if point != target] + [target]
-    key = _reference(points)
+    key = reference(points)
     kept = [points[0], *(b for a, b in itertools.pairwise(points) if b[key] > a[key])]
     return [Point(f"{key} {point[key]}", point) for point in kept]
 
@@ -215,7 +215,7 @@ def _grows(config: Config, axis: Axis) -> dict[str, int]:
     return grows
 
 
-def _reference(points: Sequence[Mapping[str, int]]) -> str:
+def reference(points: Sequence[Mapping[str, int]]) -> str:
     """The key that grows most; of those hidden_size."""
     ratios = {key: points[-1][key] / points[0][key] for key in points[0]}
     most = max(ratios.values())
@@ -240,7 +240,7 @@ def models(
         UserError: a size does not divide under the layout; names it.
     """
     base = {**config.base.width.sizes, **config.base.experts} if axis == "width" else _grows(config, axis)
-    over = _reference([point.sizes for point in points])
+    over = reference([point.sizes for point in points])
     result: list[Member] = []
     tensor = config.parallel.tensor_model_parallel_size
     for point in points:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal, get_args
 
 from mup_megatron.config import Config, Hparams, derive
 from mup_megatron.config.per_tensor import split_name
-from mup_megatron.proof.family import default_factors
+from mup_megatron.proof.family import default_factors, grown, reference
 from mup_megatron.tuning.space import value_of
 from mup_megatron.util.errors import ConfigError, UserError
 
@@ -35,6 +36,9 @@ class Question:
         seeds: repetitions, with seeds from the config's on.
         least: smallest factor that is judged; all are drawn.
         compare_with: parametrizations that are trained and drawn too, and not judged.
+        growth: key of `base:` to its factors, where sizes grow by factors of their own; `factors` are then those of
+            what grows most.
+        called: key of `model:` that tells the widths apart.
     """
 
     over: str
@@ -44,11 +48,19 @@ class Question:
     seeds: int
     least: int
     compare_with: Sequence[str]
+    growth: Mapping[str, Sequence[Fraction]] = field(default_factory=dict)
+    called: str = "hidden_size"
 
     @property
     def name(self) -> str:
         """Of its files."""
-        return f"{self.over}-{self.across}"
+        return f"{self.over}-{'growth' if self.growth else self.across}"
+
+    def sized(self, factor: int) -> str:
+        """A size, in the names of its runs."""
+        place = list(self.factors).index(factor)
+        each = "-".join(f"{key}-{by[place]}" for key, by in self.growth.items())
+        return each.replace("/", "_") or f"{self.across}-{factor}"
 
 
 def question(
@@ -61,6 +73,7 @@ def question(
     seeds: int = 3,
     least: int | None = None,
     others: Sequence[str] | None = None,
+    growth: Mapping[str, Sequence[Fraction]] | None = None,
 ) -> Question:
     """Reads what is asked, and fills in what is not said.
 
@@ -73,9 +86,11 @@ def question(
         seeds: see `Question`.
         least: see `Question`; the smallest unless given.
         others: what it is compared with; µP with standard and fan_in, and what is not µP with that, unless given.
+        growth: see `Question`; all widths by the same factors unless given.
 
     Raises:
-        UserError: no such hyperparameter or parametrization, values that are none, fewer than two sizes.
+        UserError: no such hyperparameter or parametrization, values that are none, fewer than two sizes, a growth that
+            is none.
     """
     if over not in OVER and split_name(over) is None:
         raise UserError(f"--over: {over}: no hyperparameter; expected one of {', '.join(OVER)}, per_tensor.KIND.lr")
@@ -84,7 +99,12 @@ def question(
     if seeds < 1:
         raise UserError(f"--seeds: {seeds}: expected 1 or more")
     known: Across = across
+    growth, called = growth or {}, "hidden_size"
+    if growth and (factors or known != "width"):
+        raise UserError("--growth: says how each width grows; expected no --sizes, and --across width")
     sizes = sorted(set(factors))
+    if growth:
+        sizes, called = _grown(config, growth)
     if not sizes:
         sizes = default_factors(config, known) if known in ("width", "depth", "experts") else [1, 2, 4, 8]
     if len(sizes) < 2 or sizes[0] < 1:
@@ -107,7 +127,20 @@ def question(
         seeds=seeds,
         least=least or sizes[0],
         compare_with=[name for name in dict.fromkeys(others) if name != own],
+        growth=growth,
+        called=called,
     )
+
+
+def _grown(config: Config, growth: Mapping[str, Sequence[Fraction]]) -> tuple[list[int], str]:
+    """The factors of what grows most, and the key that tells the models apart: hidden_size where it grows each time."""
+    points = [point.sizes for point in grown(config, growth)]
+    most = reference(points)
+    if any(factor.denominator != 1 for factor in growth[most]):
+        raise UserError(f"--growth {most}: grows most; expected whole factors, for example 1,2,4")
+    hidden = [point.get("hidden_size", 0) for point in points]
+    called = "hidden_size" if sorted(set(hidden)) == hidden else most
+    return [int(factor) for factor in growth[most]], called
 
 
 def _values(config: Config, over: str, values: str) -> list[float | str]:

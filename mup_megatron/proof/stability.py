@@ -20,7 +20,7 @@ from mup_megatron.data.prepare import known_vocab_size
 from mup_megatron.data.record import tokens_digest
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
-from mup_megatron.proof.family import members
+from mup_megatron.proof.family import grown, members, models
 from mup_megatron.proof.grid import Grid, Job, Outcome, comparable, ended
 from mup_megatron.proof.optimum import (
     Curve,
@@ -100,7 +100,7 @@ def jobs_of(config: Config, asked: Question) -> dict[Run, Job]:
         except ConfigError as error:
             raise UserError(f"--values: {value}: {error}") from None
         shown = value if isinstance(value, str) else f"{value:.6g}"
-        folder = f"{name}-{asked.across}-{factor}-{asked.over}-{shown}-seed-{seed}"
+        folder = f"{name}-{asked.sized(factor)}-{asked.over}-{shown}-seed-{seed}"
         jobs[Run(run_as, factor, value, seed)] = Job(name=folder, config=made)
     return jobs
 
@@ -126,7 +126,9 @@ def _sized(config: Config, asked: Question) -> list[Config]:
     """The config at every size."""
     command = config.tuning.command
     ranks = (MegatronCommand.read(command).processes or max(1, torch.cuda.device_count())) if command else 1
-    if asked.across in ("width", "depth", "experts"):
+    if asked.growth:
+        found = [member.config for member in models(config, grown(config, asked.growth), ranks)]
+    elif asked.across in ("width", "depth", "experts"):
         try:
             found = [member.config for member in members(config, asked.factors, ranks, asked.across)]
         except UserError as error:
@@ -147,23 +149,24 @@ def _as_trials(config: Config) -> Config:
     return derive(config, {f"tuning.{name}": getattr(tuning, name) or getattr(training, name) for name in own})
 
 
-def size_of(config: Config, across: Across) -> int:
+def size_of(config: Config, across: Across, called: str = "hidden_size") -> int:
     """What a size is called: hidden size, layers, experts, sequences, tokens of a sequence, tokens of the run."""
     training = config.training
-    return {
-        "width": config.model.hidden_size,
+    sizes: dict[Across, int] = {
+        "width": getattr(config.model, called),
         "depth": config.model.num_layers,
         "experts": config.model.num_moe_experts or 0,
         "batch": training.global_batch_size,
         "sequence": training.seq_length,
         "tokens": training.train_steps * training.global_batch_size * training.seq_length,
-    }[across]
+    }
+    return sizes[across]
 
 
 def _result(
     config: Config, asked: Question, jobs: Mapping[Run, Job], outcomes: Mapping[str, Outcome]
 ) -> dict[str, Any]:
-    sizes = {run.factor: size_of(job.config, asked.across) for run, job in jobs.items()}
+    sizes = {run.factor: size_of(job.config, asked.across, asked.called) for run, job in jobs.items()}
     losses: dict[str, dict[int, dict[float | str, dict[int, float]]]] = {}
     for run, job in jobs.items():
         of_size = losses.setdefault(run.parametrization, {}).setdefault(run.factor, {})
@@ -173,6 +176,9 @@ def _result(
         for name, held in losses.items()
     }
     said = {**judge(curves, sizes, asked), **ended(outcomes), "config": config.model_dump()}
+    if asked.growth:
+        said["growth"] = {key: [str(by) for by in factors] for key, factors in asked.growth.items()}
+        said["axis"] = asked.called.replace("_", " ")
     found: dict[str, Any] = as_json({**said, "provenance": provenance(tokens_digest(config))})
     return found
 
@@ -283,6 +289,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     """A result for people."""
     across, over = result["across"], result["over"]
     said = [f"{over} over {across}, {result['seeds']} seeds, {result['seconds'] / 60:.0f} minutes of one process"]
+    said += [f"{key} grows by {', '.join(factors)}" for key, factors in result.get("growth", {}).items()]
     for name, line in result["lines"].items():
         noise = line["noise"]
         said.append(f"{name}{f' (noise of a loss {noise:.4f})' if noise is not None else ''}:")

@@ -15,6 +15,7 @@ import typer
 
 from benchmarks.evidence import records
 from mup_megatron import cli
+from mup_megatron.cli.proof import _growth
 from mup_megatron.config import Config, load_config, parse_overrides
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.proof.controls import control
@@ -81,10 +82,12 @@ def asked(command: Command, found: Mapping[str, Any]) -> dict[str, Any]:
             seeds=options["seeds"],
             least=options["least"],
             others=options["compare"] or (None if options["beside"] else ()),
+            growth=_growth(options["growth"] or []),
         )
+        growth = {key: [str(by) for by in factors] for key, factors in each.growth.items()}
         size = next((size["size"] for size in found["sizes"] if size["factor"] == each.least), None)
         return {"values": list(each.values), "seeds": each.seeds, "factors": list(each.factors), "from": size,
-                "lines": {command.config.parametrization.name, *each.compare_with}}  # fmt: skip
+                "lines": {command.config.parametrization.name, *each.compare_with}, "growth": growth}  # fmt: skip
     if command.kind == "coord-check":
         rate = LearningRateSchedule(command.config.training, command.config.hparams.lr)(options["steps"])
         factors = options["widths"] or options["growth"][0].partition("=")[2]
@@ -102,7 +105,8 @@ def held(command: Command, found: Mapping[str, Any]) -> dict[str, Any]:
     if command.kind == "stability":
         return {"values": found["values"], "seeds": found["seeds"],
                 "factors": [size["factor"] for size in found["sizes"]],
-                "from": found.get("from", found["sizes"][0]["size"]), "lines": set(found["lines"])}  # fmt: skip
+                "from": found.get("from", found["sizes"][0]["size"]), "lines": set(found["lines"]),
+                "growth": found.get("growth", {})}  # fmt: skip
     if command.kind == "coord-check":
         return {"steps": found["steps"], "seeds": found["seeds"], "lr": found["lr"],
                 "factors": [size["factor"] for size in found["sizes"]],

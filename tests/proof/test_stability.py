@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def test_what_is_not_said(tmp_path: Path) -> None:
         ({"values": "0,1,2"}, "--values: 0,1,2: a minimum needs three different positive numbers"),
         ({"over": "weight_decay"}, "--values: missing; hparams.weight_decay is 0.0"),
         ({"seeds": 0}, "--seeds: 0: expected 1 or more"),
+        (
+            {"growth": {"hidden_size": [1, 2]}, "factors": [1, 2]},
+            "--growth: says how each width grows; expected",
+        ),
+        ({"growth": {"hidden_size": [1, 2]}, "across": "depth"}, "expected no --sizes, and --across width"),
+        ({"growth": {"hidden_size": [2, 1]}}, "the size that grows most has to grow with every model"),
+        ({"growth": {"hidden_size": [1, Fraction(3, 2)]}}, "--growth hidden_size: grows most; expected whole factors"),
+        ({"growth": {"num_layers": [1, 2]}}, "--growth num_layers: base: does not name it; expected one of"),
         ({"others": ["mup", "between"]}, "--compare: test: parametrization.name: expected one of 'mup', "),
     ],
 )
@@ -125,6 +134,38 @@ def test_what_grows_and_nothing_else(tmp_path: Path, across: Any, sizes: dict[in
         for other in ("width", "depth", "batch", "sequence"):
             if other != across:  # the config's own, which for the width is no multiple of the base
                 assert stability.size_of(made, other) == stability.size_of(config, other)
+
+
+def test_sizes_that_grow_by_factors_of_their_own(tmp_path: Path) -> None:
+    """The FFN grows 8 times where the hidden size doubles; what is not named stays at its base."""
+    config = config_of(tmp_path)
+    question = asked(config, growth=growth_of("hidden_size=1,2", "ffn_hidden_size=1,8"), seeds=1, others=())
+    assert (question.factors, question.least, question.name) == ([1, 8], 1, "lr-growth")
+    jobs = stability.jobs_of(config, question)
+    models = {run.factor: job.config.model for run, job in jobs.items()}
+    assert {by: (model.hidden_size, model.ffn_hidden_size) for by, model in models.items()} == {
+        1: (64, 64), 8: (128, 512),
+    }  # fmt: skip
+    assert [(model.num_attention_heads, model.num_query_groups) for model in models.values()] == [(4, 1)] * 2
+    name = jobs[stability.Run("mup", 8, 8e-3, config.run.seed)].name
+    assert name == f"mup-hidden_size-2-ffn_hidden_size-8-lr-0.008-seed-{config.run.seed}"
+    found = result_of(config, question, bowl({"mup": 0}))
+    assert [size["size"] for size in found["sizes"]] == [64, 128]
+    assert found["growth"] == {"hidden_size": ["1", "2"], "ffn_hidden_size": ["1", "8"]}
+    assert stability.lines(found)[1:3] == ["hidden_size grows by 1, 2", "ffn_hidden_size grows by 1, 8"]
+    # Where the hidden size does not grow each time, models are told apart by what grows most.
+    narrow = asked(config, growth=growth_of("hidden_size=1,1,3/2", "ffn_hidden_size=1,2,8"), seeds=1, others=())
+    found = result_of(config, narrow, bowl({"mup": 0}))
+    assert ([size["size"] for size in found["sizes"]], found["axis"]) == ([64, 128, 512], "ffn hidden size")
+    assert {job.name.partition("-lr")[0] for job in stability.jobs_of(config, narrow).values()} == {
+        "mup-hidden_size-1-ffn_hidden_size-1",
+        "mup-hidden_size-1-ffn_hidden_size-2",
+        "mup-hidden_size-3_2-ffn_hidden_size-8",
+    }
+
+
+def growth_of(*words: str) -> dict[str, list[Fraction]]:
+    return {key: [Fraction(by) for by in factors.split(",")] for key, _, factors in (w.partition("=") for w in words)}
 
 
 def test_parametrizations_share_what_is_the_same_run(tmp_path: Path) -> None:
@@ -272,7 +313,7 @@ def test_the_exit_status(
     compared: list[Any] = []
 
     def given(_config: Config, question: Question, _grid: Grid) -> dict[str, Any]:
-        compared.append(question.compare_with)
+        compared.append((question.compare_with, question.growth))
         return found
 
     monkeypatch.setattr(stability, "stability", given)
@@ -280,7 +321,9 @@ def test_the_exit_status(
     words = ["stability", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "out"), "--workers", "1"]
     (tmp_path / "out").mkdir()
     assert cli.run([*words, "--compare", "ntk", "--compare=interpolate:1,0.5"]) == status
-    assert compared == [["ntk", "interpolate:1,0.5"]]
+    assert compared == [(["ntk", "interpolate:1,0.5"], {})]
+    assert cli.run([*words, "--growth=hidden_size=1,2", "--growth", "ffn_hidden_size=1,8", "--no-beside"]) == status
+    assert compared[1:] == [([], growth_of("hidden_size=1,2", "ffn_hidden_size=1,8"))]
     written = json.loads((tmp_path / "out" / "lr-width.json").read_text())
     assert written["verdict"] == {0: "passed", 1: "failed", 3: "undecided"}[status]
     assert set(KEYS) <= set(written["provenance"])

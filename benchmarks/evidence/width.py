@@ -135,19 +135,12 @@ def said_of_english() -> str:
     one, apart = record(ENGLISH), record(APART)
     largest, factor = one["sizes"][-1]["size"], apart["config"]["hparams"]["per_tensor"]["embedding"]["lr"]
     ends = [row_of(found, largest)["minimum"]["loss"] for found in (one, apart)]
+    said, moves = zip(*((own(f["lines"]["mup"]), octaves(row_of(f, 128))) for f in (one, apart)), strict=True)
     return (
-        f"With one rate for all tensors µP {_from_128(one)}. With a rate of the embedding {factor:g} times the others' "
-        f"it {_from_128(apart)}. At {largest} the second ends at {ends[1]:.3f} nats, the first at {ends[0]:.3f}; "
-        f"{seeds_of(apart)} ran."
-    )
-
-
-def _from_128(found: Mapping[str, Any]) -> str:
-    line, row, largest = found["lines"]["mup"], row_of(found, 128), found["sizes"][-1]["size"]
-    return (
-        f"{own(line)}: the vertex moves by {octaves(row)} octaves to {largest} (bound {found['bounds']['octaves']:g}), "
-        f"the best tried rate of 128 costs {largest} {cost(row)} of its loss, and the fitted one "
-        f"{cost_of_fitted(found, row)}"
+        f"With one rate for all tensors µP {said[0]}, with a rate of the embedding {factor:g} times the others' it "
+        f"{said[1]}: the vertex moves by {moves[0]} and {moves[1]} octaves to {largest} (bound "
+        f"{one['bounds']['octaves']:g}). At {largest} the second ends at {ends[1]:.3f} nats, the first at "
+        f"{ends[0]:.3f}; {seeds_of(apart)} ran."
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,7 +136,7 @@ def _write_explorer(
     from mup_megatron.report.document import write_document
     from mup_megatron.report.explorer import explorer_page, notebook_of
 
-    made = explorer_page(config, lambda moved: parametrize(moved, vocabulary))
+    made = explorer_page(config, partial(parametrize, vocab_size=vocabulary))
     if page is not None:
         print(write_document(Path(page), made))
     if notebook is not None:

@@ -13,7 +13,7 @@ kind of layer one is built, and one expert (representatives.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -34,12 +34,14 @@ from mup_megatron.rules.table import WORD_EMBEDDINGS, ForwardMultipliers, Parame
 from mup_megatron.util.errors import UserError
 
 
-def parametrize(config: Config, vocab_size: int) -> Parametrization:
+def parametrize(config: Config, vocab_size: int, names: Collection[str] = ()) -> Parametrization:
     """The rules for every tensor of the whole, unsharded model. Needs no process group and no memory for weights.
 
     Args:
         config: the run.
         vocab_size: entries of the tokenizer, before padding.
+        names: only these tensors, which hold the embedding and the head, of a run whose whole table was made; all
+            unless given.
 
     Raises:
         UserError: base and target do not belong to one family.
@@ -50,14 +52,18 @@ def parametrize(config: Config, vocab_size: int) -> Parametrization:
             "the layers of this model are a script's own, which mup-megatron run alone builds; expected that, or none",
         )
     vocabulary = config.model.padded_vocab_size(vocab_size)
-    target = _specs(config, config.model, vocabulary)
+
+    def specs(model: Model) -> Mapping[str, TensorSpec]:
+        found = _specs(config, model, vocabulary)
+        return {name: found[name] for name in names if name in found} if names else found
+
     if config.base.file is not None:
-        shapes, base_head_size, carried = shapes_from_file(config, target, config.base.file)
+        shapes, base_head_size, carried = shapes_from_file(config, specs(config.model), config.base.file)
         return apply_rules(config, shapes, base_head_size=base_head_size, carried=carried)
     base = config.model.resized(config.base.width)
     enlarged = base.resized(config.base.enlarged())
-    shapes = join_shapes(target, _specs(config, base, vocabulary), _specs(config, enlarged, vocabulary))
-    return apply_rules(config, shapes, base_head_size=base.head_size)
+    shapes = join_shapes(specs(config.model), specs(base), specs(enlarged))
+    return apply_rules(config, shapes, base_head_size=base.head_size, whole=not names)
 
 
 def build_model(

@@ -10,7 +10,7 @@ import dataclasses
 import html
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from mup_megatron.config import Config, derive
 from mup_megatron.report.document import document
 from mup_megatron.rules import formulas
 from mup_megatron.rules.laws import Laws
-from mup_megatron.rules.measured_laws import laws_of
-from mup_megatron.rules.table import Parametrization
+from mup_megatron.rules.measured_laws import TableOf, laws_of
 from mup_megatron.util.errors import ConfigError
 from mup_megatron.util.files import read_text
 
@@ -66,7 +65,7 @@ small { color: var(--dim) } .other { color: light-dark(#a33, #f99); font-size: 0
 """
 
 
-def explorer_page(config: Config, table_of: Callable[[Config], Parametrization]) -> str:
+def explorer_page(config: Config, table_of: TableOf) -> str:
     """The page as text: one file that opens from disk and needs no network.
 
     Args:
@@ -117,7 +116,7 @@ def notebook_of(page: str, words: Sequence[str]) -> str:
     return json.dumps({"cells": [{**cell, "outputs": [shown]}], **about}, indent=1) + "\n"
 
 
-def _laws(config: Config, table_of: Callable[[Config], Parametrization]) -> dict[str, Laws]:
+def _laws(config: Config, table_of: TableOf) -> dict[str, Laws]:
     """Of the run's own parametrization first, then of those that it is compared with."""
     plain = derive(config, {"parametrization.scaling": "none"})
     found: dict[str, Laws] = {config.parametrization.name: laws_of(plain, table_of)}

@@ -42,6 +42,7 @@ def apply_rules(
     *,
     base_head_size: int,
     carried: Mapping[str, Carried] | None = None,
+    whole: bool = True,
 ) -> Parametrization:
     """Makes the table of a model.
 
@@ -50,12 +51,14 @@ def apply_rules(
         shapes: every tensor of the whole (unsharded) model, by global name.
         base_head_size: d of the base model.
         carried: factors on what the rules say, of tensors that carry some from another base.
+        whole: every tensor is among the shapes, so that an entry of per_tensor that names none is a mistake.
 
     Raises:
         UserError: a rule does not exist for some tensor; names it.
     """
     carried = carried or {}
-    check_entries(config, shapes)
+    if whole:
+        check_entries(config, shapes)
     applied = Rules(config, shapes, base_head_size)
     # Tensors that differ by layer or expert number alone are worked out once.
     rows: dict[tuple[int, int, int, bool, bool], TensorHyperparameters] = {}

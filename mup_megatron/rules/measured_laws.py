@@ -1,19 +1,19 @@
 """The laws of a run's table, measured (laws.py).
 
-Public names: `laws_of`, `size_of`. The table is asked for the same run at other sizes, and the rules for the same
-tensor at other ratios of its fan-in and fan-out. The powers follow from the answers, so no rule stands here a second
-time.
+Public names: `laws_of`, `size_of`, `TableOf`. The table is asked for the same run at other sizes, and the rules for
+the same tensor at other ratios of its fan-in and fan-out. The powers follow from the answers, so no rule stands here a
+second time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mup_megatron.config import Config, derive, growing_sizes
 from mup_megatron.rules.apply import Rules, larger_side_growth, orthogonalised
@@ -34,7 +34,15 @@ _DIGITS = 9
 """Decimals of a power, whose fractions are halves and what a config says."""
 
 
-def laws_of(config: Config, table_of: Callable[[Config], Parametrization]) -> Laws:
+class TableOf(Protocol):
+    """`model.build.parametrize` of one vocabulary."""
+
+    def __call__(self, config: Config, *, names: Collection[str] = ()) -> Parametrization:
+        """The table of a run: of these tensors alone, of all unless given."""
+        ...
+
+
+def laws_of(config: Config, table_of: TableOf) -> Laws:
     """Measures the table over the sizes.
 
     Args:
@@ -45,13 +53,11 @@ def laws_of(config: Config, table_of: Callable[[Config], Parametrization]) -> La
         UserError: the table of this run cannot be made.
     """
     table = table_of(config)
-    elsewhere = _elsewhere(table, table_of)
-    tensors = {}
+    kinds: dict[tuple[Any, ...], str] = {}
     for name, row in table.tensors.items():
         # Layers of one kind, and experts, share their spec.
-        key = (without_numbers(name), id(row.shape.spec), row.group, tuple(row.init_std.values()))
-        if key not in tensors:
-            tensors[key] = _tensor(table, elsewhere, name)
+        kinds.setdefault((without_numbers(name), id(row.shape.spec), row.group, tuple(row.init_std.values())), name)
+    elsewhere = _elsewhere(table, partial(table_of, names=kinds.values()))
     fields = [field.name for field in dataclasses.fields(table.forward)]
     return Laws(
         parametrization=config.parametrization.name,
@@ -62,7 +68,7 @@ def laws_of(config: Config, table_of: Callable[[Config], Parametrization]) -> La
         forward={
             name: _over_sizes(getattr(table.forward, name), elsewhere, partial(_forward, name)) for name in fields
         },
-        tensors=list(tensors.values()),
+        tensors=[_tensor(table, elsewhere, name) for name in kinds.values()],
     )
 
 

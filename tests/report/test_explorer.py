@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from mup_megatron.report.explorer import _NAMES, RULES, explorer_page
 from mup_megatron.rules import formulas
 from mup_megatron.rules.laws import Laws
 from mup_megatron.rules.measured_laws import laws_of
-from mup_megatron.rules.table import Parametrization
 from tests.helpers.browser import look, measure, needs_browser
 from tests.helpers.configs import MIXED, VOCABULARY, make
 from tests.rules.test_laws import CONFIGS, FACTORS, heads_under_muon
@@ -44,8 +44,7 @@ def prepared() -> None:
     upstream.prepare_process()
 
 
-def table_of(config: Config) -> Parametrization:
-    return parametrize(config, VOCABULARY)
+table_of = partial(parametrize, vocab_size=VOCABULARY)
 
 
 def page_of(config: Config, folder: Path) -> Path:

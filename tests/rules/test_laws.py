@@ -6,6 +6,7 @@ import importlib.metadata
 import random
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,8 +57,7 @@ def prepared() -> None:
     upstream.prepare_process()
 
 
-def table_of(config: Config) -> Parametrization:
-    return parametrize(config, VOCABULARY)
+table_of = partial(parametrize, vocab_size=VOCABULARY)
 
 
 def draw(config: Config, laws: Laws, rng: random.Random) -> tuple[dict[str, float], Parametrization]:

@@ -23,6 +23,7 @@ from benchmarks.evidence.width import FAIR
 ONE_AT_A_TIME = {
     "batch size": "ladder/batch.json",
     "sequence length": "ladder/sequence.json",
+    "the tokens of a run": "ladder/tokens.json",
 }
 _DEPTH = {"none": "none", "depth_mup": "Depth-µP (α = 1/2)", "completep": "CompleteP (α = 1)"}
 
@@ -68,7 +69,7 @@ def _rise(path: str) -> float:
 
 
 def one_at_a_time() -> Rows:
-    """The learning rate over sequences per step, and over tokens per sequence."""
+    """The learning rate over sequences per step, tokens per sequence, and tokens of the run."""
     columns = ["sizes", "best rate at each", "octaves", "the smallest's best tried rate costs the largest"]
     rows = [["what grows", *columns, "lowest loss at each", "verdict"]]
     for what, path in ONE_AT_A_TIME.items():

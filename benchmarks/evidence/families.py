@@ -59,7 +59,7 @@ def gaussian_process() -> str:
     worse = all(one < other for one, other in zip(theirs, ours, strict=True))
     fate = "so it was not kept" if worse else "and it was not kept"
     return (
-        f"A Gaussian process in TPE's place (Optuna's; what halving stopped counts with its last loss; commit "
+        f"A Gaussian process in TPE's place (Optuna's; commit "
         f"{found[0]['provenance']['commit'][:7]}) arrives after {gp:.1f} runs on the first table, TPE after {tpe:.1f}. "
         f"In the two other families {theirs[0]} and {theirs[1]} of {found[0]['seeds']} searches arrive within "
         f"{found[0]['budget']:g} runs, of TPE's {ours[0]} and {ours[1]}, {fate}."

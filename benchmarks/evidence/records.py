@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +208,9 @@ def span(found: Mapping[str, Any]) -> str:
     """The least and the largest size."""
     sizes = [size["size"] for size in found["sizes"]]
     return f"{sizes[0]} to {sizes[-1]}"
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Mean of the pairs' differences, and its standard error, which is 0 for one pair."""
+    pairs = [a - b for a, b in zip(one, other, strict=True)]
+    return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0

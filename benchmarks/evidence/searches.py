@@ -355,11 +355,7 @@ def _over_tokens(found: Mapping[str, Any]) -> str:
     for batch in (min(rung["batch"] for rung in rungs), max(rung["batch"] for rung in rungs)):
         rates = [rung["value"] for rung in rungs if rung["batch"] == batch]
         ways.append("rises" if rates[-1] > rates[0] else "falls")
-    rough = ": a law without a term for both together is a rough one" if len(set(ways)) > 1 else ""
-    return (
-        f"Over tokens the best rate {ways[0]} at the smallest batch and {ways[1]} at the largest, at the smallest "
-        f"width{rough}."
-    )
+    return f"Over tokens the best rate {ways[0]} at the smallest batch and {ways[1]} at the largest, at width × 1."
 
 
 # --- reverse transfer ---

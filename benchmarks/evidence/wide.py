@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.direct import compared
 from benchmarks.evidence import width
-from benchmarks.evidence.records import FOLDER, LINES, Rows, best, cost, octaves, record, row_of
+from benchmarks.evidence.records import FOLDER, LINES, Rows, best, cost, difference, octaves, record, row_of
 from mup_megatron.report.stability import draw_stability
 
 RATES, FARTHEST, RIVALS, PER_LAYER = (f"wide/{name}.json" for name in ("lr-width", "to-4096", "rivals", "per-layer"))
@@ -40,12 +39,6 @@ def draw() -> None:
     own = {"mup": {**fine["lines"]["mup"], "values": fine["values"], "seeds": fine["seeds"]}}
     lines = {**rivals["lines"], **record(PER_LAYER)["lines"], **own}
     draw_stability({**rivals, "lines": lines}, FOLDER / "wide" / "rivals.png")
-
-
-def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Mean of the pairs' differences, and its standard error."""
-    pairs = [a - b for a, b in zip(one, other, strict=True)]
-    return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
 
 
 def said_of_rates() -> str:

@@ -13,6 +13,7 @@ from benchmarks.evidence.records import (
     best,
     cost,
     cost_of_fitted,
+    difference,
     judged_from,
     losses,
     octaves,
@@ -30,7 +31,10 @@ APART = "stability-english-embedding/lr-width.json"
 FAR = "stability-lr-width-512/lr-width.json"
 WIDEST = "forecast/after.json"
 ONE_RATIO = {"auto": "mixed-growth/one-ratio.json", "output_like": "mixed-growth/one-ratio-output_like.json"}
-ONE_RATIO_128 = "mixed-growth/one-ratio-128.json"
+ONE_RATIO_128 = {
+    "fixed": "mixed-growth/one-ratio-128.json",
+    "growing 8 times as the hidden size doubles": "mixed-growth/one-ratio-ffn-8.json",
+}
 SCHEDULES = "multipliers/schedule.json"
 FROM_128 = {
     "initial deviation": "stability-english-std/all.json",
@@ -261,19 +265,27 @@ def said_of_mixed() -> str:
     return f"From 32, where the small model's own drift is enough to fail, {passed} of 4 pass. {' '.join(said)}"
 
 
-def said_of_one_ratio() -> str:
-    """What the rate that is best at 128 gives at the largest width, by one ratio and by a ratio per tensor."""
-    found = record(ONE_RATIO_128)
+def ends_of_ratios(path: str) -> dict[str, list[float]]:
+    """At the largest width, each line's losses at its best tried rate, by seed."""
+    found = record(path)
+    rows = {name: line["rows"][-1] for name, line in found["lines"].items()}
+    return {name: row["losses"][found["values"].index(row["minimum"]["tried"])] for name, row in rows.items()}
+
+
+def said_of_one_ratio(path: str) -> str:
+    """What the base's best rate gives at the largest width, by one ratio and by a ratio per tensor."""
+    found = record(path)
     first, last = found["sizes"][0]["size"], found["sizes"][-1]["size"]
     rate = row_of(found, first)["minimum"]["tried"]
     rows = {name: row_of(found, last, name) for name in ("mup", "one_ratio")}
     kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
-    ends = {name: row["minimum"]["loss"] for name, row in rows.items()}
-    lower = "a ratio per tensor" if ends["mup"] < ends["one_ratio"] else "one ratio"
+    ends = ends_of_ratios(path)
+    mean, error = difference(ends["one_ratio"], ends["mup"])
+    lower = "neither surely" if abs(mean) <= 2 * error else "a ratio per tensor" if mean > 0 else "one ratio"
     return (
-        f"From {first} {lower} ends lower at {last}: {ends['one_ratio']:.3f} by one ratio, {ends['mup']:.3f} by a "
-        f"ratio per tensor; at the best rate of {first} {kept['one_ratio']:.3f} and {kept['mup']:.3f}. The best rate "
-        f"moves by {octaves(row_of(found, first, 'one_ratio'))} and {octaves(row_of(found, first))} octaves."
+        f"From {first} {lower} ends lower at {last}: {statistics.fmean(ends['one_ratio']):.3f} by one ratio, "
+        f"{statistics.fmean(ends['mup']):.3f} by a ratio per tensor ({mean:+.3f} ± {error:.3f} nats); at the best rate "
+        f"of {first} {kept['one_ratio']:.3f} and {kept['mup']:.3f}."
     )
 
 

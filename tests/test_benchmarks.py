@@ -156,7 +156,8 @@ def compared(rank: Rank, *, engine: str, architecture: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("engine", "architecture", "tensor"),
     [
-        *[("deepspeed", "gpt3", 1), ("megatron", "gpt3", 2), ("deepspeed", "llama", 2)],
+        ("megatron", "gpt3", 2),
+        *[pytest.param("deepspeed", *cell, marks=pytest.mark.slow) for cell in (("gpt3", 1), ("llama", 2))],
         *([("megatron", "moe", 1)] if harness.has_plain_experts() else []),
     ],
 )

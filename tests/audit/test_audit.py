@@ -107,9 +107,9 @@ def planted(splits: list[Split], faults: dict[str, Fault], quick: int) -> list[A
 @pytest.mark.parametrize(
     ("faults", "split"),
     [
-        *planted([Split(0, tensor=2), Split(1, tensor=2, data=2), *ZERO[1:], *MEGATRON], {**INITIAL}, 4),
-        *planted([Split(0, tensor=2), *ZERO, *MEGATRON], {**GROUPS}, 4),
-        *planted(OWN, {**STEPS, **WHOLE_GROUPS}, 3),
+        *planted([Split(0, tensor=2), Split(1, tensor=2, data=2), *ZERO[1:], *MEGATRON], {**INITIAL}, 8),
+        *planted([Split(0, tensor=2), *ZERO, *MEGATRON], {**GROUPS}, 8),
+        *planted(OWN, {**STEPS, **WHOLE_GROUPS}, 6),
         *planted([*ZERO[1:], MEGATRON[1]], {name: STEPS[name] for name in (*EVERYWHERE, "no gradient")}, 5),
         # FSDP2 puts other parameters in the place of those whose gradients the fault holds back.
         *planted([MEGATRON[2]], {name: STEPS[name] for name in EVERYWHERE}, 5),

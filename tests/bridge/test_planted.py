@@ -62,7 +62,7 @@ def test_a_healthy_model(ranks: Ranks, model: str, layout: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(pack, id=pack[0], marks=() if number % 6 == 0 else pytest.mark.slow)
+        pytest.param(pack, id=pack[0], marks=() if number % 12 == 0 else pytest.mark.slow)
         for number, pack in enumerate(PACKS)
     ],
 )

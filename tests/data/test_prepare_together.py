@@ -163,7 +163,7 @@ def flip(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("name", ["corpus.bin", "corpus.idx"])
+@pytest.mark.parametrize("name", ["corpus.bin", pytest.param("corpus.idx", marks=pytest.mark.slow)])
 def test_a_run_verifies_once(numbers: tuple[Path, np.ndarray], tmp_path: Path, name: str) -> None:
     """What does not match its checksum is prepared anew; what was read before and did not change is not read again."""
     settings, memory = load_config(config_file(tmp_path, numbers[0])), tmp_path / "verified.json"

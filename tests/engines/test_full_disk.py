@@ -240,7 +240,8 @@ def train_file(folder: Path, directory: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_checkpoint(tmp_path: Path, disk: Callable[..., Disk], ranks: Ranks, processes: int) -> None:
     """The second of two does not fit: nothing of it is left, the first stays, and with room the run goes on from it."""
     small = disk(64000)

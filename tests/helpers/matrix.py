@@ -269,7 +269,6 @@ QUICK = {
     ("llama, mixed", Split(2, data=2)),
     ("llama, mixed", Split(1, tensor=2, data=2, sequence=True)),
     ("llama, mla", Split(0, tensor=2)),
-    ("llama, qk-norm", Split(0, tensor=2)),
     ("gpt3", Split("plain", pipeline=2, virtual=2)),
     ("llama", Split("plain", context=2)),
     ("gpt3", Split("fsdp2", data=2)),

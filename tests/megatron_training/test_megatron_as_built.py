@@ -149,6 +149,7 @@ def test_virtual_stages_are_explained(spec: tuple[str, ...], ranks: Ranks, tmp_p
     assert ("ExtraMLP" in first["printed"]) is bool(spec)
 
 
+@pytest.mark.slow
 def test_a_record_of_these_layers_under_virtual_stages(ranks: Ranks, tmp_path: Path) -> None:
     """The digest of a script's layers is that of one process, and a record of other layers is refused."""
     words = (*EXTRA, *tensors(tmp_path))

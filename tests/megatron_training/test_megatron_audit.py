@@ -87,7 +87,7 @@ PACKS = [
 @pytest.mark.parametrize(
     ("layout", "faults"),
     [
-        pytest.param(*pack, id=f"{pack[1][0]}: {pack[0]}", marks=() if number % 12 == 0 else pytest.mark.slow)
+        pytest.param(*pack, id=f"{pack[1][0]}: {pack[0]}", marks=() if number % 24 == 0 else pytest.mark.slow)
         for number, pack in enumerate(PACKS)
     ],
 )

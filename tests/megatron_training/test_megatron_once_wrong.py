@@ -37,7 +37,9 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 @needs_training
-@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+@pytest.mark.parametrize(
+    "backend", ["flash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "unfused"))]
+)
 def test_attention_backends(backend: str, ranks: Ranks, tmp_path: Path, plain: dict[str, Any]) -> None:
     """Shape models leave Transformer Engine's variables to the real one; local attention has one backend."""
     found = run(ranks, tmp_path, "--attention-backend", backend)
@@ -57,7 +59,7 @@ def test_rope_under_latent_attention(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @needs_training
-@pytest.mark.parametrize(("rows", "status"), [(104, 0), (100, 0), (90, 2)])
+@pytest.mark.parametrize(("rows", "status"), [(104, 0), pytest.param(100, 0, marks=pytest.mark.slow), (90, 2)])
 def test_padded_vocabulary(rows: int, status: int, ranks: Ranks, tmp_path: Path) -> None:
     found = run(ranks, tmp_path, "--padded-vocab-size", str(rows))
     assert found["status"] == status, found["said"]

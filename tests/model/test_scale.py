@@ -154,7 +154,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+_QUICK = ("mtp", "tied-interleaved", "uneven", "experts", "latent")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in _QUICK else pytest.param(case, marks=pytest.mark.slow) for case in LAYOUTS]
+)
 def test_a_rank_holds_what_explain_says(ranks: Ranks, case: str) -> None:
     growth, architecture, overrides = LAYOUTS[case]
     config = make(growth, architecture, **PIPELINE, **overrides)

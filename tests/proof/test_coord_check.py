@@ -129,6 +129,7 @@ def broken(ranks: Ranks, rule: str, architecture: str = "gpt3") -> None:
     assert not whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["attention_scale"])
 def test_a_broken_rule_fails(ranks: Ranks, rule: str) -> None:
     broken(ranks, rule)

@@ -92,7 +92,7 @@ def found(ranks: Ranks, name: str, planted: bool) -> dict[str, Any]:
 CLEAN: dict[tuple[str, str], dict[str, Any]] = {}
 """What is out of bounds without a fault, by model and regime; once for all faults."""
 
-SAMPLE = ("key_rows_stay", "sqrt_as_independent", "init_factor_twice")
+SAMPLE = ("sqrt_as_independent",)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def data_of(page: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt3", "Muon")),
-        *("experts", "depth, batch and tokens"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt3", "Muon", "experts")),
+        "depth, batch and tokens",
     ],
 )
 def test_the_page_computes_the_table(case: str, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ window.addEventListener("load", () => setTimeout(() => {
 </script></body>"""
 
 
+@pytest.mark.slow
 @needs_browser
 def test_it_is_readable_in_the_dark(whole: Path, tmp_path: Path) -> None:
     """Text has a contrast of 7 at least, lines of pictures 3 (WCAG 2.2, 1.4.6 and 1.4.11); by day too."""
@@ -125,7 +126,7 @@ def test_it_can_be_printed(whole: Path, tmp_path: Path) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 def test_the_page_fits_the_screen(whole: Path, tmp_path: Path, width: int) -> None:
     """On a phone tables may scroll by themselves, with their first column in place; the page never does."""
     seen = measure(write_page(whole / "run"), tmp_path, width)
@@ -136,6 +137,7 @@ def test_the_page_fits_the_screen(whole: Path, tmp_path: Path, width: int) -> No
         assert seen["scrolled"] == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_what_does_not_fit_is_seen(whole: Path, tmp_path: Path) -> None:
     """A legend where it once lay, and a line that does not break."""
@@ -217,6 +219,7 @@ def test_runs_compared(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.run(["report", str(whole / "run"), str(tmp_path), "--compare", str(path)]) == 2
 
 
+@pytest.mark.slow
 @needs_browser
 def test_an_error_on_the_page_is_seen(whole: Path, tmp_path: Path) -> None:
     page = write_page(whole / "run")

@@ -22,12 +22,7 @@ from tests.telemetry import bodies
 from tests.telemetry.bodies import Found
 
 STEPS = 3
-FEW = [
-    ("gpt3, mixed", Split(3, data=2)),
-    ("llama, mixed", Split(1, tensor=2, data=2, sequence=True)),
-    ("gpt3", Split("plain", pipeline=2, virtual=2)),
-    ("llama", Split("plain", context=2)),
-]
+FEW = [("gpt3, mixed", Split(3, data=2)), ("gpt3", Split("plain", pipeline=2, virtual=2))]
 """Cells of the quick tests."""
 TOLERANCE = 1e-4
 

@@ -69,6 +69,7 @@ def test_the_share_of_steps_that_were_clipped(ranks: Ranks, tmp_path: Path) -> N
     assert series.values["run", "clipped"] == pytest.approx([sum(part) / len(part) for part in parts], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     """A run of two steps, of which a kill left half a line behind; two more with other ranks: as one that never
     stopped."""

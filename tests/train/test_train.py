@@ -281,6 +281,7 @@ def test_bad_input_under_a_launcher_is_said_once(config_file: Path) -> None:
     assert result.stderr.count("hparams.lr: expected a number > 0") == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet(config_file: Path) -> None:
     """SLURM's variables alone: two tasks, and nobody said where they meet."""
     variables = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}

@@ -184,13 +184,15 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", ["one process", "TP 2, SP", pytest.param("TP 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "split", ["TP 2, SP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one process", "TP 2"))]
+)
 @pytest.mark.parametrize(
     ("model", "keys"),
     [
         pytest.param((MIXED, "gpt3"), {}, id="gpt3"),
         pytest.param((MIXED, "gpt3"), {"training__recompute_granularity": "selective"}, id="gpt3 selective"),
-        pytest.param((MIXED, "gpt3"), {"model__core_attention": "sdpa"}, id="gpt3 sdpa"),
+        pytest.param((MIXED, "gpt3"), {"model__core_attention": "sdpa"}, id="gpt3 sdpa", marks=pytest.mark.slow),
         pytest.param((MIXED, "llama"), {"model__normalization": "LayerNorm"}, id="llama"),
         pytest.param((MLA, "llama"), {}, id="mla"),
         pytest.param((T5, "t5"), {"training__decoder_seq_length": 96}, id="t5"),

@@ -35,6 +35,7 @@ def test_without_it_they_are_looked_through_often(repository: Path) -> None:
     assert whole_collections(repository, "cli.run(sys.argv[1:])") > 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
     reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",

@@ -162,20 +162,42 @@ def unbroken(ranks: Ranks) -> Any:
     ("broken", "case", "split", "why"),
     [
         ("no_router_shim", "moe", ONE, r"mlp\.router\.weight: its layer does not say its global shape"),
-        ("no_shared_expert_shim", "moe", ONE, r"shared_experts\.gate_weight: its layer does not say its global shape"),
+        pytest.param(
+            *(
+                "no_shared_expert_shim",
+                "moe",
+                ONE,
+                r"shared_experts\.gate_weight: its layer does not say its global shape",
+            ),
+            marks=pytest.mark.slow,
+        ),
         ("hidden_losses_not_scaled", "moe", ONE, r"grad_norms\[0\] on rank 0"),
         ("expert_bias_not_updated", "moe-expert-bias", ONE, r"losses\[1\] on rank 0"),
         ("no_mla_shim", "mla", ONE, r"linear_q_down_proj\.weight: its layer does not say its global shape"),
-        ("no_query_up_shim", "mla", ONE, r"linear_q_up_proj\.weight: its layer does not say its global shape"),
-        ("no_key_value_up_shim", "mla", ONE, r"linear_kv_up_proj\.weight: its layer does not say its global shape"),
+        pytest.param(
+            *("no_query_up_shim", "mla", ONE, r"linear_q_up_proj\.weight: its layer does not say its global shape"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(
+                "no_key_value_up_shim",
+                "mla",
+                ONE,
+                r"linear_kv_up_proj\.weight: its layer does not say its global shape",
+            ),
+            marks=pytest.mark.slow,
+        ),
         ("patch:mla-local-attention", "mla", ONE, "channels"),
         ("upstream_softmax_scale", "mla", ONE, r"(losses|grad_norms)\[0\] on rank 0"),
         pytest.param(
             *("no_gather_hook", "mla", Split(0, tensor=2, sequence=True), r"grad_norms\[[01]\] on rank 0"),
             marks=pytest.mark.slow,
         ),
-        ("no_eh_proj_shim", "mtp", ONE, r"eh_proj\.weight: its layer does not say its global shape"),
-        ("hidden_losses_not_scaled", "mtp", ONE, r"grad_norms\[0\] on rank 0"),
+        pytest.param(
+            *("no_eh_proj_shim", "mtp", ONE, r"eh_proj\.weight: its layer does not say its global shape"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("hidden_losses_not_scaled", "mtp", ONE, r"grad_norms\[0\] on rank 0", marks=pytest.mark.slow),
         ("qk_norm_not_summed_over_heads", "qk-norm", Split(0, tensor=2), r"grad_norms\[0\] on rank 0"),
         ("patch:cpu-alltoall-stream", "moe-alltoall", ONE, "CUDA"),
     ],

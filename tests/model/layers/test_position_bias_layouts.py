@@ -115,7 +115,9 @@ def test_the_regime_can_tell(reference: Any) -> None:
     [
         ("no_relative_bias_spec", "relative", "sdpa", r"relative_attention_bias\.weight: its layer does not say"),
         ("relative_bias_gradient_of_own_heads", "relative", "tp2", r"grad_norms\[0\] on rank \d"),
-        ("relative_bias_copies_apart", "relative", "pp2", r"grad_norms\[\d\] on rank \d"),
+        pytest.param(
+            *("relative_bias_copies_apart", "relative", "pp2", r"grad_norms\[\d\] on rank \d"), marks=pytest.mark.slow
+        ),
         ("slopes_of_local_heads", "alibi", "tp2", r"losses\[0\] on rank \d"),
         pytest.param(
             "bias_gradient_not_collected", "relative", "sdpa-recompute", "second time", marks=pytest.mark.slow

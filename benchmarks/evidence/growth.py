@@ -92,12 +92,14 @@ def experts() -> Rows:
     return rows
 
 
-def optimizers() -> Rows:
-    """The learning rate over width, of other optimizers than AdamW."""
-    columns = ["best rate at 32, 64, 128", "octaves from 32 to 128", "32's best tried rate costs 128", "lowest loss"]
-    rows = [["optimizer", "", *columns, "verdict"]]
+def optimizers(base: str) -> Rows:
+    """The learning rate over width, of other optimizers than AdamW; `base` ends the names of the records."""
+    sizes = [str(each["size"]) for each in record(f"optimizers/muon{base}.json")["sizes"]]
+    least, largest = sizes[0], sizes[-1]
+    moves = [f"octaves from {least} to {largest}", f"{least}'s best tried rate costs {largest}"]
+    rows = [["optimizer", "", f"best rate at {', '.join(sizes)}", *moves, "lowest loss", "verdict"]]
     for name in ("muon", "lion", "soap"):
-        found = record(f"optimizers/{name}.json")
+        found = record(f"optimizers/{name}{base}.json")
         for kind, line in found["lines"].items():
             first = line["rows"][0]
             cells = [", ".join(best(row) for row in line["rows"]), octaves(first), cost(first), losses(found, kind)]

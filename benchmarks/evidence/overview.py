@@ -203,8 +203,9 @@ CLAIMS = (
           page="experts.md", path="experts/fixed_share.json"),
     Claim(what="The best rate stays over the number of experts, 2 of them used", whose="this project",
           page="experts.md", path="experts/any_share.json"),
-    *(Claim(what=f"{name}'s best rate stays over width", whose="this project", page="optimizers.md",
-            path=f"optimizers/{name.lower()}.json") for name in ("Muon", "Lion", "SOAP")),
+    *(Claim(what=f"{name}'s best rate stays over width", whose="this project",
+            page="optimizers.md#from-hidden-size-64", path=f"optimizers/{name.lower()}-64.json")
+      for name in ("Muon", "Lion", "SOAP")),
     Claim(what="The best decay stays over width in fresh text (`independent`)", whose="Wang & Aitchison",
           page="weight-decay.md", path="stability-decay/independent.json"),
     Claim(what="The best decay stays over width in repeated text (`independent`)", whose="Wang & Aitchison",

@@ -204,7 +204,7 @@ def test_every_layout_clips_alike(ranks: Ranks, model: str, split: Split) -> Non
     ("broken", "model", "split"),
     [
         ("invariant_norm_without_weights", "gpt3", Split(2, tensor=2, data=2)),
-        ("parts_without_their_place", "one group", Split(3, data=2)),
+        pytest.param("parts_without_their_place", "one group", Split(3, data=2), marks=_SLOW),
         pytest.param("parts_without_their_place", "one group", Split("fsdp2", data=2), marks=_SLOW),
         ("every_rank_counts", "gpt3", Split("plain", data=2)),
     ],

@@ -61,7 +61,7 @@ def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, An
     return ranks.run(1, megatron_runs.train, words=said, **asked)[0]
 
 
-QUICK = ("learnable", "rising-decay")
+QUICK = ("learnable",)
 
 
 @pytest.mark.parametrize(

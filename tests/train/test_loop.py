@@ -178,8 +178,8 @@ def lines_that_wait(_rank: Rank, *, path: Path) -> set[str]:
     ("engine", "changed"),
     [
         ("deepspeed", {"parallel__zero_stage": 0}),  # the gradient is clipped here
-        ("deepspeed", {"parallel__zero_stage": 1}),
-        ("megatron", {}),
+        pytest.param("deepspeed", {"parallel__zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param("megatron", {}, marks=pytest.mark.slow),
         ("megatron", {"training__clip_norm": "invariant"}),
     ],
 )

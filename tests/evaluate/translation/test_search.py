@@ -89,7 +89,7 @@ def test_with_enough_beams_it_is_enumeration(penalty: float) -> None:
         assert [hypothesis.score for hypothesis in found] == pytest.approx([score for score, _ in expected], rel=1e-12)
 
 
-@pytest.mark.parametrize("beams", [1, 2, 3, 5])
+@pytest.mark.parametrize("beams", [1, 3, *(pytest.param(beams, marks=pytest.mark.slow) for beams in (2, 5))])
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_few_beams_are_a_search_by_hand(beams: int, penalty: float) -> None:
     table = Table(beams)

@@ -211,6 +211,6 @@ def span(found: Mapping[str, Any]) -> str:
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Mean of the pairs' differences, and its standard error, which is 0 for one pair."""
+    """Mean of the pairs' differences, and its standard error: of two pairs or more."""
     pairs = [a - b for a, b in zip(one, other, strict=True)]
-    return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
+    return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))

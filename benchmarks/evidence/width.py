@@ -281,9 +281,11 @@ def said_of_one_ratio(path: str) -> str:
     kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
     ends = ends_of_ratios(path)
     mean, error = difference(ends["one_ratio"], ends["mup"])
-    lower = "neither surely" if abs(mean) <= 2 * error else "a ratio per tensor" if mean > 0 else "one ratio"
+    lower = f"{'a ratio per tensor' if mean > 0 else 'one ratio'} ends lower at {last}"
+    if abs(mean) <= 2 * error:
+        lower = f"the losses at {last} differ by no more than twice the error"
     return (
-        f"From {first} {lower} ends lower at {last}: {statistics.fmean(ends['one_ratio']):.3f} by one ratio, "
+        f"From {first} {lower}: {statistics.fmean(ends['one_ratio']):.3f} by one ratio, "
         f"{statistics.fmean(ends['mup']):.3f} by a ratio per tensor ({mean:+.3f} ± {error:.3f} nats); at the best rate "
         f"of {first} {kept['one_ratio']:.3f} and {kept['mup']:.3f}."
     )

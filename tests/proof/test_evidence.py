@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.evidence import forecast, pages, records, searches, width
+from benchmarks.evidence import forecast, overview, pages, records, searches, width
 
 TEXTS = {path: path.read_text(encoding="utf-8") for path in pages.PAGES}
 EVIDENCE = {path: text for path, text in TEXTS.items() if path.parent == records.FOLDER}
@@ -274,3 +274,12 @@ def test_numbers_of_the_page_stand_beside_the_verdict(repository: Path) -> None:
     for name in ("wide/lr-width", "wide/to-4096", "stability-lr-width/lr-width", "stability-english/lr-width"):
         drift = records.record(f"{name}.json")["lines"]["mup"]["rows"][0]["drift"]
         assert f"{drift['octaves']:.2f}" in text, name
+
+
+def test_a_difference_within_its_error_decides_nothing() -> None:
+    """By hand: two seeds that differ by +0.00699 and -0.00398 nats."""
+    by_hand = records.difference([4.543136, 4.565450], [4.536150, 4.569432])
+    assert by_hand == pytest.approx((0.001502, 0.005484), abs=1e-6)
+    fixed, grown = (overview._per_tensor(f"mixed-growth/one-ratio-{name}.json") for name in ("128", "ffn-8"))
+    assert grown == "**undecided**: 4.55 nats against 4.55 (+0.002 ± 0.005), each at its best rate"
+    assert fixed.startswith("**passed**: 4.58 nats against 4.72")

@@ -10,6 +10,7 @@ from functools import partial
 from benchmarks.evidence import forecast, growth, limit, plane, searches, wide, width
 from benchmarks.evidence.records import (
     LINES,
+    LOWER,
     Rows,
     asked,
     difference,
@@ -112,8 +113,8 @@ def _per_tensor(path: str) -> str:
     means = [statistics.fmean(ends[name]) for name in ("mup", "one_ratio")]
     word, told = "passed" if means[0] < means[1] else "failed", ""
     if len(ends["mup"]) > 1:
-        mean, error = difference(ends["one_ratio"], ends["mup"])
-        word, told = word if abs(mean) > 2 * error else "undecided", f" ({mean:+.3f} ± {error:.3f})"
+        found = difference(ends["mup"], ends["one_ratio"])
+        word, told = LOWER[found.sign], f" ({found})"
     return f"**{word}**: {means[0]:.2f} nats against {means[1]:.2f}{told}, each at its best rate"
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import NamedTuple
 
-from benchmarks.evidence.records import Rows, record
+from benchmarks.evidence.records import LOWER, Rows, difference, record
 
 PATH = "plane/lr-width.json"
 _MUP = ("1", "1")
@@ -16,12 +16,18 @@ class Point(NamedTuple):
     """A point of the plane at the largest width.
 
     Args:
-        kept: loss at the rate that is best at the smallest width, of those that were tried. Unit: nats.
-        cost: by how much that is above the loss at the point's own best rate. Unit: a share.
+        kept: losses by seed at the rate that is best at the smallest width, of those that were tried; infinite where
+            a run diverged. Unit: nats.
+        cost: by how much their mean is above the loss at the point's own best rate. Unit: a share.
     """
 
-    kept: float
+    kept: list[float]
     cost: float
+
+    @property
+    def loss(self) -> float:
+        """Mean over the seeds. Unit: nats."""
+        return statistics.fmean(self.kept)
 
 
 def _points() -> dict[tuple[str, str], Point]:
@@ -32,7 +38,7 @@ def _points() -> dict[tuple[str, str], Point]:
         if name.startswith("interpolate:"):
             small, *_, large = line["rows"]
             losses = large["losses"][found["values"].index(small["minimum"]["tried"])]
-            kept = math.inf if None in losses else statistics.fmean(losses)
+            kept = [math.inf if loss is None else loss for loss in losses]
             init, lr = name.removeprefix("interpolate:").split(",")
             points[init, lr] = Point(kept, math.inf if small["cost"] is None else small["cost"])
     return points
@@ -47,16 +53,19 @@ def plane() -> Rows:
 
 
 def _cell(point: Point) -> str:
-    return f"{point.kept:.3f} (+{100 * point.cost:.1f} %)" if math.isfinite(point.kept) else "diverges"
+    return f"{point.loss:.3f} (+{100 * point.cost:.1f} %)" if math.isfinite(point.loss) else "diverges"
 
 
 def verdict() -> str:
     """Whether no other point ends lower than µP with the kept rate."""
     points = _points()
-    own = points.pop(_MUP).kept
-    lowest = min(points, key=lambda pair: points[pair].kept)
-    said = "failed" if points[lowest].kept < own else "passed"
-    return f"**{said}**: {own:.3f} nats at (1, 1), {points[lowest].kept:.3f} at ({', '.join(lowest)}), the lowest other"
+    own = points.pop(_MUP)
+    lowest = min(points, key=lambda pair: points[pair].loss)
+    apart = difference(own.kept, points[lowest].kept)
+    return (
+        f"**{LOWER[apart.sign]}**: {own.loss:.3f} nats at (1, 1), {points[lowest].loss:.3f} at "
+        f"({', '.join(lowest)}), the lowest other, a difference of {apart}"
+    )
 
 
 def said_of_plane() -> str:

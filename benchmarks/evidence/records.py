@@ -1,7 +1,7 @@
 """The records beside the pages of evidence, and how their cells are worded.
 
-Public names: `FOLDER`, `records`, `record`, `field`, `verdict`, `line_verdict`, `asked`, `steps`, `seeds`, `lacks`, and
-the cells of tables over sizes.
+Public names: `FOLDER`, `records`, `record`, `field`, `verdict`, `line_verdict`, `asked`, `steps`, `seeds`, `lacks`,
+`difference`, and the cells of tables over sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mup_megatron.util.provenance import KEYS
 
@@ -210,7 +210,26 @@ def span(found: Mapping[str, Any]) -> str:
     return f"{sizes[0]} to {sizes[-1]}"
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Mean of the pairs' differences, and its standard error: of two pairs or more."""
+class Difference(NamedTuple):
+    """Mean of pairs' differences, and its standard error."""
+
+    mean: float
+    error: float
+
+    @property
+    def sign(self) -> int:
+        """1 or -1, or 0 where the mean is within twice its error and decides nothing."""
+        return 0 if abs(self.mean) <= 2 * self.error else 1 if self.mean > 0 else -1
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ± {self.error:.3f}"
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
+    """Of two pairs or more, such as the seeds' losses of two models."""
     pairs = [a - b for a, b in zip(one, other, strict=True)]
-    return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return Difference(statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)))
+
+
+LOWER = {-1: "passed", 0: "undecided", 1: "failed"}
+"""By the sign of a difference: the verdict on the claim that the first ends lower."""

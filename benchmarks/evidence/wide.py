@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.direct import compared
 from benchmarks.evidence import width
-from benchmarks.evidence.records import FOLDER, LINES, Rows, best, cost, difference, octaves, record, row_of
+from benchmarks.evidence.records import FOLDER, LINES, LOWER, Rows, best, cost, difference, octaves, record, row_of
 from mup_megatron.report.stability import draw_stability
 
 RATES, FARTHEST, RIVALS, PER_LAYER = (f"wide/{name}.json" for name in ("lr-width", "to-4096", "rivals", "per-layer"))
@@ -104,8 +104,7 @@ def said_of_rivals() -> str:
     told = []
     for name in _lines():
         if name != "mup":
-            mean, error = difference(_lowest(name, size), mup)
-            told.append(f"{LINES[name]} {mean:+.3f} ± {error:.3f} nats")
+            told.append(f"{LINES[name]} {difference(_lowest(name, size), mup)} nats")
     return (
         f"At {size}, each at its own best tried rate, losses differ from µP's by {', '.join(told)} (mean and standard "
         f"error of {len(mup)} seeds' differences; so few seeds tell an error roughly)."
@@ -116,10 +115,9 @@ def ends_lower(name: str) -> str:
     """Whether a rival that is tuned at the largest width ends lower than µP there: its claim's verdict."""
     size = record(RIVALS)["sizes"][-1]["size"]
     own, mup = _lowest(name, size), _lowest("mup", size)
-    mean, error = difference(own, mup)
-    word = "undecided" if abs(mean) <= 2 * error else "failed" if mean > 0 else "passed"
+    found = difference(own, mup)
     told = f"{statistics.fmean(own):.3f} nats against µP's {statistics.fmean(mup):.3f}"
-    return f"**{word}**: {told}, a difference of {mean:+.3f} ± {error:.3f}"
+    return f"**{LOWER[found.sign]}**: {told}, a difference of {found}"
 
 
 def directly() -> Rows:

@@ -280,13 +280,15 @@ def said_of_one_ratio(path: str) -> str:
     rows = {name: row_of(found, last, name) for name in ("mup", "one_ratio")}
     kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
     ends = ends_of_ratios(path)
-    mean, error = difference(ends["one_ratio"], ends["mup"])
-    lower = f"{'a ratio per tensor' if mean > 0 else 'one ratio'} ends lower at {last}"
-    if abs(mean) <= 2 * error:
-        lower = f"the losses at {last} differ by no more than twice the error"
+    apart = difference(ends["one_ratio"], ends["mup"])
+    lower = {
+        1: f"a ratio per tensor ends lower at {last}",
+        0: f"the losses at {last} differ by no more than twice the error",
+        -1: f"one ratio ends lower at {last}",
+    }[apart.sign]
     return (
         f"From {first} {lower}: {statistics.fmean(ends['one_ratio']):.3f} by one ratio, "
-        f"{statistics.fmean(ends['mup']):.3f} by a ratio per tensor ({mean:+.3f} ± {error:.3f} nats); at the best rate "
+        f"{statistics.fmean(ends['mup']):.3f} by a ratio per tensor ({apart} nats); at the best rate "
         f"of {first} {kept['one_ratio']:.3f} and {kept['mup']:.3f}."
     )
 

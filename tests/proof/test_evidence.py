@@ -281,5 +281,5 @@ def test_a_difference_within_its_error_decides_nothing() -> None:
     by_hand = records.difference([4.543136, 4.565450], [4.536150, 4.569432])
     assert by_hand == pytest.approx((0.001502, 0.005484), abs=1e-6)
     fixed, grown = (overview._per_tensor(f"mixed-growth/one-ratio-{name}.json") for name in ("128", "ffn-8"))
-    assert grown == "**undecided**: 4.55 nats against 4.55 (+0.002 ± 0.005), each at its best rate"
+    assert grown == "**undecided**: 4.55 nats against 4.55 (-0.002 ± 0.005), each at its best rate"
     assert fixed.startswith("**passed**: 4.58 nats against 4.72")

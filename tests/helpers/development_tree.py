@@ -24,10 +24,9 @@ def main(tree: Path, folder: Path, extra: list[str]) -> None:
     rank = Rank(rank=0, world_size=1, local_rank=0, launched=True)
     words = megatron_runs.words(folder, *extra, base=BASE, train_iters=3, clip_grad=0)
     ours = megatron_runs.train(rank, words=words)
-    at = words.index("--mup-base")
     plain = {"steps": [], "said": "not run"}
     if ours["status"] == 0:
-        plain = megatron_runs.train(rank, words=words[:at] + words[at + 2 :], plainly=True, initial=ours["initial"])
+        plain = megatron_runs.train(rank, words=words, plainly=True, initial=ours["initial"])
     runs = [{name: run[name] for name in ("steps", "said")} for run in (ours, plain)]
     seen = {"version": megatron.core.__version__, "runs": runs}
     (folder / "seen.json").write_text(json.dumps(seen))

@@ -24,9 +24,8 @@ from mup_megatron.parallel.ranks import Rank
 
 MOST = 4
 _TIMEOUT = 180.0
-
-
 _MOST_THREADS = 100
+_NO_GROUP = "Gloo connectFullMesh failed"
 
 
 def _threads(process: int) -> int:
@@ -35,6 +34,10 @@ def _threads(process: int) -> int:
 
 class RankError(AssertionError):
     """A body failed on some rank."""
+
+
+class NoGroupError(RankError):
+    """The ranks did not find each other, for gloo's connections sometimes break on a busy machine; tried once more."""
 
 
 class Ranks:
@@ -48,6 +51,12 @@ class Ranks:
 
     def run(self, count: int, body: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Runs `body(rank, **arguments)` on `count` ranks; `rank` is a Rank. Returns the results by rank."""
+        try:
+            return self._run(count, body, arguments)
+        except NoGroupError:
+            return self._run(count, body, arguments)
+
+    def _run(self, count: int, body: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
         self._start(count)
         self._jobs += 1
         store = str(Path(self._folder.name) / f"store{self._jobs}")
@@ -82,7 +91,8 @@ class Ranks:
         if failures:
             if waiting or len(failures) < count:
                 self.stop()  # the others may still wait for a collective
-            raise RankError(f"{body.__name__}:\n" + "\n".join(failures))
+            kind = NoGroupError if any(_NO_GROUP in error for _, error in results) else RankError
+            raise kind(f"{body.__name__}:\n" + "\n".join(failures))
         if max(_threads(process.pid) for process, _ in self._workers) > _MOST_THREADS:
             self.stop()  # some model of upstream's is still held, and its process groups' threads take the cores
         return [value for value, _ in results]

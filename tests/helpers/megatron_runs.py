@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +19,8 @@ from megatron.core import tensor_parallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mup_megatron.parallel.ranks import Rank
+from tests.helpers.commands import mup
+from tests.helpers.distributed import Ranks
 
 # Where no folder beside it has the name of a package that it imports, as tests/deepspeed has.
 SCRIPT = Path(__file__).parents[1] / "megatron_training" / "pretrain_gpt.py"
@@ -68,6 +71,42 @@ def words(
     return [*(f"--{flag}" for flag in FLAGS), *said, *extra]
 
 
+def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
+    """A small model's run: what `train` returns on each of so many ranks. What `train` takes no word for is its own."""
+    own = {name: changed.pop(name) for name in ("plainly", "initial", "dropout_seed", "script") if name in changed}
+    return ranks.run(count, train, words=words(folder, *extra, **changed), **own)
+
+
+def proof(what: str, command: list[str], folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`coord-check` or `stability` of a script's command line, one seed.
+
+    Args:
+        what: which.
+        command: the folder of the config (proxy.yaml), then script and options.
+        folder: for run/.
+        options: of the command.
+    """
+    config, *script = command
+    where = (Path(config) / "proxy.yaml", f"run.dir={folder / 'run'}")
+    return mup(what, "--megatron", *where, "--seeds", "1", "--no-beside", *options, "--", *script)
+
+
+def assert_same(ours: dict[str, Any], plain: dict[str, Any], steps: int) -> None:
+    """The losses of so many micro-batches and the values after them are the same, to the last bit."""
+    assert ours["status"] == plain["status"] == 0, ours["said"] + plain["said"]
+    assert plain["steps"] == ours["steps"], (plain["steps"], ours["steps"])
+    assert len(plain["steps"]) == steps, plain["steps"]
+    assert set(plain["final"]) == set(ours["final"]) != set()
+    for tensor, value in plain["final"].items():
+        assert np.array_equal(ours["final"][tensor], value), tensor
+
+
+def assert_moved(found: dict[str, Any]) -> None:
+    """Every tensor is another at the end than at the start."""
+    still = [tensor for tensor, value in found["initial"].items() if np.array_equal(found["final"][tensor], value)]
+    assert still == []
+
+
 def warm(rank: Rank) -> None:
     """Imports what takes longest, so that one rank does not wait in a collective for another that has not."""
     import megatron.training.training  # noqa: F401
@@ -88,7 +127,7 @@ def train(
     Args:
         rank: where.
         words: its command line.
-        plainly: without `mup-megatron run`, as upstream alone runs it.
+        plainly: without `mup-megatron run` and its option, as upstream alone runs it.
         initial: values by parameter to start from, instead of those that are drawn.
         dropout_seed: of what is drawn once the model is there. Initial values take their numbers from elsewhere in µP.
         tokens: to compute logits of, once the run has ended.
@@ -124,7 +163,7 @@ def train(
             prepare()
             training.setup_model_and_optimizer = _observed(setup, found, initial, dropout_seed)
             if plainly:
-                sys.argv = [str(script), *words]
+                sys.argv = [str(script), *_without_base(words)]
                 runpy.run_path(str(script), run_name="__main__")
             else:
                 run_script([str(script), *words])
@@ -156,6 +195,11 @@ def train(
         found["final"] = _values(found.pop("chunks"))
         found["ended"] = _groups(*found.pop("optimizer"))
     return {**found, "said": err.getvalue(), "printed": out.getvalue(), "losses": losses}
+
+
+def _without_base(words: list[str]) -> list[str]:
+    at = words.index("--mup-base") if "--mup-base" in words else len(words)
+    return words[:at] + words[at + 2 :]
 
 
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -52,12 +52,8 @@ ARCHITECTURES = {
 }
 
 
-def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
-    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = megatron_runs.words(folder, *extra, **{"train_iters": 3, "clip_grad": 0, **changed})
-    if asked.get("plainly"):
-        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, megatron_runs.train, words=said, **asked)
+def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> list[dict[str, Any]]:
+    return megatron_runs.run(ranks, folder, *extra, **{"train_iters": 3, "clip_grad": 0, **changed})
 
 
 def tensors(folder: Path, text: str = TENSORS) -> tuple[str, str]:
@@ -72,11 +68,7 @@ def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path
     words = ARCHITECTURES[name].split()
     (ours,) = run(ranks, tmp_path, *words, base=BASE)
     (plain,) = run(ranks, tmp_path, *words, base=BASE, plainly=True, initial=ours["initial"])
-    assert plain["status"] == ours["status"] == 0, ours["said"]
-    assert plain["steps"] == ours["steps"]
-    assert len(plain["steps"]) == 3
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
+    megatron_runs.assert_same(ours, plain, steps=3)
 
 
 # By option: how it is typed, a run without it, and what is named where that run loads a checkpoint of the first.
@@ -107,9 +99,7 @@ def test_what_no_shim_has(option: str, ranks: Ranks, tmp_path: Path) -> None:
     assert ours["status"] == 0, ours["said"]
     assert f"no config says the script's layers: no key of model: says {option}" in ours["said"]
     (plain,) = run(ranks, tmp_path, *words, base=BASE, plainly=True, initial=ours["initial"])
-    assert plain["steps"] == ours["steps"]
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
+    megatron_runs.assert_same(ours, plain, steps=3)
     (wide,) = run(ranks, tmp_path, *words, "--save", str(tmp_path / "saved"), "--save-interval", "2")
     rates = {name: group["max_lr"] for name, group in wide["groups"].items()}
     read = [name for name in rates if name.endswith(("linear_qkv.weight", "router.weight", "eh_proj.weight"))]
@@ -215,8 +205,7 @@ def test_a_spec_of_the_users_own(ranks: Ranks, tmp_path: Path) -> None:
     words = (*EXTRA, *tensors(tmp_path))
     (ours,) = run(ranks, tmp_path, *words, base=BASE)
     (plain,) = run(ranks, tmp_path, *EXTRA, base=BASE, plainly=True, initial=ours["initial"])
-    assert plain["status"] == ours["status"] == 0, ours["said"] + plain["said"]
-    assert plain["steps"] == ours["steps"]
+    megatron_runs.assert_same(ours, plain, steps=3)
     assert "no config says the script's layers: the script's layer spec: layer 0: mlp" in ours["said"]
 
     (wide,) = run(ranks, tmp_path, *words)  # from hidden 32, two heads

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.helpers import megatron_runs
-from tests.helpers.commands import mup
 from tests.megatron_training.test_megatron_run import needs_training
 
 
@@ -34,14 +33,8 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def check(folder: Path, command: list[str], *options: str) -> tuple[int, dict[str, Any]]:
-    words: list[str | Path] = [
-        "coord-check",
-        "--megatron",
-        Path(command[0]) / "proxy.yaml",
-        f"run.dir={folder / 'run'}",
-    ]
-    asked = ["--widths", "1,2,4", "--steps", "2", "--seeds", "1", "--no-beside", "--json"]
-    found = mup(*words, *asked, *options, "--", *command[1:])
+    asked = ("--widths", "1,2,4", "--steps", "2", "--json")
+    found = megatron_runs.proof("coord-check", command, folder, *asked, *options)
     assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]
     assert (folder / "run" / "coord-check").is_dir()
     return found.returncode, json.loads(found.stdout)
@@ -68,13 +61,7 @@ def test_mup_in_the_users_script(command: list[str], tmp_path: Path) -> None:
 @needs_training
 def test_the_time_is_said(command: list[str], tmp_path: Path) -> None:
     """Before most of it has passed: what a run takes, and how long the others will."""
-    words: list[str | Path] = [
-        "coord-check",
-        "--megatron",
-        Path(command[0]) / "proxy.yaml",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    found = mup(*words, "--widths", "1,2,4", "--steps", "1", "--seeds", "1", "--no-beside", "--", *command[1:])
+    found = megatron_runs.proof("coord-check", command, tmp_path, "--widths", "1,2,4", "--steps", "1")
     assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]
     lines = found.stdout.splitlines()
     (said,) = [number for number, line in enumerate(lines) if re.match(r"3 runs, about \d+\.\d s each at ", line)]
@@ -109,14 +96,8 @@ def test_a_wrong_rate_is_named(
 @needs_training
 def test_stability_in_the_users_script(command: list[str], tmp_path: Path) -> None:
     """Every run is the user's script at its size and value; a second command finds all of them there."""
-    words: list[str | Path] = [
-        "stability",
-        "--megatron",
-        Path(command[0]) / "proxy.yaml",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    words += ["--sizes", "1,2", "--values", "1e-3,2e-3,4e-3", "--seeds", "1", "--no-beside", "--", *command[1:]]
-    found = mup(*words)
+    asked = ("stability", command, tmp_path, "--sizes", "1,2", "--values", "1e-3,2e-3,4e-3")
+    found = megatron_runs.proof(*asked)
     assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]
     runs = tmp_path / "run" / "stability" / "runs"
     outcomes = {path.stem: json.loads(path.read_text()) for path in runs.glob("*.json")}
@@ -128,5 +109,5 @@ def test_stability_in_the_users_script(command: list[str], tmp_path: Path) -> No
     assert "mup-megatron: mup applied" in logs["mup-width-2-lr-0.004-seed-7"]
     assert "(rates 0.002 to 0.004)" in logs["mup-width-2-lr-0.004-seed-7"]
     assert "(rates 0.004)" in logs["mup-width-1-lr-0.004-seed-7"]
-    again = mup(*words)
+    again = megatron_runs.proof(*asked)
     assert "6 of 6 runs are there already" in again.stdout

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.helpers import megatron_runs
-from tests.helpers.commands import mup
 from tests.megatron_training.test_megatron_hybrid import SCRIPT, STACK
 from tests.megatron_training.test_megatron_run import needs_training
 
@@ -30,13 +29,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_coordinates_are_refused(command: list[str], tmp_path: Path) -> None:
     """What is expected of each tensor comes from a table that only the run itself can make."""
-    words: list[str | Path] = [
-        "coord-check",
-        "--megatron",
-        Path(command[0]) / "proxy.yaml",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    found = mup(*words, "--widths", "1,2", "--steps", "2", "--seeds", "1", "--no-beside", "--", *command[1:])
+    found = megatron_runs.proof("coord-check", command, tmp_path, "--widths", "1,2", "--steps", "2")
     assert found.returncode == 2
     assert "model.as_built: the layers of this model are a script's own" in found.stderr
     assert "Traceback" not in found.stderr
@@ -44,14 +37,7 @@ def test_coordinates_are_refused(command: list[str], tmp_path: Path) -> None:
 
 def test_stability(command: list[str], tmp_path: Path) -> None:
     """Every run is the script at its size and rate, the pattern's layers of that width."""
-    words: list[str | Path] = [
-        "stability",
-        "--megatron",
-        Path(command[0]) / "proxy.yaml",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    words += ["--sizes", "1,2", "--values", "1e-3,2e-3,4e-3", "--seeds", "1", "--no-beside", "--", *command[1:]]
-    found = mup(*words)
+    found = megatron_runs.proof("stability", command, tmp_path, "--sizes", "1,2", "--values", "1e-3,2e-3,4e-3")
     assert found.returncode in (0, 1, 3), found.stdout[-2000:] + found.stderr[-3000:]
     runs = tmp_path / "run" / "stability" / "runs"
     outcomes = {path.stem: json.loads(path.read_text())["state"] for path in runs.glob("*.json")}

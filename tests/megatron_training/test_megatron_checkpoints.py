@@ -51,9 +51,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain(ranks: Ranks, folder: Path, *extra: str) -> list[float]:
-    words = megatron_runs.words(folder, *extra, train_iters=3)
-    at = words.index("--mup-base")
-    (found,) = ranks.run(1, megatron_runs.train, words=words[:at] + words[at + 2 :], plainly=True)
+    (found,) = megatron_runs.run(ranks, folder, *extra, train_iters=3, plainly=True)
     return found["losses"]
 
 

@@ -54,11 +54,8 @@ FEATURES = {
 
 
 def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, Any]:
-    asked = {name: changed.pop(name) for name in ("plainly", "initial", "dropout_seed") if name in changed}
-    said = megatron_runs.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
-    if asked.get("plainly"):
-        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(1, megatron_runs.train, words=said, **asked)[0]
+    own = {"base": BASE, "train_iters": 3, "clip_grad": 0, **changed}
+    return megatron_runs.run(ranks, folder, *extra, **own)[0]
 
 
 QUICK = ("learnable",)
@@ -71,15 +68,9 @@ def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path
     """From the same weights the same losses and the same weights after three steps, to the last bit."""
     words = FEATURES[name].split()
     ours = run(ranks, tmp_path, *words, dropout_seed=1)
-    assert ours["status"] == 0, ours["said"]
-    assert len(ours["steps"]) == 3
     plain = run(ranks, tmp_path, *words, plainly=True, initial=ours["initial"], dropout_seed=1)
-    assert plain["status"] == 0, plain["said"]
-    assert plain["steps"] == ours["steps"]
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
-    moved = [tensor for tensor, value in ours["initial"].items() if not np.array_equal(ours["final"][tensor], value)]
-    assert len(moved) == len(ours["initial"])
+    megatron_runs.assert_same(ours, plain, steps=3)
+    megatron_runs.assert_moved(ours)
 
 
 @pytest.mark.slow

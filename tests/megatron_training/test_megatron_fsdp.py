@@ -25,11 +25,8 @@ LAYER = "decoder.layers.0."
 
 def run(ranks: Ranks, folder: Path, *extra: str, count: int = 2, **changed: Any) -> dict[str, Any]:
     """The last rank's, which logs the losses."""
-    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = megatron_runs.words(folder, *extra, **{"train_iters": 3, "global_batch_size": 4, "base": HALF, **changed})
-    if asked.get("plainly"):
-        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, megatron_runs.train, words=said, **asked)[-1]
+    own = {"train_iters": 3, "global_batch_size": 4, "base": HALF, **changed}
+    return megatron_runs.run(ranks, folder, *extra, count=count, **own)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +64,11 @@ def test_fsdp2_at_the_base_is_plain_fsdp2(two: Ranks, tmp_path: Path) -> None:
     Without clipping: megatron-core sums the norm group by group, and groups in µP stand in another order.
     """
     ours = run(two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME, clip_grad=0)
-    assert ours["status"] == 0, ours["said"]
     plain = run(
         two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME, clip_grad=0, plainly=True, initial=ours["initial"]
     )
-    assert len(ours["steps"]) == 3
-    assert plain["steps"] == ours["steps"]
-    for name, value in plain["final"].items():
-        assert np.array_equal(ours["final"][name], value), name
-        assert not np.array_equal(ours["initial"][name], value), name
+    megatron_runs.assert_same(ours, plain, steps=3)
+    megatron_runs.assert_moved(ours)
 
 
 @pytest.mark.slow

@@ -57,14 +57,11 @@ def layers_file(path: Path, layers: list[dict[str, Any]], hidden: int = 64, head
     return str(path)
 
 
-def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
-    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
+def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> list[dict[str, Any]]:
     path = layers_file(folder / "layers.json", changed.pop("layers", LAYERS))
     own = {"base": BASE, "num_layers": 4, "ffn_hidden_size": 256, "clip_grad": 0, **changed}
-    said = megatron_runs.words(folder, *LLAMA.split(), "--heterogeneous-layers-config-path", path, *extra, **own)
-    if asked.get("plainly"):
-        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, megatron_runs.train, words=said, **asked)
+    said = (*LLAMA.split(), "--heterogeneous-layers-config-path", path, *extra)
+    return megatron_runs.run(ranks, folder, *said, **own)
 
 
 def rates(found: dict[str, Any]) -> dict[str, float]:
@@ -77,13 +74,9 @@ def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     assert ours["status"] == 0, ours["said"]
     assert "no key of model: says --heterogeneous-layers-config-path" in ours["said"]
     (plain,) = run(ranks, tmp_path, plainly=True, initial=ours["initial"])
-    assert plain["status"] == 0, plain["said"]
-    assert len(plain["steps"]) == 2
-    assert plain["steps"] == ours["steps"]
+    megatron_runs.assert_same(ours, plain, steps=2)
+    megatron_runs.assert_moved(ours)
     assert len(plain["final"]) == 19
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
-        assert not np.array_equal(ours["initial"][tensor], value), tensor
 
 
 def test_relative_sizes_follow(ranks: Ranks, tmp_path: Path) -> None:

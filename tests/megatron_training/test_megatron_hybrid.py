@@ -36,14 +36,11 @@ MIXER = """
 """
 
 
-def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, pattern: str = PATTERN, **changed: Any) -> list[Any]:
-    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
+def run(ranks: Ranks, folder: Path, *extra: str, pattern: str = PATTERN, **changed: Any) -> list[Any]:
     own = {"base": BASE, "train_iters": 3, "clip_grad": 0, "num_layers": None, **changed}
     experts = EXPERTS if "E" in pattern else ()
-    said = megatron_runs.words(folder, *STACK, *experts, "--hybrid-layer-pattern", pattern, *extra, **own)
-    if asked.get("plainly"):
-        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, megatron_runs.train, words=said, script=SCRIPT, **asked)
+    said = (*STACK, *experts, "--hybrid-layer-pattern", pattern, *extra)
+    return megatron_runs.run(ranks, folder, *said, script=SCRIPT, **own)
 
 
 def entries(folder: Path, text: str = MIXER) -> tuple[str, str]:
@@ -58,13 +55,8 @@ def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     assert ours["status"] == 0, ours["said"]
     assert "no config says the script's layers: it is a HybridModel, of the layers *-E" in ours["said"]
     (plain,) = run(ranks, tmp_path, plainly=True, initial=ours["initial"])
-    assert plain["status"] == 0, plain["said"]
-    assert plain["steps"] == ours["steps"]
-    assert len(plain["steps"]) == 3
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
-    moved = [tensor for tensor, value in ours["initial"].items() if not np.array_equal(ours["final"][tensor], value)]
-    assert len(moved) == len(ours["initial"])
+    megatron_runs.assert_same(ours, plain, steps=3)
+    megatron_runs.assert_moved(ours)
 
 
 def test_rates_at_four_times_the_width(ranks: Ranks, tmp_path: Path) -> None:
@@ -169,9 +161,7 @@ def test_a_recurrent_layer_at_the_base(ranks: Ranks, tmp_path: Path) -> None:
     (ours,) = run(ranks, tmp_path, *entries(tmp_path), pattern="M*-")
     assert ours["status"] == 0, ours["said"]
     (plain,) = run(ranks, tmp_path, pattern="M*-", plainly=True, initial=ours["initial"])
-    assert plain["steps"] == ours["steps"]
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
+    megatron_runs.assert_same(ours, plain, steps=3)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +224,7 @@ def test_a_token_ahead(ranks: Ranks, tmp_path: Path) -> None:
     (ours,) = run(ranks, tmp_path, *ahead, pattern="*-/*-")
     assert ours["status"] == 0, ours["said"]
     (plain,) = run(ranks, tmp_path, *ahead, pattern="*-/*-", plainly=True, initial=ours["initial"])
-    assert plain["steps"] == ours["steps"]
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
+    megatron_runs.assert_same(ours, plain, steps=3)
     (wide,) = run(ranks, tmp_path, *ahead, pattern="*-/*-", base=QUARTER)
     rates = {name: group["max_lr"] for name, group in wide["groups"].items() if name.startswith("mtp.")}
     read = {name for name, rate in rates.items() if rate == pytest.approx(1e-2 / 4)}

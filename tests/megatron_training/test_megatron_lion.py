@@ -26,27 +26,18 @@ SAME = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
 HALF = "hidden_size: 32\nnum_attention_heads: 2\nffn_hidden_size: 128\n"
 
 
-def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
+def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, Any]:
     """The last rank's, which logs the losses."""
-    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = megatron_runs.words(
-        folder, *LION, *extra, **{"train_iters": 4, "global_batch_size": 4, "lr": 2e-3, **changed}
-    )
-    if asked.get("plainly"):
-        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, megatron_runs.train, words=said, **asked)[-1]
+    own = {"train_iters": 4, "global_batch_size": 4, "lr": 2e-3, **changed}
+    return megatron_runs.run(ranks, folder, *LION, *extra, **own)[-1]
 
 
 @pytest.mark.slow
 def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     """From the same weights the same losses and weights after four steps, to the last bit."""
     ours = run(ranks, tmp_path, base=SAME, clip_grad=0)
-    assert ours["status"] == 0, ours["said"]
     plain = run(ranks, tmp_path, base=SAME, clip_grad=0, plainly=True, initial=ours["initial"])
-    assert len(ours["steps"]) == 8
-    assert plain["steps"] == ours["steps"]
-    for name, value in plain["final"].items():
-        assert np.array_equal(ours["final"][name], value), name
+    megatron_runs.assert_same(ours, plain, steps=8)
 
 
 def test_rates_from_half_the_width(ranks: Ranks, tmp_path: Path) -> None:

@@ -36,12 +36,8 @@ INDEXER = ("--mup-tensors", "standard:dsa-indexer")
 AHEAD = "--mtp-num-layers 1 --position-embedding-type rope"
 
 
-def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> list[dict[str, Any]]:
-    asked = {name: changed.pop(name) for name in ("plainly", "initial") if name in changed}
-    said = megatron_runs.words(folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
-    if asked.get("plainly"):
-        said = said[: said.index("--mup-base")] + said[said.index("--mup-base") + 2 :]
-    return ranks.run(count, megatron_runs.train, words=said, **asked)
+def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> list[dict[str, Any]]:
+    return megatron_runs.run(ranks, folder, *extra, **{"base": BASE, "train_iters": 3, "clip_grad": 0, **changed})
 
 
 def entries(folder: Path) -> tuple[str, str]:
@@ -61,13 +57,9 @@ def test_at_the_base_it_is_the_plain_run(variant: str, ranks: Ranks, tmp_path: P
     words = (EXPERTS if variant == "latent" else SPARSE).split()
     own = entries(tmp_path) if variant == "latent" else INDEXER
     (ours,) = run(ranks, tmp_path, *words, *own)
-    assert ours["status"] == 0, ours["said"]
     (plain,) = run(ranks, tmp_path, *words, plainly=True, initial=ours["initial"])
-    assert plain["steps"] == ours["steps"]
-    assert len(plain["steps"]) == 3
-    for tensor, value in plain["final"].items():
-        assert np.array_equal(ours["final"][tensor], value), tensor
-        assert not np.array_equal(ours["initial"][tensor], value), tensor
+    megatron_runs.assert_same(ours, plain, steps=3)
+    megatron_runs.assert_moved(ours)
 
 
 def test_rates_around_a_latent(ranks: Ranks, tmp_path: Path) -> None:

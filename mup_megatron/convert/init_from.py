@@ -135,9 +135,11 @@ def check_start(start: Start, parametrization: Parametrization, current: Checkpo
 
 
 def _function(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what a model of given weights computes."""
+    """The settings that decide what a model of given weights computes; a rule over depth reads the base's layers."""
     plain = settings_of(config)
+    layers = plain["base"]["num_layers"] or plain["model"]["num_layers"]
     return {
+        "base": {"num_layers": layers},
         "model": {key: value for key, value in plain["model"].items() if key not in _FREE},
         "hparams": {key: plain["hparams"].get(key, 1.0) for key in _MULTIPLIERS},
         "parametrization": {key: plain["parametrization"][key] for key in ("name", "depth")},

@@ -158,7 +158,7 @@ def _config(source: Source, after: Parametrization, directory: Path) -> Config:
         {
             "run.dir": str(directory.resolve()),
             "data.dir": str(data_directory(run.config).resolve()),
-            "base": {"file": str(directory.resolve() / BASE_FILE), **depth},
+            "base": {"file": str(directory.resolve() / BASE_FILE), **depth, **new.base.experts},
             "parametrization": new.parametrization.model_dump(),
             "hparams": new.hparams.model_dump(),
             "optimizer.betas": list(new.optimizer.betas),

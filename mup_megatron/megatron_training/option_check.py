@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from mup_megatron.engines.setup.megatron import emerging_missing
+from mup_megatron.engines.setup.megatron import COPIED_POSITIONS, LEARNED, emerging_missing
 from mup_megatron.megatron_training.field_table import FIELDS
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule, exists
 from mup_megatron.megatron_training.translated_options import UNSAID
@@ -112,6 +112,12 @@ def check_options(args: Namespace, defaults: Mapping[str, Any], known: Known, *,
             _check(known.typed(name), value, [known.actions[name].default], rule, cuda=cuda)
     if args.transformer_impl == "local":
         _check_local(args, cuda=cuda)
+    if (
+        getattr(args, "mtp_num_layers", None)
+        and args.position_embedding_type == LEARNED
+        and args.pipeline_model_parallel_size > 1
+    ):
+        raise UserError(f"--mtp-num-layers {args.mtp_num_layers}: {COPIED_POSITIONS}; expected rope, or one stage")
     if args.optimizer in ("muon", "dist_muon"):
         _check_muon(args, here=here)
     if args.optimizer == "lion":

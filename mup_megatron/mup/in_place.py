@@ -51,8 +51,14 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     name, rule = type(optimizer).__name__, rule_of(optimizer)
     if rule is None:
         raise UserError(f"optimizer: there is no rule for {name}; expected one of {', '.join(sorted(_RULES))}")
-    if optimizer.state:
+    # torch's Adagrad makes its state before the first step.
+    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise UserError(f"optimizer: {name} has state already; expected one that has not stepped yet")
+    if optimizer.defaults.get("initial_accumulator_value"):
+        raise UserError(
+            f"optimizer: initial_accumulator_value of {name}: no rule scales what it adds to squares of gradients; "
+            "expected 0"
+        )
     for group in optimizer.param_groups:
         if group.get("weight_decay") and adds_l2(optimizer, group):
             raise UserError(

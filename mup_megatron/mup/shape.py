@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from mup_megatron.model.layers.tensor_spec import spec_of
 from mup_megatron.mup import drawn
@@ -145,7 +145,8 @@ def set_base_shapes(
         delta: as `base`, but larger in every dimension that grows. Without it a dimension grows if its size differs
             between model and base.
         savefile: a .bsh file to be written.
-        do_assert: refuse a linear layer whose input grows and whose output does not, unless it is a MuReadout.
+        do_assert: refuse a linear layer or a convolution whose input grows and whose output does not, unless it is a
+            MuReadout, and a transposed convolution whose input and output do not grow alike.
 
     Returns:
         The model.
@@ -188,7 +189,7 @@ def set_base_shapes(
 
 
 def assert_hidden_size_inf(model: torch.nn.Module) -> None:
-    """Refuses a linear layer whose input grows and whose output does not, unless it is a MuReadout.
+    """Refuses what `do_assert` of `set_base_shapes` refuses.
 
     Raises:
         UserError: names the layer.
@@ -199,14 +200,29 @@ def assert_hidden_size_inf(model: torch.nn.Module) -> None:
 def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
     without_multiplier = {id(gate) for _, gate in gates(model)}
     for name, module in model.named_modules():
-        linear = isinstance(module, torch.nn.Linear) or is_transposed(module)
-        if linear and not isinstance(module, MuReadout) and id(module) not in without_multiplier:
+        if isinstance(module, _ConvTransposeNd):
+            _check_transposed(name, module, infshape(module.weight))
+        elif isinstance(module, (torch.nn.Linear, _ConvNd)) or is_transposed(module):
             fan_in, fan_out = infshape(module.weight).fanin_fanout()
-            if fan_in.grows and not fan_out.grows:
+            known = isinstance(module, MuReadout) or id(module) in without_multiplier
+            if fan_in.grows and not fan_out.grows and not known:
+                readout = "a MuReadout" if not isinstance(module, _ConvNd) else "a MuReadout over the channels"
                 raise UserError(
                     f"{name}: its input grows with the family and its output does not, but it is no MuReadout; make "
-                    "it a MuReadout, or let the base and delta models differ in its output too"
+                    f"it {readout}, or let the base and delta models differ in its output too"
                 )
+
+
+def _check_transposed(name: str, module: _ConvTransposeNd, infshape: InfShape) -> None:
+    """Refuses a transposed convolution whose sizes do not grow alike: its weight is [fan-in, fan-out, ...].
+
+    Where they do, both readings say the same. Where every channel is a group, its fan-in is one channel.
+    """
+    if module.groups < module.in_channels and infshape[0].ratio != infshape[1].ratio:
+        raise UserError(
+            f"{name}: channels in grow {float(infshape[0].ratio):g} times and channels out "
+            f"{float(infshape[1].ratio):g} times; of a transposed convolution there is a rule where both grow alike"
+        )
 
 
 def check_not_rescaled(model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from mup_megatron.rules.horizon import horizon
 from mup_megatron.rules.interpolation import (
     Plane,
     multipliers_between,
+    norm_between,
     readout_between,
     softmax_between,
     std_between,
@@ -147,13 +148,18 @@ class Rules:
             forward_multiplier=self.forward.of(shape.spec),
             init_std={block: self._init_std(shape, block, ratios) for block in shape.fan_outs},
             gradient_norm={
-                block: float(formulas.gradient_norm(m_in=ratios.m_in, m_out=m_out, forward=ratios.forward))
-                / self._kernel_of(shape.spec).readout ** 2
+                block: self._gradient_norm(ratios, m_out) / self._kernel_of(shape.spec).readout ** 2
                 for block, m_out in ratios.m_outs.items()
             },
             group=group,
             base=self._base_of(group),
         )
+
+    def _gradient_norm(self, ratios: formulas.Ratios, m_out: Fraction) -> float:
+        """Weight of one block in the invariant gradient norm; between parametrizations nothing has a multiplier A."""
+        if self._plane is not None:
+            return norm_between(self._plane, formulas.gradient_norm(m_in=ratios.m_in, m_out=m_out))
+        return float(formulas.gradient_norm(m_in=ratios.m_in, m_out=m_out, forward=ratios.forward))
 
     def _base_of(self, group: GroupKey) -> BaseValues:
         """What the group's multipliers apply to."""

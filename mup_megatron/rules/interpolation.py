@@ -1,9 +1,9 @@
 """A point of the plane between the standard parametrization and µP: `parametrization.name: interpolate:INIT,LR`.
 
-Public names: `Plane`, `multipliers_between`, `std_between`, `softmax_between`, `readout_between`. (0, 0) is standard,
-(1, 1) is µP (the plane of the µTransfer blog post). The readout is taken in the form without a forward multiplier A,
-in which its init and rate have exponents of their own (Table 8 to Table 3, by abc-symmetry); a tied one, whose init is
-the embedding's, takes the init's exponent in its forward multiplier.
+Public names: `Plane`, `multipliers_between`, `std_between`, `norm_between`, `softmax_between`, `readout_between`.
+(0, 0) is standard, (1, 1) is µP (the plane of the µTransfer blog post). The readout is taken in the form without a
+forward multiplier A, in which its init and rate have exponents of their own (Table 8 to Table 3, by abc-symmetry); a
+tied one, whose init is the embedding's, takes the init's exponent in its forward multiplier.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ def multipliers_between(
 def std_between(plane: Plane, multiplier: float, *, forward: Fraction) -> float:
     """Factor on the standard deviation of initial values, of µP's."""
     return (multiplier * float(forward)) ** plane.init
+
+
+def norm_between(plane: Plane, weight: Fraction) -> float:
+    """Weight of a tensor in the invariant gradient norm, of the one that it has in µP without a forward multiplier."""
+    return float(weight) ** plane.lr
 
 
 def softmax_between(plane: Plane, scale: float, *, head_size: int, base_head_size: int) -> float:

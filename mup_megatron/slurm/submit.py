@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mup_megatron.config import Config
+from mup_megatron.engines.setup import refuse_anywhere
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.space import check_overrides
 from mup_megatron.util.errors import UserError, no_such_file, shown
@@ -95,6 +96,7 @@ def jobs(stage: Stage, config: Config, arguments: Sequence[str], environment: Ma
     if "tune" in stages:
         check_overrides(config)
     if "pretrain" in stages:
+        refuse_anywhere(config)
         resolve_layout(config, config.slurm.nodes * processes(config, environment))
     if stages == ["tune", "pretrain"]:
         # An array ends well if its record is there, whatever became of a worker; without it the target says so.

@@ -14,16 +14,20 @@ import torch
 import yaml
 
 from mup_megatron import cli
+from mup_megatron.checkpoints.manifest import CheckpointManifest, make_manifest
 from mup_megatron.config import Config, derive
 from mup_megatron.convert.export import open_source
-from mup_megatron.convert.init_from import InitFrom
+from mup_megatron.convert.init_from import InitFrom, Start, check_start
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.saved_weights import SavedWeights
 from mup_megatron.engines.setup import resolve_auto
+from mup_megatron.model.build import parametrize
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.rules.table import Parametrization
 from mup_megatron.train.run import train as train_run
+from mup_megatron.util.errors import UserError
 from tests.convert.sources import own_model
 from tests.helpers import bodies
 from tests.helpers.commands import losses
@@ -272,6 +276,27 @@ def test_another_model_is_refused(
     assert begin(tuned(**overrides), tmp_path, "--init-from", str(source)) == 2
     assert re.search(sentence, capsys.readouterr().err)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_another_base_depth_is_refused(tuned: Callable[..., Config], tmp_path: Path) -> None:
+    """By hand: 8 layers from 2, CompleteP: branches take 2/8 there, and 8/8 in a run whose base has 8 layers."""
+
+    def both(base: int | None, depth: str) -> tuple[Parametrization, CheckpointManifest]:
+        config = tuned(model__num_layers=8, base__num_layers=base, parametrization__depth=depth)
+        rules = parametrize(config, 320)
+        return rules, make_manifest(rules, resolve_layout(resolve_auto(config), 1), "", 0)
+
+    def start(manifest: CheckpointManifest) -> Start:
+        return Start(path=tmp_path / "step_00000003", asked="source", manifest=manifest, new_embeddings=False)
+
+    (scaled, source), (whole, other) = both(2, "completep"), both(8, "completep")
+    assert (scaled.forward.residual, whole.forward.residual) == pytest.approx((0.5 * 2 / 8, 0.5))
+    check_start(start(source), scaled, source)
+    with pytest.raises(UserError, match="step_00000003") as refused:
+        check_start(start(source), whole, other)
+    assert re.search(r"^ *base\.num_layers +2 +8$", str(refused.value), re.M)
+    whole, other = both(8, "none")
+    check_start(start(both(None, "none")[1]), whole, other)  # the model's own, said or not
 
 
 @pytest.mark.slow

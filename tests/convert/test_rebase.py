@@ -61,6 +61,18 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO 1": (2, {**ADAM, "parallel__zero_stage": 1}),
     "Megatron": (2, {**ADAM, "parallel__engine": "megatron", "parallel__use_distributed_optimizer": True}),
     "multi-token prediction": (1, {**ADAM, "model__mtp_num_layers": 1}),
+    "experts": (
+        1,
+        {
+            **ADAM,
+            "model__num_moe_experts": 8,
+            "model__moe_router_topk": 4,
+            "model__moe_ffn_hidden_size": 32,
+            "base__num_moe_experts": 4,
+            "base__moe_router_topk": 2,
+            "parametrization__experts": "fixed_share",
+        },
+    ),
     "Muon": (
         1,
         {
@@ -83,6 +95,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "SGD": (1, {"optimizer__name": "sgd", "hparams__lr": 0.1, "training__clip_grad": 0.0}),
 }
 OTHER = "hidden_size: 16\nffn_hidden_size: 96\nkv_channels: 8\nnum_layers: 2\n"
+EXPERTS = "num_moe_experts: 8\nmoe_router_topk: 4\n"  # as many as the run has: no ratio is left
 LEFT_OUT = ("weights", "first moments", "second moments", "rate", "epsilon", "decay")
 
 
@@ -148,7 +161,8 @@ def go_on(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Rebases the fourth checkpoint and trains four steps; what rebase said, and how far first updates are off."""
     depth = 1 if name == "multi-token prediction" else 2  # of which there is no depth rule
-    (folder / "base.yaml").write_text(OTHER.replace("num_layers: 2", f"num_layers: {depth}"))
+    other = OTHER.replace("num_layers: 2", f"num_layers: {depth}") + (EXPERTS if name == "experts" else "")
+    (folder / "base.yaml").write_text(other)
     said = rebase(checkpoint(whole, AT), folder / "rebased", folder / "base.yaml", keys)
     ranks.run(RUNS[name][0], bodies.train_file, path=folder / "rebased" / "config.yaml")
     return said, deviations(whole, folder / "rebased", said["weights"])
@@ -171,7 +185,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 QUICK = ("one rank", "powers of two")
 TRAINED = ("multipliers kept", "powers of two", "standard")
-KEPT_ALONE = ("multi-token prediction", "Muon", "SOAP")  # with other multipliers refused, see below
+KEPT_ALONE = ("multi-token prediction", "experts", "Muon", "SOAP")  # with other multipliers refused, see below
 CELLS = [
     (name, form)
     for name in RUNS

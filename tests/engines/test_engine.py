@@ -245,6 +245,14 @@ def test_recomputation_changes_nothing(ranks: Ranks, recompute: dict[str, Any]) 
             "parallel.context_parallel_size: megatron-core takes the mean of multi-token prediction over each rank's",
         ),
         (
+            {"model__num_moe_experts": 4, "model__moe_router_topk": 2, "model__transformer_impl": "local"},
+            "model.add_bias_linear: megatron-core's local experts add a bias in place",
+        ),
+        (
+            {"parallel__engine": "megatron", "parallel__pipeline_model_parallel_size": 2, "model__mtp_num_layers": 1},
+            "model.mtp_num_layers: learned_absolute positions and pipeline stages: megatron-core gives the last stage",
+        ),
+        (
             {"parallel__engine": "megatron", "optimizer__name": "lion"},
             "parallel.use_distributed_optimizer: megatron-core's distributed optimizer is AdamW's, not lion's",
         ),
@@ -266,8 +274,9 @@ def test_recomputation_changes_nothing(ranks: Ranks, recompute: dict[str, Any]) 
 )
 def test_what_upstream_gets_wrong_is_refused(overrides: dict[str, Any], sentence: str) -> None:
     config = make(MIXED, "gpt3", **overrides)
+    ranks = config.parallel.context_parallel_size * config.parallel.pipeline_model_parallel_size
     with pytest.raises(ConfigError) as error:
-        refuse(config, resolve_layout(config, config.parallel.context_parallel_size))
+        refuse(config, resolve_layout(config, ranks))
     assert sentence in str(error.value)
 
 

@@ -23,9 +23,9 @@ needs_training = pytest.mark.skipif(
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 
 
-def run(ranks: Ranks, folder: Path, *extra: str, count: int = 1, **changed: Any) -> dict[str, Any]:
+def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, Any]:
     """The last rank's, where losses are logged."""
-    return ranks.run(count, megatron_runs.train, words=megatron_runs.words(folder, *extra, **changed))[-1]
+    return megatron_runs.run(ranks, folder, *extra, **changed)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,10 @@ def test_resume_with_another_padding(two: Ranks, tmp_path: Path) -> None:
         ("--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm: computes on CUDA alone, and none is here"),
         ("--attention-backend local", "--attention-backend local: not under µP here"),
         ("--window-size 4,0", "--window-size 4,0: megatron-core makes the mask of a window on CUDA"),
+        (
+            "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+            "--mtp-num-layers 1: learned_absolute positions and pipeline stages",
+        ),
     ],
 )
 def test_refused_before_upstream_fails(words: str, said: str, ranks: Ranks, tmp_path: Path) -> None:

@@ -313,6 +313,41 @@ def test_a_readout_that_is_none() -> None:
         ours.assert_hidden_size_inf(net)
 
 
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_to_a_fixed_number_of_channels(kind: Any) -> None:
+    """As of a linear layer; without the check it would have the rate of an input, under which its updates grow."""
+
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, width), kind(width, 3, 1))
+
+    net = build(32)
+    with pytest.raises(UserError, match=r"^1: (its input grows with the family|channels in grow 4 times and channels)"):
+        ours.set_base_shapes(net, build(8), delta=build(16))
+    assert not hasattr(net.get_submodule("0").weight, "infshape")
+    ours.set_base_shapes(net, build(8), delta=build(16), do_assert=False)
+    assert ours.MuAdam(net.parameters(), lr=1.0).param_groups[0]["lr"] == 1.0
+
+
+def test_transposed_convolutions() -> None:
+    """[fan-in, fan-out, ...]: both readings agree where both grow alike. A depthwise one has a fan-in of 1."""
+
+    def build(width: int, inner: int, groups: int = 1) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, width, 1), nn.ConvTranspose2d(width, inner, 3, groups=groups))
+
+    net = build(32, 64)
+    ours.set_base_shapes(net, build(8, 16), delta=build(16, 32))
+    rates = {
+        id(p): group["lr"] for group in ours.MuAdam(net.parameters(), lr=1.0).param_groups for p in group["params"]
+    }
+    assert rates[id(net.get_submodule("1").weight)] == 0.25
+    with pytest.raises(UserError, match=r"^1: channels in grow 4 times and channels out 2 times; .* both grow alike"):
+        ours.set_base_shapes(build(32, 32), build(8, 16), delta=build(16, 32))
+    depthwise = build(32, 32, groups=32)
+    ours.set_base_shapes(depthwise, build(8, 8, groups=8), delta=build(16, 16, groups=16))
+    groups = ours.MuAdam(depthwise.parameters(), lr=1.0).param_groups
+    assert {group["lr"] for group in groups if group["params"]} == {1.0}
+
+
 def test_rescaled_once() -> None:
     net = bodies.model()
     before = net.readout.weight.detach().clone()

@@ -24,10 +24,13 @@ def table(growth: dict[str, Any], name: str, architecture: str = "gpt3", **more:
 
 
 def numbers(found: Parametrization) -> dict[str, Any]:
-    """All that a run takes of a table but the weights of the invariant norm."""
+    """All that a run takes of a table."""
     return {
         "forward": found.forward,
-        **{name: (row.init_std, row.lr, row.eps, row.weight_decay, row.theta) for name, row in found.tensors.items()},
+        **{
+            name: (row.init_std, row.lr, row.eps, row.weight_decay, row.theta, row.gradient_norm)
+            for name, row in found.tensors.items()
+        },
     }
 
 
@@ -49,6 +52,10 @@ def test_an_untied_head_and_a_growing_head_size() -> None:
     assert (head.init_std[None], head.lr, head.weight_decay) == pytest.approx((0.05 * 2**-0.5, 2**-0.25, 2**0.25))
     assert (head.forward_multiplier, found.forward.readout) == (1.0, 1.0)
     assert found.forward.softmax_scale == pytest.approx(24**-0.5 * (16 / 24) ** 0.125)
+    # Of the invariant norm: W without A is A times µP's, whose weight is m, so its own is A² m = 1/m.
+    assert table(HEAD_SIZE, "mup", "llama").tensors["output_layer.weight"].gradient_norm[None] == 2
+    assert table(HEAD_SIZE, "interpolate:1,1", "llama").tensors["output_layer.weight"].gradient_norm[None] == 0.5
+    assert head.gradient_norm[None] == pytest.approx(0.5**0.25)
 
 
 def test_sgd_s_readout_has_the_square() -> None:

@@ -1,7 +1,7 @@
 """A run, resolved once: what model, engines, training, tuning and proof are given instead of a bare config.
 
-Public names: `Setup`, `resolve`, `resolve_auto`, `refuse`. auto.py says what `auto` means here; deepspeed.py and
-megatron.py know what each engine gets wrong or lacks.
+Public names: `Setup`, `resolve`, `resolve_auto`, `refuse`, `refuse_anywhere`. auto.py says what `auto` means here;
+deepspeed.py and megatron.py know what each engine gets wrong or lacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mup_megatron.parallel.layout import Layout, resolve_layout
 if TYPE_CHECKING:
     from mup_megatron.rules.table import Parametrization
 
-__all__ = ["Setup", "refuse", "resolve", "resolve_auto"]
+__all__ = ["Setup", "refuse", "refuse_anywhere", "resolve", "resolve_auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,7 @@ def refuse(config: Config, layout: Layout) -> dict[str, Any] | None:
         ConfigError: names the key and what works.
         UserError: the DeepSpeed JSON cannot be read.
     """
-    if config.training.precision == "fp16":
-        raise config.error("training.precision", "fp16 is trained by mup-megatron run; expected bf16, fp32 or auto")
-    for name in ("decoupled_lr", "decoupled_min_lr"):
-        if getattr(config.optimizer, name) is not None:
-            raise config.error(
-                f"optimizer.{name}",
-                "is Megatron's option, for mup-megatron run; expected null, and hparams.embedding_multiplier or "
-                "hparams.output_multiplier tuned instead",
-            )
+    refuse_anywhere(config)
     if config.parallel.engine == "megatron":
         from mup_megatron.engines.setup import megatron
 
@@ -108,3 +100,27 @@ def refuse(config: Config, layout: Layout) -> dict[str, Any] | None:
 
     deepspeed.refuse(config, layout)
     return deepspeed.deepspeed_config(config, layout)
+
+
+def refuse_anywhere(config: Config) -> None:
+    """Refuses what no engine trains here, on whichever machine.
+
+    Raises:
+        ConfigError: names the key and what works.
+    """
+    if config.training.precision == "fp16":
+        raise config.error("training.precision", "fp16 is trained by mup-megatron run; expected bf16, fp32 or auto")
+    for name in ("decoupled_lr", "decoupled_min_lr"):
+        if getattr(config.optimizer, name) is not None:
+            raise config.error(
+                f"optimizer.{name}",
+                "is Megatron's option, for mup-megatron run; expected null, and hparams.embedding_multiplier or "
+                "hparams.output_multiplier tuned instead",
+            )
+    model = config.model
+    if model.num_moe_experts is not None and model.add_bias_linear and model.transformer_impl == "local":
+        raise config.error(
+            "model.add_bias_linear",
+            "megatron-core's local experts add a bias in place to what autograd does not let be changed; expected "
+            "false, or transformer_impl: transformer_engine",
+        )

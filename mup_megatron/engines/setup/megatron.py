@@ -1,6 +1,6 @@
 """What megatron-core's own training stack gets wrong or lacks.
 
-Public names: `refuse`, `emerging_missing`.
+Public names: `refuse`, `emerging_missing`, `COPIED_POSITIONS`, `LEARNED`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ def emerging_missing(name: str) -> str | None:
     return None
 
 
+LEARNED = "learned_absolute"
+COPIED_POSITIONS = (
+    f"{LEARNED} positions and pipeline stages: megatron-core gives the last stage a table of positions of its own, and "
+    "does not add up the gradients of the two tables"
+)
+
+
 def refuse(config: Config, layout: Layout) -> None:
     """Refuses what megatron-core does not have or gets wrong, before anything is built.
 
@@ -43,6 +50,8 @@ def refuse(config: Config, layout: Layout) -> None:
             "megatron-core takes the mean of multi-token prediction over each rank's own tokens, of which the rank "
             "with the sequence's end has fewer; expected 1 with model.mtp_num_layers",
         )
+    if model.mtp_num_layers is not None and model.position_embedding_type == LEARNED and layout.pipeline > 1:
+        raise config.error("model.mtp_num_layers", f"{COPIED_POSITIONS}; expected rope, or one stage")
     if model.multi_latent_attention and model.qk_layernorm and layout.tensor > 1 and not layout.sequence_parallel:
         raise config.error(
             "parallel.sequence_parallel",

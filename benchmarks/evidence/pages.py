@@ -83,6 +83,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "rates-one-ratio": partial(width.rates, width.ONE_RATIO["auto"]),
     "rates-one-ratio-128": partial(width.rates, "mixed-growth/one-ratio-128.json"),
     "said-of-one-ratio-128": partial(width.said_of_one_ratio, "mixed-growth/one-ratio-128.json"),
+    "rates-one-ratio-kv": partial(width.rates, "mixed-growth/one-ratio-kv.json"),
+    "said-of-one-ratio-kv": partial(width.said_of_one_ratio, "mixed-growth/one-ratio-kv.json"),
     "rates-one-ratio-ffn-8": partial(width.rates, "mixed-growth/one-ratio-ffn-8.json"),
     "said-of-one-ratio-ffn-8": partial(width.said_of_one_ratio, "mixed-growth/one-ratio-ffn-8.json"),
     "said-of-journal": journal.said,

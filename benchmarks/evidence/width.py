@@ -32,8 +32,9 @@ FAR = "stability-lr-width-512/lr-width.json"
 WIDEST = "forecast/after.json"
 ONE_RATIO = {"auto": "mixed-growth/one-ratio.json", "output_like": "mixed-growth/one-ratio-output_like.json"}
 ONE_RATIO_128 = {
-    "fixed": "mixed-growth/one-ratio-128.json",
-    "growing 8 times as the hidden size doubles": "mixed-growth/one-ratio-ffn-8.json",
+    "the FFN fixed": "mixed-growth/one-ratio-128.json",
+    "two KV heads at every width": "mixed-growth/one-ratio-kv.json",
+    "the FFN growing 8 times as the hidden size doubles": "mixed-growth/one-ratio-ffn-8.json",
 }
 SCHEDULES = "multipliers/schedule.json"
 FROM_128 = {

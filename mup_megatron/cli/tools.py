@@ -67,15 +67,15 @@ def watch(
     import sys
     import time
 
+    from mup_megatron.report.document import write_document
     from mup_megatron.report.live import Watched, lines_of, page_of
-    from mup_megatron.util.files import write_whole
 
     watched = Watched(Path(run))
     follows = not once and (html is not None or sys.stdout.isatty())
     while True:
         live = watched.now()
         if html is not None:
-            write_whole(Path(html), page_of(live, every))
+            write_document(Path(html), page_of(live, every))
         else:
             text = "\n".join(lines_of(live, shutil.get_terminal_size().columns))
             print(f"\x1b[H\x1b[2J{text}" if follows else text, flush=True)

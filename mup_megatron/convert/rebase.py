@@ -16,7 +16,7 @@ import torch
 
 from mup_megatron.checkpoints.checkpoint import Checkpoints, hash_files
 from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, make_manifest, settings_of
-from mup_megatron.config import Config, derive, parse_config, parse_yaml
+from mup_megatron.config import Config, Growth, derive, parse_config, parse_yaml
 from mup_megatron.convert.export import Source, open_source
 from mup_megatron.convert.export.folder import new_folder, refuse_existing
 from mup_megatron.convert.reexpress import MULTIPLIERS, Reexpressed, kept_multipliers, reexpress
@@ -127,6 +127,8 @@ def _base_section(path: Path) -> dict[str, Any]:
         return {"file": str(path.resolve())}
     if not isinstance(found, dict) or not found:
         raise UserError(f"--base {path}: expected base sizes, such as hidden_size: 256, found {shown(found)}")
+    if unknown := sorted(map(str, found.keys() - Growth.model_fields.keys())):
+        raise UserError(f"--base {path}: {unknown[0]}: is no base size; expected such as hidden_size: 256")
     return found
 
 

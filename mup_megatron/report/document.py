@@ -17,7 +17,7 @@ from mup_megatron.report.pictures import COLORS, MARK
 from mup_megatron.report.run_data import Curve
 from mup_megatron.util.disk import full_disk
 from mup_megatron.util.errors import UserError
-from mup_megatron.util.files import write_whole
+from mup_megatron.util.files import open_regular, write_whole
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #222; --dim: #666; --line: #ddd; --block: #f6f6f6 }
@@ -53,6 +53,7 @@ img { max-width: 100%; background: #fff }
 """
 
 
+_BEGINS = len("<!doctype html>")
 _GRID = "rgba(128,128,128,0.2)"
 
 
@@ -78,13 +79,18 @@ def document(name: str, sections: Sequence[str], figures: Mapping[str, dict[str,
 
 
 def write_document(path: Path, text: str) -> Path:
-    """Writes a page whole or not at all; returns its path.
+    """Writes a page whole or not at all; returns its path. It takes the place of a page, and of nothing else.
 
     Raises:
-        UserError: nothing can be written there, or it does not fit.
+        UserError: a file that begins otherwise is there, nothing can be written there, or it does not fit.
     """
     content = text.encode("utf-8", "backslashreplace")
     try:
+        if path.is_file():
+            with open_regular(path) as file:
+                begins = file.read(_BEGINS)
+            if begins not in (b"", content[:_BEGINS]):
+                raise UserError(f"{path}: is there already and is no such page; expected the name of another file")
         with full_disk(path, "the page", lambda: len(content)):
             write_whole(path, content)
     except OSError as error:

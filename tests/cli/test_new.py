@@ -120,6 +120,7 @@ def test_trials_are_shorter_than_a_long_run(tmp_path: Path) -> None:
         ("--heads 1", "--heads: no proxy is narrower than 1024 with heads of 1024 elements"),
         ("--text missing.txt", "--text: no such file: missing.txt"),
         ("--hidden-size 0", "Invalid value for '--hidden-size'"),
+        ("--hidden-size 100000000000", "Invalid value for '--hidden-size'"),
         ("--architecture bert", "Invalid value for '--architecture'"),
     ],
 )

@@ -368,12 +368,14 @@ def test_what_cannot_be_kept(ran: Callable[[str], Path], tmp_path: Path, capfd: 
     base.write_text(OTHER)
     (tmp_path / "wide.yaml").write_text("hidden_size: 16\n")
     (tmp_path / "text.yaml").write_text("words")
+    (tmp_path / "whole.yaml").write_text("run: {dir: runs}\nbase: {hidden_size: 16}\n")
     run = str(ran("one rank"))
     for words, sentence in (
         ([run, str(base), "hparams.attention_multiplier=1.0"], "its blocks would need rates of their own"),
         ([run, str(base), "hparams.lr=1.0"], "hparams.lr: a rebase changes no such key; expected one of"),
         ([run, str(tmp_path / "wide.yaml")], "base.num_layers: missing"),
         ([run, str(tmp_path / "text.yaml")], "expected base sizes, such as hidden_size: 256, found 'words'"),
+        ([run, str(tmp_path / "whole.yaml")], "whole.yaml: base: is no base size; expected such as hidden_size: 256"),
         ([run, str(tmp_path / "gone.yaml")], "cannot read it: No such file"),
         ([str(ran("clipped")), str(base), "hparams.output_multiplier=1.0"], "clips by the plain norm of the gradient"),
     ):

@@ -181,6 +181,19 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "base.file: tells tensor by tensor what grows" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--html", "--notebook"])
+def test_it_takes_the_place_of_a_page_alone(option: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The config, or a text, that is named by mistake stays as it is; a page of before is written anew."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(json.loads(make(MIXED).model_dump_json())))
+    before = config.read_text()
+    assert cli.run(["explain", str(config), "model.vocab_size=384", option, str(config)]) == 2
+    assert "config.yaml: is there already and is no such page; expected the name of another" in capfd.readouterr().err
+    assert config.read_text() == before
+    for _ in range(2):
+        assert cli.run(["explain", str(config), "model.vocab_size=384", option, str(tmp_path / "page")]) == 0
+
+
 @needs_browser
 def test_a_notebook_shows_the_page(tmp_path: Path) -> None:
     """A cell of its own words makes it again, and what it shows is the page, with all numbers in it."""

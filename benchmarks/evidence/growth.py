@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from benchmarks.evidence.records import (
@@ -47,23 +48,24 @@ def depth() -> Rows:
 
 
 def said_of_depth() -> str:
-    """What depth costs under each rule, and which ends lower at 256."""
+    """What depth costs under each rule, which pass at 256, and on how little that hangs."""
     rises = {rule: _rise(f"stability-depth/{rule}.json") for rule in _DEPTH}
     wide = {rule: record(f"stability-depth/256-{rule}.json") for rule in ("depth_mup", "completep")}
-    ends = {rule: row_of(found, 32)["minimum"]["loss"] for rule, found in wide.items()}
-    order = "lower" if ends["depth_mup"] < ends["completep"] else "higher"
     every = [_rise(path) for path, _ in records() if path.startswith("stability-depth/")]
     deeper = "In so few steps no deepest model is better than two layers" if min(every) > 0 else "Some depth pays"
     fails = "fails" if not wide["completep"]["passed"] else "passes"
     closer = record(HALF_AN_OCTAVE)
     again = "passes" if closer["passed"] else "fails"
+    small, deepest = ([statistics.fmean(loss) for loss in row_of(closer, layers)["losses"]] for layers in (2, 32))
+    first, second = sorted(range(len(small)), key=lambda at: small[at])[:2]
     ours = "fails" if not wide["depth_mup"]["passed"] else "passes"
     return (
         f"At hidden size 256 Depth-µP {ours} and CompleteP {fails}; with rates half an octave apart and "
-        f"{closer['seeds']} seeds CompleteP {again}. {deeper}. At hidden size 32, 16 layers end "
+        f"{closer['seeds']} seeds CompleteP {again}. There 2 layers end {small[second] - small[first]:.3f} nats apart "
+        f"at {closer['values'][first]:g} and {closer['values'][second]:g}, and the latter costs 32 layers "
+        f"{100 * (deepest[second] / min(deepest) - 1):.1f} %. {deeper}. At hidden size 32, 16 layers end "
         f"{rises['none']:.2f} nats above 2 without a rule, {rises['depth_mup']:.2f} under Depth-µP and "
-        f"{rises['completep']:.2f} under CompleteP. At 256, 32 layers end {order} under Depth-µP "
-        f"({ends['depth_mup']:.3f} against {ends['completep']:.3f})."
+        f"{rises['completep']:.2f} under CompleteP."
     )
 
 

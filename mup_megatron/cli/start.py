@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from mup_megatron.cli.common import AsJson, app, console, show
+from mup_megatron.config.section import WIDEST
 
 
 @app.command(epilog="Example: mup-megatron new my-run --architecture llama --hidden-size 4096 --num-layers 32")
@@ -17,7 +18,7 @@ def new(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Folder to make.")],
     architecture: Annotated[Literal["gpt3", "llama"], typer.Option(help="Of the target.")] = "llama",
     num_layers: Annotated[int, typer.Option(min=1, help="Of target and proxy.")] = 4,
-    hidden_size: Annotated[int, typer.Option(min=2, max=2**24, help="Width of the target.")] = 1024,
+    hidden_size: Annotated[int, typer.Option(min=2, max=WIDEST, help="Width of the target.")] = 1024,
     heads: Annotated[
         int | None, typer.Option(min=1, help="Query heads of the target; hidden size / 128, or / 64 below 2048.")
     ] = None,

@@ -17,7 +17,8 @@ NonNegative = Annotated[int, Field(ge=0, le=2**53)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Width = Annotated[int, Field(gt=0, le=2**24)]
+WIDEST = 2**24
+Width = Annotated[int, Field(gt=0, le=WIDEST)]
 """Of a dimension of a tensor."""
 Count = Annotated[int, Field(gt=0, le=10_000)]
 """Of layers and experts: what is gone through one by one."""

@@ -128,7 +128,7 @@ def _base_section(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not found:
         raise UserError(f"--base {path}: expected base sizes, such as hidden_size: 256, found {shown(found)}")
     if unknown := sorted(map(str, found.keys() - Growth.model_fields.keys())):
-        raise UserError(f"--base {path}: {unknown[0]}: is no base size; expected such as hidden_size: 256")
+        raise UserError(f"--base {path}: {unknown[0]}: is no base size; expected sizes, such as hidden_size: 256")
     return found
 
 

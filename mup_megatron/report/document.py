@@ -54,6 +54,7 @@ img { max-width: 100%; background: #fff }
 
 
 _BEGINS = len("<!doctype html>")
+"""Bytes that tell a page, or a notebook, from any other file."""
 _GRID = "rgba(128,128,128,0.2)"
 
 

@@ -18,7 +18,8 @@ class Plane(NamedTuple):
 
     Args:
         init: exponent on µP's multipliers of initial values.
-        lr: exponent on µP's multipliers of rates, epsilons, decays and on the growth of the attention scale.
+        lr: exponent on µP's multipliers of rates, epsilons, decays, on the growth of the attention scale and on the
+            weights of the invariant norm.
     """
 
     init: float

@@ -375,7 +375,10 @@ def test_what_cannot_be_kept(ran: Callable[[str], Path], tmp_path: Path, capfd: 
         ([run, str(base), "hparams.lr=1.0"], "hparams.lr: a rebase changes no such key; expected one of"),
         ([run, str(tmp_path / "wide.yaml")], "base.num_layers: missing"),
         ([run, str(tmp_path / "text.yaml")], "expected base sizes, such as hidden_size: 256, found 'words'"),
-        ([run, str(tmp_path / "whole.yaml")], "whole.yaml: base: is no base size; expected such as hidden_size: 256"),
+        (
+            [run, str(tmp_path / "whole.yaml")],
+            "whole.yaml: base: is no base size; expected sizes, such as hidden_size: 256",
+        ),
         ([run, str(tmp_path / "gone.yaml")], "cannot read it: No such file"),
         ([str(ran("clipped")), str(base), "hparams.output_multiplier=1.0"], "clips by the plain norm of the gradient"),
     ):

@@ -68,6 +68,7 @@ def test_at_the_base_it_is_the_plain_run(name: str, ranks: Ranks, tmp_path: Path
     """From the same weights the same losses and the same weights after three steps, to the last bit."""
     words = FEATURES[name].split()
     ours = run(ranks, tmp_path, *words, dropout_seed=1)
+    assert ours["status"] == 0, ours["said"]
     plain = run(ranks, tmp_path, *words, plainly=True, initial=ours["initial"], dropout_seed=1)
     megatron_runs.assert_same(ours, plain, steps=3)
     megatron_runs.assert_moved(ours)

@@ -64,6 +64,7 @@ def test_fsdp2_at_the_base_is_plain_fsdp2(two: Ranks, tmp_path: Path) -> None:
     Without clipping: megatron-core sums the norm group by group, and groups in µP stand in another order.
     """
     ours = run(two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME, clip_grad=0)
+    assert ours["status"] == 0, ours["said"]
     plain = run(
         two, tmp_path, UNTIED, "--use-torch-fsdp2", base=SAME, clip_grad=0, plainly=True, initial=ours["initial"]
     )

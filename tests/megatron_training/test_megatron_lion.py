@@ -36,6 +36,7 @@ def run(ranks: Ranks, folder: Path, *extra: str, **changed: Any) -> dict[str, An
 def test_at_the_base_it_is_the_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     """From the same weights the same losses and weights after four steps, to the last bit."""
     ours = run(ranks, tmp_path, base=SAME, clip_grad=0)
+    assert ours["status"] == 0, ours["said"]
     plain = run(ranks, tmp_path, base=SAME, clip_grad=0, plainly=True, initial=ours["initial"])
     megatron_runs.assert_same(ours, plain, steps=8)
 

@@ -57,6 +57,7 @@ def test_at_the_base_it_is_the_plain_run(variant: str, ranks: Ranks, tmp_path: P
     words = (EXPERTS if variant == "latent" else SPARSE).split()
     own = entries(tmp_path) if variant == "latent" else INDEXER
     (ours,) = run(ranks, tmp_path, *words, *own)
+    assert ours["status"] == 0, ours["said"]
     (plain,) = run(ranks, tmp_path, *words, plainly=True, initial=ours["initial"])
     megatron_runs.assert_same(ours, plain, steps=3)
     megatron_runs.assert_moved(ours)

@@ -148,6 +148,14 @@ def test_nodes_that_the_layout_does_not_fit(tmp_path: Path, capfd: pytest.Captur
     assert "3" in capfd.readouterr().err
 
 
+def test_what_no_engine_trains_does_not_wait_in_the_queue(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = pipeline_file(tmp_path, slurm={"gpus_per_node": 2})
+    assert cli.run(["slurm", "pretrain", str(path), "training.precision=fp16", "--dry-run"]) == 2
+    found = capfd.readouterr()
+    assert "training.precision: fp16 is trained by mup-megatron run" in found.err
+    assert "sbatch" not in found.out
+
+
 def test_a_stage_is_run_only_in_a_job_of_its_own() -> None:
     assert batch.is_ours("tune", {STAGE: "tune", "SLURM_JOB_ID": "3"})
     assert not batch.is_ours("pretrain", {STAGE: "tune", "SLURM_JOB_ID": "3"})

@@ -17,13 +17,12 @@ from typing import NamedTuple
 from mup_megatron.config import parse_config, parse_yaml
 from mup_megatron.config.reference import SCHEMA_FILE, START, schema_text
 from mup_megatron.data.corpus import text_files
+from mup_megatron.tuning.budget import STEPS, WIDTH
 from mup_megatron.util.encoding import encoding_problem
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import write_whole
 from mup_megatron.util.shipped import shipped_folder
 
-_WIDTH = 256
-_STEPS = 5000
 _TUNING_BATCH = 256
 _LEAST_SHARE = 0.5
 
@@ -97,7 +96,7 @@ def proxy_of(target: Target) -> Proxy:
         raise UserError(f"--kv-heads: {groups} does not divide --heads {heads}")
     step = heads // groups if groups else 1
     narrower = [count for count in range(step, heads, step) if heads % count == 0]
-    least = _WIDTH if target.hidden_size > _WIDTH else target.hidden_size / 4
+    least = WIDTH if target.hidden_size > WIDTH else target.hidden_size / 4
     chosen = next((count for count in narrower if count * target.head_size >= least), None)
     if chosen is None:
         raise UserError(
@@ -178,7 +177,7 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
     """
     proxy = proxy_of(target)
     sizes = (f"{name}: {size}" for name, size in proxy._asdict().items() if size is not None)
-    steps = min(target.train_steps, max(_STEPS, target.train_steps // 10))
+    steps = min(target.train_steps, max(STEPS, target.train_steps // 10))
     every = max(1, target.train_steps // 10)
     others = _shorter(target, steps)
     if max_compute_share > _LEAST_SHARE:  # the smaller the target, the larger
@@ -191,9 +190,9 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
         proxy=proxy,
         base_groups="" if proxy.num_query_groups is None else f"\n  num_query_groups: {proxy.num_query_groups}",
         sizes=f"{{{', '.join(sizes)}}}",
-        narrow=f"at least {_WIDTH} wide, below which the best values still move with width"
-        if proxy.hidden_size >= _WIDTH
-        else f"below the paper's {_WIDTH}, as the target is hardly wider; the best values may still move with width",
+        narrow=f"at least {WIDTH} wide, below which the best values still move with width"
+        if proxy.hidden_size >= WIDTH
+        else f"below the paper's {WIDTH}, as the target is hardly wider; the best values may still move with width",
         shallow="" if target.num_layers >= 4 else " The paper advises 4 or more.",
         micro=math.gcd(target.global_batch_size, 8),
         warm_up=target.train_steps // 50,
@@ -205,9 +204,9 @@ def config_text(target: Target, max_compute_share: float = _LEAST_SHARE) -> str:
         if target.files
         else "The Python standard library's source. For your own text: files: [my.txt] in place of corpus.",
         others="".join(f"\n  {key}: {value}" for key, value in others.items()),
-        trial=f"a tenth of the target's length, and not below the paper's {_STEPS}"
+        trial=f"a tenth of the target's length, and not below the paper's {STEPS}"
         if steps < target.train_steps
-        else f"as long as the target; the paper advises {_STEPS} or more",
+        else f"as long as the target; the paper advises {STEPS} or more",
     )
 
 

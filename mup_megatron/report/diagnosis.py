@@ -16,11 +16,12 @@ from mup_megatron.checkpoints.checkpoint import ALARMS, AUDIT, METRICS, TELEMETR
 from mup_megatron.report.parts import read_json, read_lines
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.telemetry.series import read_series
+from mup_megatron.tuning.budget import WIDTH
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.util.files import json_lines
 from mup_megatron.util.progress import about
 
-_NARROW, _FEW_HEADS, _SHORT = 128, 4, 1 / 20
+_FEW_HEADS, _SHORT = 4, 1 / 20
 _FAR = 4.0
 _CLIPPED = 0.5
 _NEAR_EPS = 10.0
@@ -196,7 +197,9 @@ def _of_search(run: Run, costs: _Costs) -> Iterator[Suspect]:
                 cause=f"the best {name} may lie beyond what was tried",
                 evidence=f"{value:.3g} chosen, {side.reach:.3g} the {'largest' if side.above else 'smallest'} tried, "
                 f"the range ends at {side.end:.3g}",
-                decides=f"tune with a range of {name} that goes on; {costs.study()}",
+                decides=f"tune with a range of {name} that goes on; {costs.study()}"
+                if side.at_end
+                else f"tune with more trials (tuning.trials), as {name} has room in its range; {costs.study()}",
             )
             break
     for said in run.record.target.not_transferred:
@@ -214,11 +217,11 @@ def _of_size(run: Run, costs: _Costs) -> Iterator[Suspect]:
         return
     sizes, trained = run.record.proxy.sizes, run.record.proxy.trained
     hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
-    if (hidden and hidden < _NARROW) or (heads and heads < _FEW_HEADS):
+    if (hidden and hidden < WIDTH) or (heads and heads < _FEW_HEADS):
         yield Suspect(
             weight=0.45,
             cause="the proxy is narrow",
-            evidence=f"hidden size {hidden}, {heads} heads; 128 and 4 or more are usual",
+            evidence=f"hidden size {hidden}, {heads} heads; {WIDTH} and {_FEW_HEADS} or more are advised",
             decides="stability --across width, at the proxy's width and twice that; "
             f"{costs.proxies(_OF_STABILITY)} and as many twice as wide",
         )

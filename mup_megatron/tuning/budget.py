@@ -1,7 +1,7 @@
 """An estimate, before anything is trained, of what tuning and pretraining cost: tokens, FLOPs, share, time.
 
 Public names: `plan`, `Plan`, `priced`, `flops_per_token`, `attention_flops`, `readout_flops`, `six_nd`, `device_hours`,
-`guidance`.
+`guidance`, `WIDTH`, `STEPS`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_
 from mup_megatron.tuning.speed import process_speed
 from mup_megatron.util.errors import ConfigError
 from mup_megatron.util.progress import short_bytes, short_count
+
+WIDTH, STEPS = 256, 5000
+"""The least that Tensor Programs V, appendix D, advises for a proxy: hidden size, and training steps."""
 
 # Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
 # ones, whose steps are mostly overhead, far less: no bound in either direction.
@@ -282,12 +285,12 @@ def guidance(config: Config) -> list[str]:
     """Where trials are smaller than Tensor Programs V, appendix D, advises, such as "width 64 < 256"."""
     training, proxy = config.training, config.proxy_model
     sizes = {
-        "width": (proxy.hidden_size, 256),
+        "width": (proxy.hidden_size, WIDTH),
         "depth": (proxy.num_layers, 4),
         "head size": (proxy.head_size, 32),
         "batch": (config.tuning.global_batch_size or training.global_batch_size, 32),
         "sequence": (training.seq_length, 128),
-        "steps": (tuning_steps(config), 5000),
+        "steps": (tuning_steps(config), STEPS),
     }
     return [f"{name} {size} < {least}" for name, (size, least) in sizes.items() if size < least]
 

@@ -77,6 +77,9 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         write_whole(directory / "config.yaml", as_yaml(config.model_dump()))
     elif found is not None:
         progress.say(f"{path}: tuned values of this family, found {found.created}; nothing to tune")
+        tried = len({trial.slot for trial in found.study.trials})
+        if tried < config.tuning.trials and config.tuning.sampler != "grid":  # a grid has as many as it has
+            progress.say(f"it is of {tried} trials, tuning.trials is {config.tuning.trials}; for more, move it away")
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
     if tune or config.tuning.run != "only":

@@ -20,6 +20,9 @@ from mup_megatron.tuning.space import Value
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
 
+# The share of a range: values nearer than this to its end are at its end.
+_NEAR = 0.1
+
 State = Literal["waiting", "running", "complete", "stopped", "diverged", "failed"]
 FINISHED: tuple[State, ...] = ("complete", "stopped", "diverged", "failed")
 
@@ -261,6 +264,11 @@ class Side:
     reach: float
     end: float
     gap: float
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the range ends there: a wider one may hold better values, more trials in this one do not."""
+        return self.gap < _NEAR
 
 
 def open_sides(value: float, tried: Sequence[float], range_: Range) -> list[Side]:

@@ -11,9 +11,6 @@ from mup_megatron.tuning.record import DescentRecord, MoveRecord, StudyRecord
 from mup_megatron.tuning.recording import not_transferred
 from mup_megatron.tuning.space import short
 
-# What a value that is nearer to the end of its range than this share of the range is said to be at.
-_NEAR = 0.1
-
 
 def remarks(study: StudyRecord, extrapolated: Sequence[str]) -> list[str]:
     """What a reader of the record must know of the choice, in words.
@@ -44,7 +41,7 @@ def _open(study: StudyRecord, name: str) -> list[str]:
     said = []
     for side in open_sides(value, tried, study.ranges[name]):
         adjective = "largest" if side.above else "smallest"
-        if side.gap < _NEAR:
+        if side.at_end:
             where = "at the upper end" if side.above else "at the lower end"
             said.append(
                 f"{name}: {value:.3g} is {where} of the range that was searched; a wider one may hold better ones"

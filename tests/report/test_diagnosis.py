@@ -80,6 +80,16 @@ def at_the_edge(files: Files) -> None:
     study["trials"] = [trial(slot, lr) for slot, lr in enumerate((LR, 2e-3, 3e-3))]
 
 
+def test_what_the_range_has_room_for_needs_trials_and_not_a_range(tmp_path: Path) -> None:
+    files = sound()
+    at_the_edge(files)
+    lr = next(each for each in suspects(written(tmp_path / "room", files)) if "lr may lie beyond" in each.cause)
+    assert lr.decides.startswith("tune with more trials (tuning.trials), as lr has room in its range")
+    files["record"]["study"]["ranges"]["lr"]["high"] = LR
+    lr = next(each for each in suspects(written(tmp_path / "end", files)) if "lr may lie beyond" in each.cause)
+    assert lr.decides.startswith("tune with a range of lr that goes on")
+
+
 def other_rate(files: Files) -> None:
     files["config"]["hparams"]["lr"] = 2 * LR
 

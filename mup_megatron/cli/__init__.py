@@ -72,7 +72,7 @@ def _status(arguments: list[str]) -> int:
         say_error(str(error), read_rank(), same=isinstance(error, DiskFull))
         return 2
     except typer.TyperException as error:  # unknown command or option
-        say_error(error.format_message(), read_rank())
+        say_error(error.format_message().replace(": Value error, ", ": "), read_rank())  # pydantic's word
         return 2
     except KeyboardInterrupt:
         return 130

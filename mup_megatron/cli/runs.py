@@ -74,6 +74,11 @@ def explain(
     ] = False,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
+    alone = "--defaults" if defaults else "--html" if page else "--notebook" if notebook else None
+    given = {"--html": page and defaults, "--notebook": notebook and defaults, "--band": band}
+    beside = [name for name, asked in {**given, "--save-base-shapes": save_base_shapes}.items() if asked]
+    if alone and beside:
+        raise UserError(f"{alone}: is shown instead of the table; expected no {' or '.join(beside)} beside it")
     if defaults:
         from mup_megatron.config.reference import left_at_default
 

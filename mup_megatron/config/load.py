@@ -85,7 +85,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
         raise UserError(f"{source}: not a text file; expected a YAML config") from None
     data = parse_yaml(text, source)
     if not isinstance(data, dict):
-        raise UserError(f"{source}: expected sections such as run:, model: and training:, found {type(data).__name__}")
+        raise UserError(f"{source}: expected sections such as run:, model: and training:, found {shown(data)}")
     for key, value in (overrides or {}).items():
         override(data, key, value, source)
     config = parse_config(data, source)

@@ -36,12 +36,20 @@ class _Short(reprlib.Repr):
         """Python itself refuses to write a number of more than 4300 digits."""
         return f"a number of {x.bit_length()} bits" if x.bit_length() > 128 else repr(x)
 
+    def repr_bool(self, x: bool, level: int) -> str:
+        """As YAML has it."""
+        return "true" if x else "false"
+
+    def repr_NoneType(self, x: None, level: int) -> str:
+        """As YAML has it."""
+        return "null"
+
 
 _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """A value in a sentence: as Python writes it, cut short, control characters escaped, secrets masked."""
+    """A value in a sentence: as Python writes it, or YAML (null, true), cut short, escaped, secrets masked."""
     return one_line(_SHORT.repr(value))
 
 

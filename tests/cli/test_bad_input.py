@@ -52,6 +52,33 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return said
 
 
+def test_what_python_calls_things_is_not_said(config_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ": model: expected keys and values, found null" in refused(capfd, "explain", config_file, "model=")
+    assert ": run.seed: expected a whole number, found true" in refused(capfd, "explain", config_file, "run.seed=true")
+    said = refused(capfd, "export", config_file, "--to", "onnx")
+    assert "'--to': 'onnx' is not one of 'hf', 'safetensors', 'megatron'" in said
+    empty = config_file.with_name("empty.yaml")
+    empty.touch()
+    assert "expected sections such as run:, model: and training:, found null" in refused(capfd, "explain", empty)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--defaults", "--html", "x"], "--defaults: is shown instead of the table; expected no --html beside it"),
+        (["--notebook", "x", "--band"], "--notebook: is shown instead of the table; expected no --band beside it"),
+        (
+            ["--html", "x", "--notebook", "y", "--band", "--save-base-shapes", "z"],
+            "--html: is shown instead of the table; expected no --band or --save-base-shapes beside it",
+        ),
+    ],
+)
+def test_what_explain_shows_instead_is_alone(
+    options: list[str], said: str, config_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capfd, "explain", config_file, *options)
+
+
 # --- values ---
 
 VALUES = {

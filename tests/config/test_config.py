@@ -83,14 +83,14 @@ def test_the_example_of_the_architecture_is_the_schema() -> None:
         ({"modle": {}}, "x.yaml: modle: unknown key; did you mean model?"),
         ({"model__hidden_size": "wide"}, "x.yaml: model.hidden_size: expected a whole number, found 'wide'"),
         ({"model__hidden_size": 64.5}, "expected a whole number, found 64.5"),
-        ({"model__hidden_size": True}, "expected a whole number, found True"),
+        ({"model__hidden_size": True}, "expected a whole number, found true"),
         ({"model__hidden_size": -64}, "expected a number > 0, found -64"),
         ({"model__hidden_size": 66}, "66 is not divisible by num_attention_heads 4"),
         ({"model__num_query_groups": 3}, "3 does not divide num_attention_heads 4"),
         ({"model__architecture": "gpt5"}, "expected one of 'gpt3', 'llama', 't5' or 'bert', found 'gpt5'"),
         ({"model__use_mup": True}, "megatron-core's native MuP cannot be combined"),
         ({"training": 3}, "training: expected keys and values, found 3"),
-        ({"training__seq_length": None}, "training.seq_length: expected a whole number, found None"),
+        ({"training__seq_length": None}, "training.seq_length: expected a whole number, found null"),
         ({"parallel__tensor_model_parallel_size": "all"}, "expected a whole number or 'auto', found 'all'"),
         ({"parallel__zero_stage": 4}, "parallel.zero_stage: expected a number <= 3, found 4"),
         ({"parallel__sequence_parallel": "yes"}, "expected true or false, found 'yes'"),
@@ -174,7 +174,7 @@ def test_off_without_quotes(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(changed()) + "watch: {action: off}\n")
     config = load_config(path, parse_overrides(["run.audit=off"]))
     assert (config.run.audit, config.watch.action) == ("off", "off")
-    assert "expected one of 'stop', 'warn' or 'off', found True" in problem(run__audit=True)
+    assert "expected one of 'stop', 'warn' or 'off', found true" in problem(run__audit=True)
 
 
 def test_a_depth_rule_off_or_unused_needs_no_base_depth() -> None:

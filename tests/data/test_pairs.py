@@ -248,7 +248,7 @@ def test_text_files_that_are_no_pairs(
     [
         ("{", "expected a JSON object"),
         ('["a", "b"]', "expected a JSON object"),
-        ('{"source": "a"}', r"expected text under 'target' \(data\.pairs\.target_key\), found None"),
+        ('{"source": "a"}', r"expected text under 'target' \(data\.pairs\.target_key\), found null"),
         ('{"source": 1, "target": "b"}', r"expected text under 'source' \(data\.pairs\.source_key\), found 1"),
         ('{"source": "a", "target": "\\ud800"}', "holds half a character"),
     ],

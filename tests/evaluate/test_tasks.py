@@ -55,18 +55,18 @@ BAD: list[tuple[str, Any, str]] = [
     ("perplexity", '{"text": "\\ud800"}', "text: holds half a character (\\ud800)"),
     ("last_word", {"text": "word"}, "text: expected two words or more, of which the last is asked for"),
     ("last_word", {"text": " word"}, "text: expected two words or more, of which the last is asked for"),
-    ("choice", {**CHOICE, "context": None}, "context: expected text, found None"),
+    ("choice", {**CHOICE, "context": None}, "context: expected text, found null"),
     ("choice", {"endings": [], "label": 0}, "context is missing; found ['endings', 'label']"),
     ("choice", {**CHOICE, "endings": "c"}, "endings: expected a list of texts, none of them empty, found 'c'"),
     ("choice", {**CHOICE, "endings": ["c", " "]}, "endings: expected a list of texts, none of them empty"),
     ("choice", {**CHOICE, "endings": ["c"]}, "endings: expected two or more to choose among, found 1"),
     ("choice", {**CHOICE, "label": 2}, "label: expected the number of the right one, 0 to 1, found 2"),
     ("choice", {**CHOICE, "label": -1}, "label: expected the number of the right one, 0 to 1, found -1"),
-    ("choice", {**CHOICE, "label": True}, "label: expected the number of the right one, 0 to 1, found True"),
+    ("choice", {**CHOICE, "label": True}, "label: expected the number of the right one, 0 to 1, found true"),
     ("choice", {**CHOICE, "label": ""}, "label: expected the number of the right one, 0 to 1, found ''"),
     ("cloze", {**CLOZE, "text": "a b"}, "text: expected one blank (three underscores or more), found 0"),
     ("cloze", {**CLOZE, "text": "___ ____"}, "text: expected one blank (three underscores or more), found 2"),
-    ("cloze", {**CLOZE, "options": None}, "options: expected a list of texts, none of them empty, found None"),
+    ("cloze", {**CLOZE, "options": None}, "options: expected a list of texts, none of them empty, found null"),
 ]
 
 

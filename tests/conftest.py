@@ -14,7 +14,6 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks
 from hypothesis import settings
 
-from mup_megatron.parallel.upstream import UPSTREAM_WARNINGS
 from mup_megatron.util import collector
 from tests.helpers import reports
 from tests.helpers.commands import BIN, compile_operator, run
@@ -49,8 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Our own warnings are errors; upstream's are not ours to mend.
     for module in ("megatron", "deepspeed", "torch", "optuna", "sentencepiece", "mup", "importlib", "tensorboard"):
         config.addinivalue_line("filterwarnings", rf"ignore:::{module}(\..*)?")
-    for message in UPSTREAM_WARNINGS:
-        config.addinivalue_line("filterwarnings", f"ignore:.*{message}.*")
     config.option.all |= config.option.slow or config.option.parity is not None
     # A machine that is busy makes no test fail.
     settings.register_profile("quick", deadline=None)

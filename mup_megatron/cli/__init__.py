@@ -14,6 +14,7 @@ from typing import NoReturn
 import typer
 
 from mup_megatron.cli.common import app, typed
+from mup_megatron.parallel.upstream import quiet
 from mup_megatron.util import collector
 from mup_megatron.util.errors import DiskFull, UserError
 from mup_megatron.util.shipped import shipped_folder
@@ -35,6 +36,8 @@ def main() -> NoReturn:
     end_at_sigterm()
     end_with_launcher()
     keep_log()
+    if sys.argv[1:2] != ["run"]:
+        quiet()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
     sys.exit(run(sys.argv[1:]))
@@ -89,6 +92,7 @@ def launched(command: str, arguments: list[str]) -> NoReturn:
 
     collector.rarely()
     end_at_sigterm()
+    quiet()
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
         arguments = [os.path.relpath(default_config(Path(sys.argv[0]))), *arguments]

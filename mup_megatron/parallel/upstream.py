@@ -1,7 +1,7 @@
 """What a process does before it uses megatron-core and DeepSpeed; the one place that applies patches.
 
-Public names: `prepare_process`, `prepare_deepspeed`, `quiet_upstream`, `importable`, `inference_mode`,
-`UPSTREAM_WARNINGS`, `CUDA_ONLY`.
+Public names: `prepare_process`, `prepare_deepspeed`, `quiet`, `importable`, `inference_mode`,
+`CUDA_ONLY`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,12 @@ import os
 import sys
 import warnings
 
-# What megatron-core and DeepSpeed warn of at import and construction whatever one does.
-UPSTREAM_WARNINGS = (
-    "Apex is not installed",
-    "Transformer Engine and Apex are not installed",
-    "full scope is deprecated",
-    "Could not determine rank from torch.distributed",
-    "If you are using transformer_engine as the transformer implementation",
-    "`load_state_dict` is deprecated and will be removed",  # dist_checkpointing's own call
-    "assuming the intent is to load in a single process",  # torch's loader, which was told to (no_dist)
-)
-
 CUDA_ONLY = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 """Packages that compute on CUDA alone."""
 
 
 def prepare_process() -> None:
-    """Quiets upstream and applies the patches that this machine needs of megatron-core and torch.
+    """Applies the patches that this machine needs of megatron-core and torch.
 
     Idempotent; call before building anything. DeepSpeed's are `prepare_deepspeed`'s: a command that reads a config does
     without DeepSpeed's imports.
@@ -44,7 +33,6 @@ def prepare_process() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         for package in CUDA_ONLY:
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # an import of it raises ImportError
-    quiet_upstream()
     _apply(of_deepspeed=False, cuda=cuda)
 
 
@@ -62,12 +50,16 @@ def _apply(*, of_deepspeed: bool, cuda: bool) -> None:
     apply_patches([each for each in ALL_PATCHES if (each.distribution == "deepspeed") is of_deepspeed], cuda=cuda)
 
 
-def quiet_upstream() -> None:
-    """Silences what upstream prints at import and on every rank; its errors stay."""
+def quiet() -> None:
+    """Silences the warnings of upstream's modules in a process that runs a command of ours; upstream's errors stay.
+
+    A user of the command can do nothing about them. `python -W` shows them all the same. A script of megatron.training
+    keeps its warnings.
+    """
     for logger in ("DeepSpeed", "megatron", "megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    for message in UPSTREAM_WARNINGS:
-        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", module=r"(deepspeed|megatron|torch)(\..*)?$")
 
 
 def importable(package: str) -> bool:

@@ -222,7 +222,7 @@ def _band_of(config: Config) -> BandOfTarget | None:
     from mup_megatron.data.prepare import known_vocab_size
     from mup_megatron.parallel import upstream
 
-    upstream.prepare_process()  # before megatron-core is imported, which warns of what it lacks
+    upstream.prepare_process()
     from mup_megatron.model.build import parametrize
 
     return band_of(parametrize(config, known_vocab_size(config)), config.band_path)

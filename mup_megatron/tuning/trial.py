@@ -89,6 +89,7 @@ def main() -> None:
 
     from mup_megatron.parallel import upstream
 
+    upstream.quiet()
     upstream.prepare_process()  # before megatron-core is imported, whose functions are then not compiled at once
     from mup_megatron.checkpoints.run_directory import Busy
     from mup_megatron.config import parse_config

@@ -4,6 +4,7 @@ import gc
 
 from mup_megatron.parallel import upstream
 
+upstream.quiet()
 upstream.prepare_deepspeed()
 
 import megatron.core.tokenizers.text.libraries  # noqa: E402, F401  (transformers, when the first tokenizer is read)

@@ -105,9 +105,11 @@ def test_a_run_its_files_and_its_end(config_file: Path, tmp_path: Path, ranks: R
 def test_no_command_shows_warnings_of_upstream(config_file: Path, tmp_path: Path) -> None:
     """Each in a process of its own: a warning is shown once in a process, and another test may have had it."""
     found = {
-        words.split()[0]: mup(*words.split())
+        words: mup(*words.split())
         for words in (
-            f"train {config_file}",
+            f"train {config_file} training.train_steps=8 training.lr_decay_steps=12",
+            f"train {config_file} training.train_steps=12 training.lr_decay_steps=12",  # resumed
+            f"train {config_file} parallel.engine=megatron run.dir={tmp_path}/megatron",
             f"explain {config_file}",
             f"plan {config_file} tuning.max_compute_share=100",
             f"horizon {config_file}",

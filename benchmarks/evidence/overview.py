@@ -109,11 +109,11 @@ def _kept_against_tuned() -> str:
 
 def _per_tensor(path: str) -> str:
     """Which ends lower at the largest width, each at its best tried rate."""
-    ends = width.ends_of_ratios(path)
-    means = [statistics.fmean(ends[name]) for name in ("mup", "one_ratio")]
+    at_end = width.ends(path)
+    means = [statistics.fmean(at_end[name]) for name in ("mup", "one_ratio")]
     word, told = "passed" if means[0] < means[1] else "failed", ""
-    if len(ends["mup"]) > 1:
-        found = difference(ends["mup"], ends["one_ratio"])
+    if len(at_end["mup"]) > 1:
+        found = difference(at_end["mup"], at_end["one_ratio"])
         word, told = LOWER[found.sign], f" ({found})"
     return f"**{word}**: {means[0]:.2f} nats against {means[1]:.2f}{told}, each at its best rate"
 
@@ -224,8 +224,9 @@ CLAIMS = (
           path="clip-norm/global.json"),
     Claim(what="The best rate stays under the invariant norm's clipping", whose="this project", page="clipping.md",
           path="clip-norm/invariant.json"),
-    Claim(what="The best rate stays with relative positions", whose="this project", page="positions.md",
-          path="positions/relative.json"),
+    *(Claim(what=f"The best rate stays with {what} positions", whose="this project", page="positions.md",
+            path=width.POSITIONS[kind])
+      for kind, what in {"absolute": "learned", "relative": "relative"}.items()),
     Claim(what="Transferred values are better than GPT-3's, which are not tuned", whose=f"{_PAPER}, figure 6",
           page="quality.md", path="quality/quality.json", said=_better),
     Claim(what="Tuning a proxy is cheaper than tuning the target, on translation", whose=f"{_PAPER}, figure 5",

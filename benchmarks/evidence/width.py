@@ -35,7 +35,10 @@ ONE_RATIO_128 = {
     "the FFN fixed": "mixed-growth/one-ratio-128.json",
     "two KV heads at every width": "mixed-growth/one-ratio-kv.json",
     "the FFN growing 8 times as the hidden size doubles": "mixed-growth/one-ratio-ffn-8.json",
+    "the number of experts growing, their FFN fixed": "mixed-growth/one-ratio-experts.json",
 }
+CLIPPING = {"`global`": "clip-norm/global.json", "`invariant`": "clip-norm/invariant.json"}
+POSITIONS = {kind: f"positions/{kind}.json" for kind in ("absolute", "relative")}
 SCHEDULES = "multipliers/schedule.json"
 FROM_128 = {
     "initial deviation": "stability-english-std/all.json",
@@ -155,16 +158,17 @@ def seeds_of(found: Mapping[str, Any]) -> str:
 
 
 def said_of_bert() -> str:
-    """BERT's verdict, and what the rate of 32 gives at 256 without µP."""
+    """BERT's verdict, and what the smallest size's best rate gives at the largest without µP."""
     found = record("bert/lr-width.json")
-    tried = found["values"].index(row_of(found, 32)["minimum"]["tried"])
-    ours, others = (row_of(found, 256, name)["losses"][tried][0] for name in ("mup", "standard"))
-    edge = row_of(found, 256, "standard")["minimum"]["edge"]
-    where = "beyond what was tried, so its drift is not known" if edge else "within what was tried"
+    first, last = found["sizes"][0]["size"], found["sizes"][-1]["size"]
+    tried = found["values"].index(row_of(found, first)["minimum"]["tried"])
+    ours, others = (statistics.fmean(row_of(found, last, name)["losses"][tried]) for name in ("mup", "standard"))
+    edge = row_of(found, last, "standard")["minimum"]["edge"]
+    where = "beyond what was tried" if edge else f"{octaves(row_of(found, first, 'standard'))} octaves away"
     return (
-        f"Judged from {found['from']}, µP {own(found['lines']['mup'])}. At the rate that is best at 32 the standard "
-        f"parametrization's loss at 256 is {abs(others - ours):.2f} nats {'higher' if others > ours else 'lower'} than "
-        f"µP's; its own best rate there lies {where}."
+        f"µP {own(found['lines']['mup'])}. At the rate that is best at {first} the standard parametrization's loss at "
+        f"{last} is {abs(others - ours):.2f} nats {'higher' if others > ours else 'lower'} than µP's; its own best "
+        f"rate there lies {where}."
     )
 
 
@@ -266,7 +270,7 @@ def said_of_mixed() -> str:
     return f"From 32, where the small model's own drift is enough to fail, {passed} of 4 pass. {' '.join(said)}"
 
 
-def ends_of_ratios(path: str) -> dict[str, list[float]]:
+def ends(path: str) -> dict[str, list[float]]:
     """At the largest width, each line's losses at its best tried rate, by seed."""
     found = record(path)
     rows = {name: line["rows"][-1] for name, line in found["lines"].items()}
@@ -280,16 +284,16 @@ def said_of_one_ratio(path: str) -> str:
     rate = row_of(found, first)["minimum"]["tried"]
     rows = {name: row_of(found, last, name) for name in ("mup", "one_ratio")}
     kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
-    ends = ends_of_ratios(path)
-    apart = difference(ends["one_ratio"], ends["mup"])
+    at_end = ends(path)
+    apart = difference(at_end["one_ratio"], at_end["mup"])
     lower = {
         1: f"a ratio per tensor ends lower at {last}",
         0: f"the losses at {last} differ by no more than twice the error",
         -1: f"one ratio ends lower at {last}",
     }[apart.sign]
     return (
-        f"From {first} {lower}: {statistics.fmean(ends['one_ratio']):.3f} by one ratio, "
-        f"{statistics.fmean(ends['mup']):.3f} by a ratio per tensor ({apart} nats); at the best rate "
+        f"From {first} {lower}: {statistics.fmean(at_end['one_ratio']):.3f} by one ratio, "
+        f"{statistics.fmean(at_end['mup']):.3f} by a ratio per tensor ({apart} nats); at the best rate "
         f"of {first} {kept['one_ratio']:.3f} and {kept['mup']:.3f}."
     )
 
@@ -334,49 +338,26 @@ def said_of_gains() -> str:
     )
 
 
-def clipping() -> Rows:
-    """The learning rate over width under either norm of training.clip_norm."""
-    rows = [
-        ["`training.clip_norm`", "best rate at 32, 64, 128", "octaves from 32", "from 64", "lowest loss", "verdict"]
-    ]
-    for norm in ("global", "invariant"):
-        found = record(f"clip-norm/{norm}.json")
-        rates_ = ", ".join(best(row) for row in found["lines"]["mup"]["rows"])
-        cells = [rates_, octaves(row_of(found, 32)), octaves(row_of(found, 64)), losses(found), verdict(found)]
-        rows.append([f"`{norm}`", *cells])
-    return rows
-
-
-def positions() -> Rows:
-    """Learned positions and relative ones: losses of the first seed at the rates that both were trained at."""
-    found, common = _positions()
-    rows = [["positions", *(f"hidden size {size}, rate {rate:g}" for size in (32, 64) for rate in common), "verdict"]]
-    for kind, each in found.items():
-        cells = [f"{_first(each, size, rate):.3f}" for size in (32, 64) for rate in common]
-        rows.append([kind, *cells, verdict(each)])
+def beside(what: str, named: Mapping[str, str]) -> Rows:
+    """Records of one grid, a row each: where the best rate lies, how far it moves, the verdict."""
+    found = {name: record(path) for name, path in named.items()}
+    first, second, *_ = sizes = [size["size"] for size in next(iter(found.values()))["sizes"]]
+    told = ", ".join(map(str, sizes))
+    rows = [[what, f"best rate at {told}", f"octaves from {first}", f"from {second}", "lowest loss", "verdict"]]
+    for name, each in found.items():
+        bests = ", ".join(best(row) for row in each["lines"]["mup"]["rows"])
+        moves = [octaves(row_of(each, size)) for size in (first, second)]
+        rows.append([name, bests, *moves, losses(each), verdict(each)])
     return rows
 
 
 def said_of_positions() -> str:
-    """How far apart the two are, each at its best common rate, beside the noise."""
-    found, common = _positions()
-    least = {
-        kind: [min(_first(each, size, rate) for rate in common) for size in (32, 64)] for kind, each in found.items()
-    }
-    away = [one - other for one, other in zip(least["absolute"], least["relative"], strict=True)]
-    noise = found["relative"]["lines"]["mup"]["noise"]
+    """How far apart the two are at the largest width, each at its best rate."""
+    absolute, relative = (ends(POSITIONS[kind])["mup"] for kind in ("absolute", "relative"))
+    apart = difference(relative, absolute)
+    width = record(POSITIONS["relative"])["sizes"][-1]["size"]
+    said = {-1: "the bias ends lower", 0: "neither ends lower", 1: "learned positions end lower"}[apart.sign]
     return (
-        f"At its best rate the bias is {'better' if min(away) > 0 else 'not better'} at both sizes, by "
-        f"{' and '.join(f'{each:.2f}' for each in away)} nats; a loss of two seeds scatters by {noise:.2f}."
+        f"At {width}, each at its best rate, {said}: {statistics.fmean(relative):.2f} nats with it, "
+        f"{statistics.fmean(absolute):.2f} without ({apart})."
     )
-
-
-def _positions() -> tuple[dict[str, dict[str, Any]], list[float]]:
-    found = {kind: record(f"positions/{kind}.json") for kind in ("absolute", "relative")}
-    return found, [value for value in found["absolute"]["values"] if value in found["relative"]["values"]]
-
-
-def _first(found: Mapping[str, Any], size: int, rate: float) -> float:
-    """The first seed's loss."""
-    loss: float = row_of(found, size)["losses"][found["values"].index(rate)][0]
-    return loss

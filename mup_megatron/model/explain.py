@@ -325,9 +325,9 @@ def shown_init(parameter: Mapping[str, Any]) -> str:
     std = parameter["init_std"]
     if parameter.get("blocks"):
         std = {block["name"]: block["init_std"] for block in parameter["blocks"]}
-    if isinstance(std, Mapping):
+    if isinstance(std, Mapping) and any(std.values()):
         return _blocks({block: f"{value:.4g}" for block, value in std.items()})
-    return f"{std:.4g}" if std else parameter.get("init", "0")
+    return f"{std:.4g}" if std and not isinstance(std, Mapping) else parameter.get("init", "0")
 
 
 def _ratio(dim: InfDim) -> str:

@@ -209,7 +209,7 @@ def _tensor_size(config: Config, world_size: int) -> int:
         what = f"{tensor}" if pipeline * context == 1 else f"TP {tensor} x PP {pipeline} x CP {context}"
         raise config.error(
             f"parallel.{key}_model_parallel_size",
-            f"{what} does not divide the {world_size} processes that were started",
+            f"{what} does not divide the {world_size} processes",
         )
     return tensor
 

@@ -489,6 +489,7 @@ def test_norms_that_start_from_ones(whole: Path, finished: Path, capsys: pytest.
     bias = make(MIXED, "gpt3")
     tensors = {p["name"]: p for p in explain(parametrize(bias, 375), resolve_layout(bias, 1))["parameters"]}
     assert shown_init(tensors["decoder.final_layernorm.bias"]) == "zeros"
+    assert shown_init(tensors["decoder.layers.0.self_attention.linear_qkv.bias"]) == "zeros"
 
     assert cli.run(["transfer", str(whole / "run.yaml"), f"run.dir={finished}", ALONE]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -145,7 +145,8 @@ def test_no_slurm_on_the_machine(
 def test_nodes_that_the_layout_does_not_fit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = pipeline_file(tmp_path, slurm={"gpus_per_node": 3}, parallel__tensor_model_parallel_size=2)
     assert cli.run(["slurm", "pipeline", str(path), "--dry-run"]) == 2
-    assert "3" in capfd.readouterr().err
+    said = "parallel.tensor_model_parallel_size: 2 does not divide the 3 processes"
+    assert said in capfd.readouterr().err
 
 
 def test_what_no_engine_trains_does_not_wait_in_the_queue(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_context_parallel_ranks_read_the_same_data() -> None:
             4,
             "training.seq_length: 30 is not divisible",
         ),
-        ({"parallel__tensor_model_parallel_size": 2}, 3, "2 does not divide the 3 processes that were started"),
+        ({"parallel__tensor_model_parallel_size": 2}, 3, "2 does not divide the 3 processes"),
         ({}, 5, "8 cannot be shared by 5 processes"),
         ({"parallel__pipeline_model_parallel_size": 2}, 2, "engine deepspeed has no pipeline parallelism"),
         ({"parallel__context_parallel_size": 2}, 2, "engine deepspeed has no context parallelism"),

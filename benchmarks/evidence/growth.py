@@ -11,6 +11,7 @@ from benchmarks.evidence.records import (
     Rows,
     best,
     cost,
+    difference,
     losses,
     octaves,
     record,
@@ -19,7 +20,7 @@ from benchmarks.evidence.records import (
     span,
     verdict,
 )
-from benchmarks.evidence.width import FAIR
+from benchmarks.evidence.width import POSITIONS, ends
 
 ONE_AT_A_TIME = {
     "batch size": "ladder/batch.json",
@@ -99,34 +100,39 @@ def experts() -> Rows:
     return rows
 
 
-def optimizers(base: str) -> Rows:
-    """The learning rate over width, of other optimizers than AdamW; `base` ends the names of the records."""
-    sizes = [str(each["size"]) for each in record(f"optimizers/muon{base}.json")["sizes"]]
+OPTIMIZERS = {
+    "optimizers": {"Muon": "optimizers/muon.json", "Lion": "optimizers/lion.json"},
+    "optimizers-64": {name: f"optimizers/{name.lower()}-64.json" for name in ("Muon", "Lion", "SOAP")},
+}
+"""By the name of the table: other optimizers than AdamW, and their records."""
+
+
+def optimizers(table: str) -> Rows:
+    """The learning rate over width, of other optimizers than AdamW."""
+    found = {name: record(path) for name, path in OPTIMIZERS[table].items()}
+    sizes = [str(each["size"]) for each in found["Muon"]["sizes"]]
     least, largest = sizes[0], sizes[-1]
     moves = [f"octaves from {least} to {largest}", f"{least}'s best tried rate costs {largest}"]
     rows = [["optimizer", "", f"best rate at {', '.join(sizes)}", *moves, "lowest loss", "verdict"]]
-    for name in ("muon", "lion", "soap"):
-        found = record(f"optimizers/{name}{base}.json")
-        for kind, line in found["lines"].items():
+    for name, each in found.items():
+        for kind, line in each["lines"].items():
             first = line["rows"][0]
-            cells = [", ".join(best(row) for row in line["rows"]), octaves(first), cost(first), losses(found, kind)]
-            said = verdict(found) if kind == found["judged"] else "not judged"
-            rows.append([f"`{name}`" if kind == "mup" else "", LINES[kind], *cells, said])
+            cells = [", ".join(best(row) for row in line["rows"]), octaves(first), cost(first), losses(each, kind)]
+            said = verdict(each) if kind == each["judged"] else "not judged"
+            rows.append([name if kind == each["judged"] else "", LINES[kind], *cells, said])
     return rows
 
 
 def said_of_optimizers() -> str:
-    """Whether each ends lower than AdamW did, at the same sizes, by one seed of both."""
-    adamw = [row["minimum"]["loss"] for row in record(FAIR)["lines"]["mup"]["rows"]][:3]
-    said = []
-    for name, title in {"muon": "Muon", "lion": "Lion", "soap": "SOAP"}.items():
-        ends = [row["minimum"]["loss"] for row in record(f"optimizers/{name}.json")["lines"]["mup"]["rows"]]
-        below = [end < other for end, other in zip(ends, adamw, strict=True)]
-        where = "lower at every size" if all(below) else "lower at some size" if any(below) else "higher at every size"
-        said.append(f"{title} ends {where}")
+    """Whether each ends lower at the largest width than AdamW, on the same text and seeds, at its best rate."""
+    adamw, said = ends(POSITIONS["absolute"])["mup"], []
+    for name, path in OPTIMIZERS["optimizers-64"].items():
+        apart = difference(ends(path)["mup"], adamw)
+        where = {-1: "lower", 0: "no lower and no higher", 1: "higher"}[apart.sign]
+        said.append(f"{name} ends {where} ({apart} nats)")
     return (
-        f"AdamW ended at {', '.join(f'{loss:.3f}' for loss in adamw)} with one seed ([width](width.md)); in µP "
-        f"{', '.join(said)}. Initial values and the output multiplier were tuned for AdamW."
+        f"At {record(POSITIONS['absolute'])['sizes'][-1]['size']} AdamW ends at {statistics.fmean(adamw):.3f} nats "
+        f"([two seeds](positions.md)); {', '.join(said)}. Initial values and the output multiplier were AdamW's."
     )
 
 

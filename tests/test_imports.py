@@ -208,6 +208,8 @@ def test_mathematics_without_torch(repository: Path, name: str) -> None:
         "import mup_megatron.slurm.job",
         "import mup_megatron.tuning.study",
         "import mup_megatron.report.page",
+        "import mup_megatron.report.diagnosis",
+        "import mup_megatron.cli.new_run",
         "from mup_megatron import cli; assert cli.run(['watch', 'docs', '--once']) == 2",  # no run there, so no table
     ],
 )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mup_megatron.config import parse_config, parse_yaml
 from mup_megatron.config.reference import SCHEMA_FILE, START, schema_text
 from mup_megatron.data.corpus import text_files
-from mup_megatron.tuning.budget import STEPS, WIDTH
+from mup_megatron.tuning.space import STEPS, WIDTH
 from mup_megatron.util.encoding import encoding_problem
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import write_whole

@@ -16,8 +16,8 @@ from mup_megatron.checkpoints.checkpoint import ALARMS, AUDIT, METRICS, TELEMETR
 from mup_megatron.report.parts import read_json, read_lines
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.telemetry.series import read_series
-from mup_megatron.tuning.budget import WIDTH
 from mup_megatron.tuning.outcome import open_sides
+from mup_megatron.tuning.space import WIDTH
 from mup_megatron.util.files import json_lines
 from mup_megatron.util.progress import about
 

@@ -1,7 +1,7 @@
 """An estimate, before anything is trained, of what tuning and pretraining cost: tokens, FLOPs, share, time.
 
 Public names: `plan`, `Plan`, `priced`, `flops_per_token`, `attention_flops`, `readout_flops`, `six_nd`, `device_hours`,
-`guidance`, `WIDTH`, `STEPS`.
+`guidance`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from mup_megatron.rules.shapes import Init
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.shares import shares
-from mup_megatron.tuning.space import proxy_config, rungs, tuning_steps, values_of, without_fitted
+from mup_megatron.tuning.space import STEPS, WIDTH, proxy_config, rungs, tuning_steps, values_of, without_fitted
 from mup_megatron.tuning.speed import process_speed
 from mup_megatron.util.errors import ConfigError
 from mup_megatron.util.progress import short_bytes, short_count
-
-WIDTH, STEPS = 256, 5000
-"""The least that Tensor Programs V, appendix D, advises for a proxy: hidden size, and training steps."""
 
 # Share of a device's speed in bare matrix products that training is taken to reach. Some models reach more, and small
 # ones, whose steps are mostly overhead, far less: no bound in either direction.

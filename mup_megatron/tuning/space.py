@@ -1,7 +1,7 @@
 """What may be tuned, and a config with values put in.
 
 Public names: `with_values`, `values_of`, `value_of`, `key_of`, `keys_of`, `check_overrides`, `proxy_config`,
-`without_fitted`, `distributions`, `one_process`, `stretched`, `short`.
+`without_fitted`, `distributions`, `one_process`, `stretched`, `short`, `WIDTH`, `STEPS`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from mup_megatron.data.prepare import data_directory
 
 if TYPE_CHECKING:
     import optuna
+
+WIDTH, STEPS = 256, 5000
+"""The least that Tensor Programs V, appendix D, advises for a proxy: hidden size, and training steps."""
 
 Value = Any
 """Of a hyperparameter: a number, the name of a schedule, None for one that follows another."""

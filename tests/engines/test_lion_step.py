@@ -116,7 +116,7 @@ def test_lion_of_one_engine_is_another_than_that_of_the_other(tmp_path: Path) ->
     }
     every, matrices = (digested(config) for config in of["lion"])
     assert differences(every, matrices, "in the record", "here") == [
-        "optimizer.steps: 'every tensor' in the record, None here",
+        "optimizer.steps: 'every tensor' in the record, null here",
     ]
     assert digested(of["adamw"][0]) == digested(of["adamw"][1])
     before, now = (

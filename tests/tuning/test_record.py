@@ -281,8 +281,8 @@ def test_the_digest_holds_what_grows_without_being_named(tmp_path: Path) -> None
     assert differences(left_out, named, "", "") == []
     assert left_out["base.ffn_hidden_size"] == 256
     assert differences(left_out, fixed, "then", "now") == [
-        "base.ffn_hidden_size: 256 then, None now",
-        "model.ffn_hidden_size: None then, 384 now",
+        "base.ffn_hidden_size: 256 then, null now",
+        "model.ffn_hidden_size: null then, 384 now",
     ]
 
 

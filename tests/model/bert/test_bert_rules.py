@@ -226,7 +226,7 @@ def test_records_of_other_architectures_stay_valid() -> None:
     [
         ({"model__num_moe_experts": 4}, "model.num_moe_experts: is not supported with architecture: bert; expected"),
         ({"model__mtp_num_layers": 1}, "model.mtp_num_layers: is not supported with architecture: bert"),
-        ({"model__qk_layernorm": True}, "model.qk_layernorm: is not supported with architecture: bert; expected False"),
+        ({"model__qk_layernorm": True}, "model.qk_layernorm: is not supported with architecture: bert; expected false"),
         ({"model__rotary_base": 500}, "model.rotary_base: is not supported with architecture: bert; expected 10000"),
         ({"model__position_embedding_type": "none"}, "BertModel has no none; expected learned_absolute or rope"),
         ({"model__core_attention": "transformer_engine"}, "model.core_attention: transformer_engine is not supported"),

@@ -118,9 +118,6 @@ def initialize(
 def _audit(engine: Any, action: Action, parameters: list[Any]) -> None:
     """Has the engine's first step looked at; `parameters` are those that it was given to step."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 0 and not isinstance(optimizer, torch.optim.Optimizer):  # of fp16, which keeps masters elsewhere
-        print(f"audit: steps of DeepSpeed's {type(optimizer).__name__} are not looked at")
-        return
     questions = ModelAudit(
         engine.module,
         inner(optimizer, stage),

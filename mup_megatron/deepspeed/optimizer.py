@@ -54,7 +54,8 @@ def groups_of_config(
             f"optimizer.type: there is no rule for {block.get('type')!r}; expected one of "
             f"{', '.join([*_CONFIG_RULES, *_MU])}, or optimizer=..."
         )
-    if kind == "adam" and not keys.get("adam_w_mode", True) and keys.get("weight_decay"):
+    decays = [keys.get("weight_decay"), *(part.get("weight_decay") for part in given if isinstance(part, dict))]
+    if kind == "adam" and not keys.get("adam_w_mode", True) and any(decays):
         raise UserError(
             "optimizer.params.adam_w_mode: false adds weight decay to the gradient; expected true, or AdamW"
         )

@@ -8,10 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mup_megatron.engines.deepspeed_mpu import tensor_parallel_size
-from mup_megatron.engines.setup.deepspeed import bf16_problem
+from mup_megatron.engines.setup.deepspeed import half_problem
 from mup_megatron.mup.foreign import check_gates
 from mup_megatron.mup.layer import MuReadout
 from mup_megatron.util.errors import UserError
+
+_FLOAT16 = ("float16", "fp16", "half", "torch.float16")
+"""Names that DeepSpeed takes (runtime/config_utils.py, DtypeEnum)."""
 
 
 def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any, mesh: Any = None) -> None:
@@ -27,8 +30,14 @@ def refuse(model: torch.nn.Module, settings: dict[str, Any], mpu: Any, mesh: Any
         UserError: names the key or parameter, and what works.
     """
     stage = (settings.get("zero_optimization") or {}).get("stage", 0)
-    if problem := bf16_problem(_enabled(settings, "bf16"), stage):
-        raise UserError(f"zero_optimization.stage: {problem}")
+    for precision in ("bf16", "fp16"):
+        if _enabled(settings, precision) and (problem := half_problem(precision, stage)):
+            raise UserError(f"zero_optimization.stage: {problem}")
+    if _enabled(settings, "torch_autocast") and settings["torch_autocast"].get("dtype") in _FLOAT16 and stage > 0:
+        raise UserError(
+            f"torch_autocast.dtype: at ZeRO {stage} DeepSpeed clips gradients that the loss scale is still in, and "
+            "does not lower the scale where they overflow; expected bfloat16, or the fp16 block"
+        )
     _refuse_mesh(settings, mesh, mpu, stage)
     check_gates(model)
     parameters = dict(model.named_parameters())

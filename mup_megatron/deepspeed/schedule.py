@@ -6,11 +6,10 @@ DeepSpeed's own schedules set one rate for all groups (WarmupLR with a scalar `w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from mup_megatron.mup.optim import MULTIPLIER, SOURCE
+from mup_megatron.mup.optim import MULTIPLIER, SOURCE, other_ratio
 from mup_megatron.util.errors import UserError
 
 # Parameters that are rates, with DeepSpeed's defaults (None: it takes the groups' own, or the key is required).
@@ -101,20 +100,11 @@ def guard(engine: Any) -> None:
 
 
 def _check(engine: Any) -> None:
-    base: dict[int, float] = {}
     for group in engine.basic_optimizer.param_groups:
         if MULTIPLIER not in group:
             raise UserError(
                 "the optimizer's groups are no longer those that were made here: one has no multiplier; a checkpoint "
                 "of another optimizer was loaded, or a group was added"
             )
-        if not group[MULTIPLIER]:
-            continue
-        rate = float(group["lr"]) / group[MULTIPLIER]
-        expected = base.setdefault(group.get(SOURCE, 0), rate)
-        if not math.isclose(rate, expected, rel_tol=1e-6, abs_tol=1e-30):
-            raise UserError(
-                f"the learning rates are no longer µP's: a group has {float(group['lr']):g} where its multiplier "
-                f"makes it {expected * group[MULTIPLIER]:g}; a scheduler has set one rate for all groups; expected "
-                "one that scales each group's own rate (LambdaLR), or the config's scheduler block"
-            )
+    if problem := other_ratio(engine.basic_optimizer):
+        raise UserError(f"{problem}, or the config's scheduler block")

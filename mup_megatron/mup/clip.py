@@ -14,6 +14,7 @@ import torch
 
 from mup_megatron.mup.parameters import infshape_of
 from mup_megatron.rules import formulas
+from mup_megatron.util.errors import UserError
 
 
 @torch.no_grad()
@@ -28,14 +29,23 @@ def clip_grad_norm_(parameters: Iterable[Any], max_norm: float) -> torch.Tensor:
         N before clipping.
 
     Raises:
-        UserError: a parameter has no infinite shape.
+        UserError: a parameter has no infinite shape, none has a gradient (DeepSpeed's engine keeps them), or FSDP1 has
+            left each rank a part of them, of which torch knows no norm of the whole.
     """
-    given = [parameter for parameter in parameters if parameter.grad is not None]
+    given = list(parameters)
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in given):
+        raise UserError("clip_grad_norm_: parameters are parts under FullyShardedDataParallel; expected fully_shard")
+    given = [parameter for parameter in given if parameter.grad is not None]
+    if not given:
+        raise UserError(
+            "clip_grad_norm_: no parameter has a gradient; expected it behind backward(), and gradient_clipping of "
+            "DeepSpeed's config under its engine"
+        )
     norms = []
     for parameter in given:
         ratios = infshape_of(parameter).ratios
         weight = formulas.gradient_norm(m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
         norms.append(torch.nn.utils.get_total_norm([parameter.grad]) * math.sqrt(weight))
-    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    total = torch.linalg.vector_norm(torch.stack(norms))
     torch.nn.utils.clip_grads_with_norm_(given, max_norm, total)
     return total

@@ -32,8 +32,12 @@ def rescale(model: torch.nn.Module) -> None:
     Args:
         model: with base shapes.
     """
+    seen: set[int] = set()  # parameters that several layers share
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
             infshape = infshape_of(parameter)
             ratios = infshape.ratios
             if infshape.ninf() == 2 or infshape.output_like:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron.mup.optim import MULTIPLIER, split_groups
+from mup_megatron.mup.optim import MULTIPLIER, split_groups, watched
 from mup_megatron.mup.parameters import clean_names
 from mup_megatron.rules import formulas
 from mup_megatron.util.errors import UserError
@@ -45,8 +45,10 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         optimizer: that has not stepped yet.
 
     Raises:
-        UserError: it has no rule, has stepped, adds L2 to the gradient under Adam, or a parameter has no infinite
-            shape. Nothing has been changed then.
+        UserError: it has no rule, has stepped, adds L2 to the gradient under Adam, has a group of µP's already, or a
+            parameter has no infinite shape. Nothing has been changed then.
+
+    Its steps warn where a schedule has set rates that are no longer in µP's ratios.
     """
     name, rule = type(optimizer).__name__, rule_of(optimizer)
     if rule is None:
@@ -72,6 +74,7 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     for group in groups:
         if group["params"]:
             optimizer.add_param_group(group)
+    watched(optimizer)
 
 
 def adds_l2(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

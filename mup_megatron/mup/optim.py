@@ -1,11 +1,14 @@
 """Optimizers in µP by microsoft/mup's names: torch's own, over groups whose rates follow the rules.
 
-Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`. Another optimizer that normalises each coordinate of the
-gradient is `MuAdam(params, impl=Optimizer, ...)`, one that does not `MuSGD(params, impl=Optimizer, ...)`.
+Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`, `watched`, `other_ratio`. Another optimizer that normalises
+each coordinate of the gradient is `MuAdam(params, impl=Optimizer, ...)`, one that does not `MuSGD(params,
+impl=Optimizer, ...)`.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from mup_megatron.config.per_tensor import PerTensor
 from mup_megatron.mup.parameters import infshape_of
 from mup_megatron.rules import formulas
+from mup_megatron.util.errors import UserError
 
 _Scaling = tuple[int, Fraction | float, Fraction, float, float]
 
@@ -35,9 +39,11 @@ def MuAdam(params: Any, impl: Any = torch.optim.Adam, **kwargs: Any) -> Any:  # 
         kwargs: its arguments; `lr` and `weight_decay` are the base's.
 
     Raises:
-        UserError: a parameter has no infinite shape, or more than two dimensions that grow.
+        UserError: a parameter has no infinite shape, or more than two dimensions that grow; a group is µP's already.
+
+    Its steps warn where a schedule has set rates that are no longer in µP's ratios.
     """
-    return impl(split_groups(params, "adam", kwargs, eps=None), **kwargs)
+    return watched(impl(split_groups(params, "adam", kwargs, eps=None), **kwargs))
 
 
 def MuAdamW(params: Any, **kwargs: Any) -> Any:
@@ -50,7 +56,7 @@ def MuSGD(params: Any, impl: Any = torch.optim.SGD, **kwargs: Any) -> Any:
 
     Args, errors: as of MuAdam.
     """
-    return impl(split_groups(params, "sgd", kwargs, eps=None), **kwargs)
+    return watched(impl(split_groups(params, "sgd", kwargs, eps=None), **kwargs))
 
 
 def split_groups(
@@ -69,17 +75,29 @@ def split_groups(
         Groups in microsoft/mup's order: matrices, vectors, and last what is not scaled, even if that is nothing.
         Beside `lr` and `weight_decay` (and `eps`) they hold `lr_multiplier`, which a schedule may read,
         `scales_eps`, and `source`, the number of the group that they come from.
+
+    Raises:
+        UserError: as of MuAdam.
     """
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     result = []
     for number, given in enumerate(groups):
+        if MULTIPLIER in given:
+            raise UserError(
+                f"optimizer: the rates of its group {number} are µP's already, and the rules would hold twice; "
+                "expected groups with the base's values alone"
+            )
         base = {"lr": defaults.get("lr"), "weight_decay": defaults.get("weight_decay", 0.0), **given}
         # Dimensions that grow (of Adam's vectors none matters), multiplier of the rate, of epsilon, factors of its own.
         none = PerTensor()
         split: dict[_Scaling, list[Any]] = {(0, formulas.ONE, formulas.ONE, 1.0, 1.0): []}
-        for parameter in list(given["params"]):
+        entries = list(given["params"])
+        if entries and isinstance(entries[0], tuple):  # of named_parameters(), which torch's optimizers take
+            base["param_names"], entries = [name for name, _ in entries], [parameter for _, parameter in entries]
+        named = dict(zip(map(id, entries), base.get("param_names", ()), strict=False))
+        for parameter in entries:
             infshape = infshape_of(parameter)
             ratios = infshape.ratios
             lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
@@ -94,8 +112,43 @@ def split_groups(
             if eps is not None:
                 group["eps"] = scaled(base.get("eps", eps), epsilon)
             group[SCALES_EPS] = eps is not None
+            if named:
+                group["param_names"] = [named[id(parameter)] for parameter in parameters]
             result.append(group)
     return result
+
+
+def watched(optimizer: Any) -> Any:
+    """The optimizer, whose steps warn from now on where its rates are no longer in µP's ratios."""
+    if hasattr(optimizer, "register_step_pre_hook"):
+        optimizer.register_step_pre_hook(_warn)
+    return optimizer
+
+
+def _warn(optimizer: Any, *_: Any) -> None:
+    if problem := other_ratio(optimizer):
+        warnings.warn(problem, stacklevel=2)
+
+
+def other_ratio(optimizer: Any) -> str | None:
+    """What says that rates of groups from one source are no longer in the ratios of their multipliers; None if nothing.
+
+    A rate of zero is none, and one on a GPU is not looked at, which would wait for the device.
+    """
+    base: dict[int, float] = {}
+    for group in optimizer.param_groups:
+        given, multiplier = group["lr"], group.get(MULTIPLIER)
+        if not multiplier or (isinstance(given, torch.Tensor) and given.is_cuda) or not float(given):
+            continue
+        rate = float(given) / multiplier
+        expected = base.setdefault(group.get(SOURCE, 0), rate)
+        if not math.isclose(rate, expected, rel_tol=1e-6, abs_tol=1e-30):
+            return (
+                f"the learning rates are no longer µP's: a group has {float(given):g} where its multiplier makes it "
+                f"{expected * multiplier:g}; a scheduler has set one rate for all groups; expected one that scales "
+                "each group's own rate, such as LambdaLR"
+            )
+    return None
 
 
 def scaled(value: Any, multiplier: Fraction | float) -> Any:

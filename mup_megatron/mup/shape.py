@@ -21,7 +21,7 @@ from mup_megatron.model.layers.tensor_spec import spec_of
 from mup_megatron.mup import drawn
 from mup_megatron.mup.foreign import gates, is_transposed, read_layers
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
-from mup_megatron.mup.layer import MuReadout, rescale_gate, rescale_linear_bias
+from mup_megatron.mup.layer import MuReadout, MuSharedReadout, rescale_gate, rescale_linear_bias
 from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of
 from mup_megatron.rules import base_shapes as files
 from mup_megatron.rules import shapes
@@ -171,6 +171,9 @@ def set_base_shapes(
         _check_readouts(model, lambda weight: by_identity[id(weight)])
     if rescale_params:
         check_not_rescaled(model)
+    if rescale_params is True:
+        _check_tied(model)
+        _check_drawn(model, lambda tensor: by_identity[id(tensor)])
     if savefile is not None:
         save_base_shapes(infshapes, savefile)
     apply_infshapes(model, infshapes)
@@ -178,10 +181,13 @@ def set_base_shapes(
         drawn.rescale(model)
     elif rescale_params:
         drawn.warn(model, base)
+        seen: set[int] = set()  # parameters that several layers share
         for module in model.modules():
-            if isinstance(module, MuReadout):
+            if isinstance(module, MuReadout) and id(module.weight) not in seen:
+                seen.add(id(module.weight))
                 module._rescale_parameters()
-            elif isinstance(module, (torch.nn.Linear, _ConvNd)):
+            elif isinstance(module, (torch.nn.Linear, _ConvNd)) and id(module.bias) not in seen:
+                seen.add(id(module.bias))
                 rescale_linear_bias(module)
         for _, gate in gates(model):
             rescale_gate(gate)
@@ -202,6 +208,10 @@ def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _ConvTransposeNd):
             _check_transposed(name, module, infshape(module.weight))
+        elif isinstance(module, torch.nn.Bilinear) and infshape(module.weight).ninf():
+            raise UserError(f"{name}: there is no rule for a Bilinear that grows, whose fan-in is a product of sizes")
+        elif isinstance(module, torch.nn.LSTM) and module.proj_size:
+            _check_projection(name, [infshape(weight) for key, weight in module.named_parameters() if "_hr_" in key])
         elif isinstance(module, (torch.nn.Linear, _ConvNd)) or is_transposed(module):
             fan_in, fan_out = infshape(module.weight).fanin_fanout()
             known = isinstance(module, MuReadout) or id(module) in without_multiplier
@@ -211,6 +221,41 @@ def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
                     f"{name}: its input grows with the family and its output does not, but it is no MuReadout; make "
                     f"it {readout}, or let the base and delta models differ in its output too"
                 )
+
+
+def _check_projection(name: str, infshapes: list[InfShape]) -> None:
+    """Refuses an LSTM's projections from states that grow to a fixed size: they are readouts without a multiplier."""
+    if any(infshape[1].grows and not infshape[0].grows for infshape in infshapes):
+        raise UserError(f"{name}: its states grow and proj_size does not; expected proj_size to grow too, or 0")
+
+
+def _check_tied(model: torch.nn.Module) -> None:
+    """Refuses a MuReadout that was given an embedding's weight: its values do not shrink with width as a layer's do."""
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    for name, module in model.named_modules():
+        if isinstance(module, MuReadout) and not isinstance(module, MuSharedReadout) and id(module.weight) in embedded:
+            weight = module.weight.detach()
+            # torch draws a layer's with 1/sqrt(3 fan_in), an embedding's with 1.
+            if not weight.is_meta and float(weight.float().square().mean()) * module.in_features > 1:
+                raise UserError(
+                    f"{name}: has an embedding's weight, which would be rescaled as a layer's; expected "
+                    "MuSharedReadout(embedding.weight)"
+                )
+
+
+def _check_drawn(model: torch.nn.Module, infshape: Any) -> None:
+    """Refuses layers of which torch draws tensors that width must not move by a size that grows."""
+    for name, module in model.named_modules():
+        recurrent = isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase))
+        attention = isinstance(module, torch.nn.MultiheadAttention) and (
+            not module._qkv_same_embed_dim or module.bias_k is not None
+        )
+        grows = (recurrent or attention) and any(infshape(p).ninf() for p in module.parameters(recurse=False))
+        if grows:
+            raise UserError(
+                f"{name}: torch draws every tensor of this {type(module).__name__} by a size that grows, and no rule "
+                "rescales them; draw them with mup_megatron.mup.init, and pass rescale_params=False"
+            )
 
 
 def _check_transposed(name: str, module: _ConvTransposeNd, infshape: InfShape) -> None:

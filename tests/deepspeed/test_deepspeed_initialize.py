@@ -271,6 +271,11 @@ def parameters_of(net: torch.nn.Module) -> list[torch.Tensor]:
     ("keys", "message"),
     [
         ({"bf16": {"enabled": True}}, r"^zero_optimization\.stage: DeepSpeed's bf16 without ZeRO takes a wrong first"),
+        ({"fp16": {"enabled": True}}, r"^zero_optimization\.stage: DeepSpeed's fp16 without ZeRO takes a wrong first"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}, "zero_optimization": {"stage": 1}},
+            r"^torch_autocast\.dtype: at ZeRO 1 DeepSpeed clips gradients that the loss scale is still in",
+        ),
         (
             {"optimizer": {"type": "Lamb", "params": {"lr": 1.0}}},
             r"^optimizer\.type: there is no rule for 'Lamb'; expec",
@@ -309,6 +314,17 @@ def test_configs_that_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         initialize(model=bodies.model(), config=config)
     assert json.dumps(config) == before
+
+
+def test_l2_of_a_group_alone_is_refused() -> None:
+    net = bodies.model()
+    adam = {"type": "Adam", "params": {"lr": 1.0, "adam_w_mode": False}}
+    with pytest.raises(UserError, match=r"^optimizer\.params\.adam_w_mode: false adds weight decay"):
+        initialize(
+            model=net,
+            model_parameters=[{"params": list(net.parameters()), "weight_decay": 0.1}],
+            config=bodies.settings(0, 1, optimizer=adam),
+        )
 
 
 class Unruly(torch.optim.SGD):

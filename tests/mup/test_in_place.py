@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from mup_megatron.mup import MuAdamW
 from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.util.errors import UserError
 from tests.helpers import torch_bodies as bodies
@@ -26,3 +29,60 @@ def test_an_optimizer_that_makes_its_state_first() -> None:
         split_in_place(net, optimizer)
     with pytest.raises(UserError, match=r"^optimizer: initial_accumulator_value of Adagrad: .* expected 0"):
         split_in_place(net, torch.optim.Adagrad(net.parameters(), lr=LR, initial_accumulator_value=0.1))
+
+
+def test_the_rules_hold_once() -> None:
+    """On groups that are µP's they would divide a rate by its ratio again, and the audit compares with the group's."""
+    net = bodies.model()
+    mixed = MuAdamW([net.fc1.weight], lr=LR)
+    mixed.add_param_group({"params": [net.fc2.weight]})
+    twice = torch.optim.AdamW(net.parameters(), lr=LR)
+    split_in_place(net, twice)
+    for optimizer in (mixed, twice, MuAdamW(net.parameters(), lr=LR)):
+        before = [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+        with pytest.raises(UserError, match=r"^optimizer: the rates of its group 0 are µP's already"):
+            split_in_place(net, optimizer)
+        assert [(group["lr"], len(group["params"])) for group in optimizer.param_groups] == before
+    with pytest.raises(UserError, match="µP's already"):
+        MuAdamW(twice.param_groups, lr=LR)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_schedule_of_one_rate_for_all_is_told(split: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """OneCycleLR sets its `max_lr` in every group; LambdaLR multiplies each, also by zero."""
+
+    def optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:
+        if not split:
+            return MuAdamW(net.parameters(), lr=LR)
+        result = torch.optim.AdamW(net.parameters(), lr=LR)
+        split_in_place(net, result)
+        return result
+
+    net = bodies.model()
+    healthy = optimizer(net)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(healthy, lambda step: step / 2)
+    for _ in range(3):
+        bodies.train(net, healthy, 1)
+        schedule.step()
+    assert not [each for each in recwarn if "learning rates" in str(each.message)]
+    net = bodies.model()
+    torch.optim.lr_scheduler.OneCycleLR(wrong := optimizer(net), max_lr=LR, total_steps=9)
+    with pytest.warns(UserWarning, match=r"the learning rates are no longer µP's: a group has .* such as LambdaLR"):
+        bodies.train(net, wrong, 1)
+
+
+def test_named_parameters_keep_their_names() -> None:
+    net = bodies.model()
+    wanted = {id(parameter): name for name, parameter in net.named_parameters()}
+    split = torch.optim.AdamW(net.named_parameters(), lr=LR)
+    split_in_place(net, split)
+    for optimizer in (
+        split,
+        MuAdamW(net.named_parameters(), lr=LR),
+        MuAdamW([{"params": net.named_parameters()}], lr=LR),
+    ):
+        found = [
+            pair for group in optimizer.param_groups for pair in zip(group["params"], group["param_names"], strict=True)
+        ]
+        assert {id(parameter): name for parameter, name in found} == wanted
+        assert {group["lr"] for group in optimizer.param_groups} == {LR, LR / 3, LR / 4}

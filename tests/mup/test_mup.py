@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -222,6 +223,71 @@ def test_a_shared_readout_leaves_the_embedding_alone() -> None:
 
     assert [std(ours, width) for width in (16, 256)] == pytest.approx([1.0, 1.0], rel=0.1)
     assert [std(theirs, width) for width in (16, 256)] == pytest.approx([1.0, 4.0], rel=0.1)
+
+
+class Tied(nn.Module):
+    """A readout that is given an embedding's weight, or gives it its own; two layers with one weight and bias."""
+
+    def __init__(self, width: int, *, given: bool) -> None:
+        super().__init__()
+        self.embedding, self.readout = nn.Embedding(50, width), ours.MuReadout(width, 50, bias=False)
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+        self.k.weight, self.k.bias = self.q.weight, self.q.bias
+        if given:
+            self.readout.weight = self.embedding.weight
+        else:
+            self.embedding.weight = self.readout.weight
+
+
+def test_a_readout_with_an_embeddings_weight() -> None:
+    """It would multiply the embedding's values by the root of the width; a layer's are multiplied by that."""
+    net = Tied(256, given=True)
+    before = net.embedding.weight.detach().clone()
+    with pytest.raises(UserError, match=r"^readout: has an embedding's weight, .* MuSharedReadout\(embedding\.weight"):
+        ours.set_base_shapes(net, Tied(64, given=True), delta=Tied(128, given=True))
+    assert torch.equal(net.embedding.weight, before)
+    net = Tied(256, given=False)
+    before = net.readout.weight.detach().clone()
+    ours.set_base_shapes(net, Tied(64, given=False), delta=Tied(128, given=False))
+    assert torch.allclose(net.embedding.weight, 2 * before)
+
+
+@pytest.mark.parametrize("rescale_params", [True, "constant"])
+def test_what_two_layers_share_is_rescaled_once(rescale_params: Any) -> None:
+    """By hand at a ratio of 4: a bias of torch's times 2; a weight of one deviation divided by 2."""
+    net = Tied(256, given=False)
+    weight, bias = net.q.weight.detach().clone(), net.q.bias.detach().clone()
+    ours.set_base_shapes(net, Tied(64, given=False), rescale_params=rescale_params, delta=Tied(128, given=False))
+    factors = (1, 2) if rescale_params is True else (0.5, 1)
+    assert torch.allclose(net.k.weight, factors[0] * weight)
+    assert torch.allclose(net.k.bias, factors[1] * bias)
+
+
+LAYERS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "GRU": (lambda width: nn.GRU(8, width), "torch draws every tensor of this GRU by a size that grows"),
+    "LSTMCell": (lambda width: nn.LSTMCell(8, width), "torch draws every tensor of this LSTMCell"),
+    "attention": (lambda width: nn.MultiheadAttention(width, 4, kdim=8), "torch draws every tensor of this Multihead"),
+    "added": (lambda width: nn.MultiheadAttention(width, 4, add_bias_kv=True), "torch draws every tensor of this Mul"),
+    "projected": (lambda width: nn.LSTM(8, width, proj_size=8), "its states grow and proj_size does not"),
+    "Bilinear": (lambda width: nn.Bilinear(width, width, 5), "there is no rule for a Bilinear that grows"),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_that_no_rule_rescales(kind: str) -> None:
+    make, said = LAYERS[kind]
+    nets = [nn.ModuleDict({"layer": make(width)}) for width in (64, 16, 32)]
+    with pytest.raises(UserError, match=f"^layer: {said}"):
+        ours.set_base_shapes(nets[0], nets[1], delta=nets[2])
+    if kind in ("GRU", "LSTMCell", "attention", "added"):  # values of one's own
+        ours.set_base_shapes(nets[0], nets[1], rescale_params=False, delta=nets[2])
+    same = [nn.ModuleDict({"layer": make(16)}) for _ in range(3)]
+    ours.set_base_shapes(same[0], same[1], delta=same[2])
+
+
+def test_attention_as_torch_has_it_is_taken() -> None:
+    nets = [nn.ModuleDict({"layer": nn.MultiheadAttention(width, 4)}) for width in (64, 16, 32)]
+    ours.set_base_shapes(nets[0], nets[1], delta=nets[2])
 
 
 def test_a_shared_readout_has_a_bias_per_logit() -> None:

@@ -469,6 +469,15 @@ def test_the_invariant_norm_by_hand() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(at_base.parameters(), plain.parameters(), strict=True))
 
 
+def test_a_norm_of_nothing_and_of_parts_is_none() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"^clip_grad_norm_: no parameter has a gradient; .* DeepSpeed's config"):
+        ours.clip_grad_norm_(net.parameters(), 1.0)
+    net.weight._fsdp_flattened = True  # as FullyShardedDataParallel(use_orig_params=True) marks what it shards
+    with pytest.raises(UserError, match=r"^clip_grad_norm_: parameters are parts under FullyShardedDataParallel"):
+        ours.clip_grad_norm_(net.parameters(), 1.0)
+
+
 # --- refusals ---
 
 

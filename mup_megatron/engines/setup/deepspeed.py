@@ -2,7 +2,7 @@
 
 Ours rules: a JSON key that says something else than the config is an error that names both, and blocks that would
 undo the parametrization are refused by name. Public names: `deepspeed_config`, `check_settings`, `refuse`,
-`bf16_problem`.
+`half_problem`.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def check_settings(config: Config, settings: dict[str, Any], mpu: Any = None) ->
         ) from None
 
 
-def bf16_problem(bf16: bool, stage: int) -> str | None:
+def half_problem(precision: str, stage: int) -> str | None:
     """What is wrong with a precision at a ZeRO stage; None if nothing is."""
-    if not bf16 or stage > 0:
+    if precision not in ("bf16", "fp16") or stage > 0:
         return None
-    return "DeepSpeed's bf16 without ZeRO takes a wrong first Adam step (about 0.75 of it); expected stage 1 to 3"
+    return f"DeepSpeed's {precision} without ZeRO takes a wrong first Adam step (0.75 of it); expected stage 1 to 3"
 
 
 def refuse(config: Config, layout: Layout) -> None:
@@ -119,7 +119,7 @@ def refuse(config: Config, layout: Layout) -> None:
     Raises:
         ConfigError: names the key and what works.
     """
-    if problem := bf16_problem(config.training.precision == "bf16", layout.zero_stage):
+    if problem := half_problem(config.training.precision, layout.zero_stage):
         raise config.error("parallel.zero_stage", problem)
     if config.parallel.offload_optimizer and layout.zero_stage == 0:
         raise config.error("parallel.offload_optimizer", "ZeRO 0 partitions nothing to offload; expected stage 1 to 3")

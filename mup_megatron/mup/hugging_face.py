@@ -302,6 +302,11 @@ def _check_values(model: Any, architecture: _Architecture) -> None:
             )
         # A shard, or what ZeRO 3 has partitioned, has no values of its own to look at.
         whole = type(parameter) is torch.nn.Parameter and tuple(parameter.shape) == global_shape(parameter)
+        if whole and parameter.dim() == 1 and name.endswith(".weight") and bool((parameter != 1).any()):
+            raise UserError(
+                f"{name}: a norm's gains are 1 where transformers draws a model; pass rescale_params=False for weights "
+                "of a prepared model"
+            )
         if parameter.dim() < 2 or not whole or parameter.numel() < _ENOUGH:
             continue
         expected = config.initializer_range or 0.02

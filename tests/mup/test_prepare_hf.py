@@ -359,6 +359,16 @@ def test_saved_and_loaded_by_plain_transformers(kind: str, tied: bool, tmp_path:
     assert rates(loaded, ours.MuAdamW(loaded.parameters(), lr=1e-2)) == rates(model, optimizer)
 
 
+def test_a_prepared_model_that_is_little_wider_is_not_prepared_twice(tmp_path: Path) -> None:
+    """At a ratio of 1.5 its matrices could be new; the final norm's gains, which have the tied head's A, tell it."""
+    base = config("Llama", 32, 2, tied=True)
+    prepared = ours.prepare_hf(build("Llama", config("Llama", 48, 3, tied=True)), base)
+    prepared.save_pretrained(tmp_path)
+    loaded = type(prepared).from_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^model\.norm\.weight: a norm's gains are 1 where .* rescale_params=False"):
+        ours.prepare_hf(loaded, base)
+
+
 def test_a_readout_by_hand_is_lost_on_disk(tmp_path: Path) -> None:
     """Negative control: with a MuReadout, as microsoft/mup has it, logits come back m = 4 times as large."""
     given, base = config("Llama", 128, 2), config("Llama", 32, 2)

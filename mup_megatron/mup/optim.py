@@ -126,25 +126,26 @@ def watched(optimizer: Any) -> Any:
 
 
 def _warn(optimizer: Any, *_: Any) -> None:
+    rates = (group["lr"] for group in optimizer.param_groups)
+    if any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
+        return  # to look at one would wait for the device at every step
     if problem := other_ratio(optimizer):
         warnings.warn(problem, stacklevel=2)
 
 
 def other_ratio(optimizer: Any) -> str | None:
-    """What says that rates of groups from one source are no longer in the ratios of their multipliers; None if nothing.
-
-    A rate of zero is none, and one on a GPU is not looked at, which would wait for the device.
-    """
+    """Which rate of groups from one source is no longer in the ratio of its multiplier, in words; None if all are."""
     base: dict[int, float] = {}
     for group in optimizer.param_groups:
-        given, multiplier = group["lr"], group.get(MULTIPLIER)
-        if not multiplier or (isinstance(given, torch.Tensor) and given.is_cuda) or not float(given):
+        multiplier = group.get(MULTIPLIER)
+        if not multiplier:
             continue
-        rate = float(given) / multiplier
+        given = float(group["lr"])
+        rate = given / multiplier
         expected = base.setdefault(group.get(SOURCE, 0), rate)
         if not math.isclose(rate, expected, rel_tol=1e-6, abs_tol=1e-30):
             return (
-                f"the learning rates are no longer µP's: a group has {float(given):g} where its multiplier makes it "
+                f"the learning rates are no longer µP's: a group has {given:g} where its multiplier makes it "
                 f"{expected * multiplier:g}; a scheduler has set one rate for all groups; expected one that scales "
                 "each group's own rate, such as LambdaLR"
             )

@@ -184,7 +184,7 @@ def set_base_shapes(
         seen: set[int] = set()  # parameters that several layers share
         for module in model.modules():
             if isinstance(module, MuReadout) and id(module.weight) not in seen:
-                seen.add(id(module.weight))
+                seen |= {id(module.weight), id(module.bias)}
                 module._rescale_parameters()
             elif isinstance(module, (torch.nn.Linear, _ConvNd)) and id(module.bias) not in seen:
                 seen.add(id(module.bias))

@@ -1,7 +1,6 @@
 """What a process does before it uses megatron-core and DeepSpeed; the one place that applies patches.
 
-Public names: `prepare_process`, `prepare_deepspeed`, `quiet`, `importable`, `inference_mode`,
-`CUDA_ONLY`.
+Public names: `prepare_process`, `prepare_deepspeed`, `quiet`, `importable`, `inference_mode`, `CUDA_ONLY`.
 """
 
 from __future__ import annotations

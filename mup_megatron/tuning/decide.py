@@ -79,7 +79,7 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         progress.say(f"{path}: tuned values of this family, found {found.created}; nothing to tune")
         tried = len({trial.slot for trial in found.study.trials})
         if tried < config.tuning.trials and config.tuning.sampler != "grid":  # a grid has as many as it has
-            progress.say(f"it is of {tried} trials, tuning.trials is {config.tuning.trials}; for more, move it away")
+            progress.say(f"it has {tried} trials of tuning.trials={config.tuning.trials}; to add trials, move it away")
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
     if tune or config.tuning.run != "only":

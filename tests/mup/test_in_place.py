@@ -9,6 +9,7 @@ import torch
 
 from mup_megatron.mup import MuAdamW
 from mup_megatron.mup.in_place import split_in_place
+from mup_megatron.mup.optim import other_ratio
 from mup_megatron.util.errors import UserError
 from tests.helpers import torch_bodies as bodies
 from tests.helpers.torch_bodies import LR
@@ -69,6 +70,9 @@ def test_a_schedule_of_one_rate_for_all_is_told(split: bool, recwarn: pytest.War
     torch.optim.lr_scheduler.OneCycleLR(wrong := optimizer(net), max_lr=LR, total_steps=9)
     with pytest.warns(UserWarning, match=r"the learning rates are no longer µP's: a group has .* such as LambdaLR"):
         bodies.train(net, wrong, 1)
+    net = bodies.model()
+    (stopped := optimizer(net)).param_groups[0]["lr"] = 0.0
+    assert "a group has" in (other_ratio(stopped) or "")
 
 
 def test_named_parameters_keep_their_names() -> None:

@@ -129,9 +129,9 @@ def test_killed_again_and_again(whole: Path, tmp_path: Path, start: Callable[...
     third = mup("pipeline", path, "--nproc-per-node", "2")
     assert third.returncode == 0, third.stderr
     assert "nothing to tune" in third.stdout
-    assert "for more" not in third.stdout
+    assert "to add trials" not in third.stdout
     fourth = mup("tune", path, "tuning.trials=40", "--nproc-per-node", "2")
-    assert "it is of 5 trials, tuning.trials is 40; for more, move it away" in fourth.stdout, fourth.stdout
+    assert "it has 5 trials of tuning.trials=40; to add trials, move it away" in fourth.stdout, fourth.stdout
     assert (tmp_path / "run" / "transfer.json").read_bytes() == tuned
     assert losses(tmp_path / "run") == losses(whole / "run")
 

@@ -128,8 +128,8 @@ def said_of_optimizers() -> str:
     adamw, said = ends(POSITIONS["absolute"])["mup"], []
     for name, path in OPTIMIZERS["optimizers-64"].items():
         apart = difference(ends(path)["mup"], adamw)
-        where = {-1: "lower", 0: "no lower and no higher", 1: "higher"}[apart.sign]
-        said.append(f"{name} ends {where} ({apart} nats)")
+        where = {-1: "ends lower", 0: "is not told apart", 1: "ends higher"}[apart.sign]
+        said.append(f"{name} {where} ({apart} nats)")
     return (
         f"At {record(POSITIONS['absolute'])['sizes'][-1]['size']} AdamW ends at {statistics.fmean(adamw):.3f} nats "
         f"([two seeds](positions.md)); {', '.join(said)}. Initial values and the output multiplier were AdamW's."

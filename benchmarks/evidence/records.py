@@ -210,25 +210,31 @@ def span(found: Mapping[str, Any]) -> str:
     return f"{sizes[0]} to {sizes[-1]}"
 
 
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+"""By the number of pairs: the errors of their mean to either side that hold 95 %, by Student's t distribution."""
+
+
 class Difference(NamedTuple):
-    """Mean of pairs' differences, and its standard error."""
+    """Mean of pairs' differences, and half of its 95 % interval."""
 
     mean: float
-    error: float
+    half: float
 
     @property
     def sign(self) -> int:
-        """1 or -1, or 0 where the mean is within twice its error and decides nothing."""
-        return 0 if abs(self.mean) <= 2 * self.error else 1 if self.mean > 0 else -1
+        """1 or -1, or 0 where the interval holds 0 and the mean decides nothing."""
+        return 0 if abs(self.mean) <= self.half else 1 if self.mean > 0 else -1
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.error:.3f}"
+        return f"{self.mean:+.3f}" + (f" ± {self.half:.3f}" if math.isfinite(self.half) else ", one seed")
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
-    """Of two pairs or more, such as the seeds' losses of two models."""
+    """Of pairs, such as the seeds' losses of two models; the interval of one pair has no end."""
     pairs = [a - b for a, b in zip(one, other, strict=True)]
-    return Difference(statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)))
+    if len(pairs) == 1:
+        return Difference(pairs[0], math.inf)
+    return Difference(statistics.fmean(pairs), STUDENT[len(pairs)] * statistics.stdev(pairs) / math.sqrt(len(pairs)))
 
 
 LOWER = {-1: "passed", 0: "undecided", 1: "failed"}

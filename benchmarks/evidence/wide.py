@@ -105,10 +105,8 @@ def said_of_rivals() -> str:
     for name in _lines():
         if name != "mup":
             told.append(f"{LINES[name]} {difference(_lowest(name, size), mup)} nats")
-    return (
-        f"At {size}, each at its own best tried rate, losses differ from µP's by {', '.join(told)} (mean and standard "
-        f"error of {len(mup)} seeds' differences; so few seeds tell an error roughly)."
-    )
+    seeds = f"{len(mup)} seeds, ±: 95 %"
+    return f"At {size}, each at its best tried rate, losses differ from µP's by {', '.join(told)} ({seeds})."
 
 
 def ends_lower(name: str) -> str:
@@ -134,12 +132,10 @@ def directly() -> Rows:
         ]
     ]
     for row in compared(found):
-        mean, error = difference(row["mup"], row["direct"])
+        mean, half = difference(row["mup"], row["direct"])
         shown = {key: ", ".join(f"{loss:.3f}" for loss in row[key]) for key in ("mup", "direct")}
         costs = f"{row['mup_cost']:.1f}", f"{row['direct_cost']:.0f}"
-        rows.append(
-            [str(row["draws"]), costs[0], shown["mup"], costs[1], shown["direct"], f"{mean:+.2f} ± {error:.2f}"]
-        )
+        rows.append([str(row["draws"]), costs[0], shown["mup"], costs[1], shown["direct"], f"{mean:+.2f} ± {half:.2f}"])
     return rows
 
 
@@ -148,10 +144,9 @@ def transfers_and_loses() -> str:
     rows = compared(record(DIRECT))
     lower = [row for row in rows if max(a - b for a, b in zip(row["mup"], row["direct"], strict=True)) < 0]
     most = rows[-1]
-    mean, error = difference(most["mup"], most["direct"])
-    word = "passed" if len(lower) == len(rows) else "failed"
+    found = difference(most["mup"], most["direct"])
     draws = ", ".join(str(row["draws"]) for row in lower)
     return (
-        f"**{word}**: lower in every repetition with {draws} draws; with {most['draws']} by {-mean:.2f} ± {error:.2f} "
-        f"nats, for {most['mup_cost']:.1f} runs of the target against {most['direct_cost']:.0f}"
+        f"**{LOWER[found.sign]}**: with {most['draws']} draws a difference of {found} nats, for {most['mup_cost']:.1f} "
+        f"runs of the target against {most['direct_cost']:.0f}; lower in every repetition with {draws} draws"
     )

@@ -288,7 +288,7 @@ def said_of_one_ratio(path: str) -> str:
     apart = difference(at_end["one_ratio"], at_end["mup"])
     lower = {
         1: f"a ratio per tensor ends lower at {last}",
-        0: f"the losses at {last} differ by no more than twice the error",
+        0: f"the losses at {last} do not differ beyond the seeds' noise",
         -1: f"one ratio ends lower at {last}",
     }[apart.sign]
     return (

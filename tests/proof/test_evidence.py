@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.evidence import forecast, overview, pages, records, searches, width
@@ -276,10 +277,21 @@ def test_numbers_of_the_page_stand_beside_the_verdict(repository: Path) -> None:
         assert f"{drift['octaves']:.2f}" in text, name
 
 
-def test_a_difference_within_its_error_decides_nothing() -> None:
-    """By hand: two seeds that differ by +0.00699 and -0.00398 nats."""
+def test_a_difference_within_its_interval_decides_nothing() -> None:
+    """By hand: two seeds that differ by +0.00699 and -0.00398 nats, so an error of 0.005484 and 12.706 of them."""
     by_hand = records.difference([4.543136, 4.565450], [4.536150, 4.569432])
-    assert by_hand == pytest.approx((0.001502, 0.005484), abs=1e-6)
+    assert by_hand == pytest.approx((0.001502, 0.069680), abs=1e-5)
     fixed, grown = (overview._per_tensor(f"mixed-growth/one-ratio-{name}.json") for name in ("128", "ffn-8"))
-    assert grown == "**undecided**: 4.55 nats against 4.55 (-0.002 ± 0.005), each at its best rate"
+    assert grown == "**undecided**: 4.55 nats against 4.55 (-0.002 ± 0.070), each at its best rate"
     assert fixed.startswith("**passed**: 4.58 nats against 4.72")
+    assert records.difference([1.0], [2.0]).sign == 0
+
+
+def test_students_distribution_holds_95_percent() -> None:
+    """Its density, summed by the middle of 200,000 steps, between what the table says to either side."""
+    for pairs, half in records.STUDENT.items():
+        freedom = pairs - 1
+        top = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
+        x = (np.arange(200_000) + 0.5) * half / 200_000
+        share = 2 * top * ((1 + x**2 / freedom) ** (-(freedom + 1) / 2)).sum() * half / 200_000
+        assert share == pytest.approx(0.95, abs=5e-5), pairs

@@ -73,7 +73,7 @@ def _check_texts(config: Config) -> None:
             way = _WITHOUT_PASSWORD.get(key, "expected it in the environment or in a file of its own")
             raise config.error(key, f"holds a password or another secret, which the run's files would show; {way}")
         # Cc and Cs: control characters, and halves of characters that no file can hold.
-        if any(unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in text):
+        if not text.isprintable() and any(unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in text):
             raise config.error(key, f"expected text without control characters, found {shown(text)}")
     if config.run.wandb_project is not None and re.fullmatch(_WANDB_KEY, config.run.wandb_project):
         raise config.error(

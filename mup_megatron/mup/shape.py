@@ -146,7 +146,8 @@ def set_base_shapes(
             between model and base.
         savefile: a .bsh file to be written.
         do_assert: refuse a linear layer or a convolution whose input grows and whose output does not, unless it is a
-            MuReadout, and a transposed convolution whose input and output do not grow alike.
+            MuReadout, a transposed convolution whose input and output do not grow alike, and a layer that grows and
+            whose weight is computed (weight_norm).
 
     Returns:
         The model.
@@ -188,7 +189,8 @@ def set_base_shapes(
                 module._rescale_parameters()
             elif isinstance(module, (torch.nn.Linear, _ConvNd)) and id(module.bias) not in seen:
                 seen.add(id(module.bias))
-                rescale_linear_bias(module)
+                if not _is_computed(module):
+                    rescale_linear_bias(module)
         for _, gate in gates(model):
             rescale_gate(gate)
     return model
@@ -206,7 +208,13 @@ def assert_hidden_size_inf(model: torch.nn.Module) -> None:
 def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
     without_multiplier = {id(gate) for _, gate in gates(model)}
     for name, module in model.named_modules():
-        if isinstance(module, _ConvTransposeNd):
+        if _is_computed(module):
+            if any(infshape(parameter).ninf() for parameter in module.parameters()):
+                raise UserError(
+                    f"{name}: its weight is computed, as by weight_norm, spectral_norm or pruning, and there is no "
+                    "rule for what it is computed of; expected a weight that is a parameter"
+                )
+        elif isinstance(module, _ConvTransposeNd):
             _check_transposed(name, module, infshape(module.weight))
         elif isinstance(module, torch.nn.Bilinear) and infshape(module.weight).ninf():
             raise UserError(f"{name}: there is no rule for a Bilinear that grows, whose fan-in is a product of sizes")
@@ -221,6 +229,10 @@ def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
                     f"{name}: its input grows with the family and its output does not, but it is no MuReadout; make "
                     f"it {readout}, or let the base and delta models differ in its output too"
                 )
+
+
+def _is_computed(module: torch.nn.Module) -> bool:
+    return isinstance(module, (torch.nn.Linear, _ConvNd)) and "weight" not in module._parameters
 
 
 def _check_projection(name: str, infshapes: list[InfShape]) -> None:

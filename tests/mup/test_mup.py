@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from mup_megatron import mup as ours
 from mup_megatron.mup import coord_check
@@ -270,6 +271,8 @@ LAYERS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "added": (lambda width: nn.MultiheadAttention(width, 4, add_bias_kv=True), "torch draws every tensor of this Mul"),
     "projected": (lambda width: nn.LSTM(8, width, proj_size=8), "its states grow and proj_size does not"),
     "Bilinear": (lambda width: nn.Bilinear(width, width, 5), "there is no rule for a Bilinear that grows"),
+    "weight_norm": (lambda width: weight_norm(nn.Linear(width, width)), "its weight is computed, as by weight_norm"),
+    "spectral_norm": (lambda width: nn.utils.spectral_norm(nn.Conv1d(width, 8, 3)), "its weight is computed"),
 }
 
 

@@ -15,7 +15,7 @@ from _pytest.skipping import evaluate_skip_marks
 from hypothesis import settings
 
 from mup_megatron.util import collector
-from tests.helpers import reports
+from tests.helpers import layouts, reports
 from tests.helpers.commands import BIN, compile_operator, run
 from tests.helpers.configs import pipeline_file
 from tests.helpers.distributed import Ranks
@@ -56,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--all"):
         # Compiling a function takes longer than training the small models of the quick tests; the slow ones compile.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if config.option.parity:
+        layouts.STEPS = 20
     config.stash[PARITY] = _page(config.option.parity, config.option.since)
     try:
         config.stash[SLICE] = Slice.read(config.option.slice) if config.option.slice else None

@@ -2,7 +2,7 @@
 
 The layouts are those that matter to Muon: stages, experts and sequences over ranks, and matrices over ranks, which each
 rank must put together before it orthogonalises them. Every cell is compared with one process: initial values and groups
-exactly, losses and gradient norms over 20 steps.
+exactly, losses and gradient norms at every step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_no_layout_is_in_the_losses(ranks: Ranks, reference: Any, parity: Page, 
     growth = "mixed, query groups x2" if model == "llama" else "mixed"
     with parity.cell(f"{model}, Muon", growth, str(split)) as cell:
         whole = reference(model)
-        assert whole["losses"][0] - whole["losses"][-1] > 1.0
+        assert whole["losses"][0] - whole["losses"][-1] > 0.5
         results = ranks.run(split.processes, bodies.train, config=config_of(model, split), steps=STEPS)
         cell.add(results, whole)
         check(results, whole, split)
@@ -177,11 +177,11 @@ def each_and_shared(model: str, split: dict[str, Any]) -> list[Any]:
     ("model", "split"), LAYER_WISE, ids=lambda value: str(value) if isinstance(value, dict) else ""
 )
 def test_ranks_that_share_the_steps_train_as_those_that_do_not(ranks: Ranks, model: str, split: dict[str, Any]) -> None:
-    """Upstream's layer-wise optimizer: 20 losses to the last bit, groups too."""
+    """Upstream's layer-wise optimizer: losses to the last bit, groups too."""
     each, shared = each_and_shared(model, split)
     count = Split("plain", **split).processes
     whole = ranks.run(count, bodies.train, config=each, steps=STEPS)
-    assert whole[0]["losses"][0] - whole[0]["losses"][-1] > 1.0
+    assert whole[0]["losses"][0] - whole[0]["losses"][-1] > 0.5
     for one, other in zip(whole, ranks.run(count, bodies.train, config=shared, steps=STEPS), strict=True):
         assert one["losses"] == other["losses"]
 

@@ -1,7 +1,7 @@
 """Identity 2 (docs/parametrization.md, section 7): the parametrization does not see the layout.
 
 Every cell of the matrix (tests/helpers/matrix.py) is compared with the same model in one process under the DeepSpeed
-engine: initial values to the last bit, every tensor's rate, epsilon and decay, and losses and gradient norms over 20
+engine: initial values to the last bit, every tensor's rate, epsilon and decay, and losses and gradient norms over some
 steps in fp32, a fresh batch of real text each step. Data-parallel ranks have data of their own.
 """
 

@@ -199,7 +199,7 @@ SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "split"), SHARED, ids=lambda value: str(value) if isinstance(value, dict) else "")
 def test_ranks_that_share_the_steps(ranks: Ranks, tmp_path: Path, model: str, split: dict[str, Any]) -> None:
-    """Upstream's layer-wise optimizer in bf16: 20 losses to the last bit, stopped and resumed too; unclipped.
+    """Upstream's layer-wise optimizer in bf16: losses to the last bit, stopped and resumed too; unclipped.
 
     Negative control: nobody hears of the others' steps. The first rate is 0.
     """

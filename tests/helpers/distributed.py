@@ -13,6 +13,7 @@ import multiprocessing.connection
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -155,11 +156,24 @@ def _serve(pipe: Connection, prepare: Callable[[], None]) -> None:
             result = (None, traceback.format_exc())
         finally:
             try:
-                _forget_models()
-                runtime.stop_distributed()
+                _stop()
             except Exception as error:
                 result = (None, f"{result[1]}\nand process groups did not end: {error}")
         pipe.send(result)
+
+
+def _stop() -> None:
+    """Ends the process groups. Each waits for 10 ms until gloo's loop has let go of it: here all at once."""
+    from torch.distributed.distributed_c10d import _world
+
+    groups = [[group] for group in _world.pg_map]
+    _forget_models()
+    runtime.stop_distributed()
+    waits = [threading.Thread(target=group.clear) for group in groups]
+    for wait in waits:
+        wait.start()
+    for wait in waits:
+        wait.join()
 
 
 def _forget_models() -> None:

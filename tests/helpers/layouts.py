@@ -9,8 +9,8 @@ import numpy as np
 
 from tests.helpers.comparison import Difference, compare_curves, compare_groups, compare_initial
 
-STEPS = 20
-"""Of both runs."""
+STEPS = 10
+"""Of both runs. `./dev parity` has 20 (tests/conftest.py)."""
 
 
 @dataclasses.dataclass(frozen=True)

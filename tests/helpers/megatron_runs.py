@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mup_megatron.parallel.ranks import Rank
@@ -52,6 +53,9 @@ SMALL = {
     "log-interval": 1,
 }
 BACKENDS = ("flash", "fused", "unfused")
+MockGPTLowLevelDataset.size = (
+    1000  # documents; shuffling the sequences of upstream's 100,000 takes longer than the steps
+)
 FLAGS = (
     "mock-data",
     *(f"no-{name}-fusion" for name in ("bias-gelu", "bias-dropout", "masked-softmax", "gradient-accumulation", "rope")),
@@ -151,6 +155,7 @@ def train(
     from mup_megatron.rules import table
     from mup_megatron.util.errors import UserError
 
+    _read_docstrings_once()
     model._SPECS.clear()  # as in a process of its own, shapes are read from models first
     argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
     for backend in BACKENDS:  # what another test's model said of it
@@ -195,6 +200,22 @@ def train(
         found["final"] = _values(found.pop("chunks"))
         found["ended"] = _groups(*found.pop("optimizer"))
     return {**found, "said": err.getvalue(), "printed": out.getvalue(), "losses": losses}
+
+
+def _read_docstrings_once() -> None:
+    """Each parser that upstream builds parses the source of its configs anew, which takes longer than the steps."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    if read.__name__ != "once":
+        held: dict[type, dict[str, str]] = {}
+
+        def once(self: Any, config: type) -> dict[str, str]:
+            if config not in held:
+                held[config] = read(self, config)
+            return held[config]
+
+        ArgumentGroupFactory._get_field_docstrings = once
 
 
 def _without_base(words: list[str]) -> list[str]:

@@ -168,7 +168,7 @@ KINDS = {
 def test_the_layout_changes_nothing(
     ranks: Ranks, reference: Any, parity: Page, model: dict[str, Any], split: Split
 ) -> None:
-    """Initial values to the last bit, groups, and 20 losses and gradient norms within 2e-5 of one process."""
+    """Initial values to the last bit, groups, and losses and gradient norms within 2e-5 of one process."""
     # Two micro-batches, under the interleaved schedule too: as many as stages.
     keys = {**split.overrides, "training__micro_batch_size": 4 // split.data, "hparams__lr": 3e-3, **model}
     with parity.cell(KINDS[tuple(model)], "mixed", str(split)) as cell:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 
 from mup_megatron.deepspeed.schedule import refuse_auto
 from mup_megatron.mup.in_place import check_infshapes
@@ -62,8 +63,12 @@ def groups_of_config(
     if "lr" not in keys:
         raise UserError("optimizer.params.lr: missing; the rate at the base is what the groups' rates follow from")
     eps = float(keys.get("eps", _EPS)) if kind in _ADAMS else None
-    groups = split_groups(given, _CONFIG_RULES[kind], keys, eps=eps)
-    return None, [group for group in groups if group["params"]]
+    groups = [group for group in split_groups(given, _CONFIG_RULES[kind], keys, eps=eps) if group["params"]]
+    if any(map(is_moe_param, flat)) and not any("moe" in group for group in groups):
+        for number, group in enumerate(groups):
+            # deepspeed.moe takes experts out of the groups by `name`: those of two groups of one name became one group.
+            group["name"] = f"{group.get('name', 'group')} {number}"
+    return None, groups
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:

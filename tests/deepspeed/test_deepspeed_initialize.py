@@ -430,6 +430,22 @@ def test_a_gate_of_deepspeeds_experts(ranks: Ranks, stage: int, optimizer: str) 
             assert result["update"] == pytest.approx(LR / 4, rel=0.01)
 
 
+@pytest.mark.parametrize(("stage", "named"), [(0, False), (0, True), (1, False), (2, True)])
+def test_experts_under_the_configs_optimizer(ranks: Ranks, stage: int, named: bool) -> None:
+    """Groups of one name were merged: experts had the last group's rate, and without names DeepSpeed ended in KeyError.
+
+    Width 128 over 32, by hand: hidden matrices have a quarter of rate and epsilon, the input layer the whole rate and a
+    quarter of epsilon. The audit, which stops a run of other values, looks at the first step at every stage.
+    """
+    for result in ranks.run(2, bodies.experts_of_config, stage=stage, named=named):
+        if stage == 0:
+            assert len(result) == 19
+            for name, (lr, eps) in result.items():
+                if "experts" in name:
+                    assert (lr, eps) == (pytest.approx(LR / 4), pytest.approx(EPS / 4)), name
+            assert result["first.weight"] == (pytest.approx(LR), pytest.approx(EPS / 4))
+
+
 def test_a_gate_that_is_a_readout() -> None:
     """Its forward never runs, and its multiplier with it."""
     model, base, delta = (bodies.Experts(width, gate=mup.MuReadout) for width in (128, 32, 64))

@@ -8,7 +8,8 @@ upstream.quiet()
 upstream.prepare_deepspeed()
 
 import megatron.core.tokenizers.text.libraries  # noqa: E402, F401  (transformers, when the first tokenizer is read)
-import torch._dynamo  # noqa: E402, F401  (torch's optimizers import it when the first is built)
+import torch._dynamo  # noqa: E402  (torch's optimizers import it when the first is built)
+import torch._inductor.compile_fx  # noqa: E402, F401  (torch.compile, where it is disabled too)
 
 import mup_megatron.engines.deepspeed  # noqa: E402
 import mup_megatron.engines.megatron  # noqa: E402, F401

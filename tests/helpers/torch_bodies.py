@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -384,6 +385,40 @@ class Experts(nn.Module):
         hidden = self.first(x)
         output, loss, _ = self.moe(hidden)
         return self.readout(hidden + output).square().mean() + 0.01 * loss
+
+
+def experts_of_config(rank: Rank, *, stage: int, named: bool) -> dict[str, tuple[float, float]]:
+    """One step of `Experts` of width 128 over 32 under the config's AdamW: each weight's rate and epsilon.
+
+    `named`: in two groups of one name, which DeepSpeed asks for where groups are given.
+    """
+    from deepspeed.utils import groups as deepspeeds
+
+    from mup_megatron.deepspeed import initialize
+
+    torch.manual_seed(0)
+    net: Any = mup.set_base_shapes(Experts(128), Experts(32), delta=Experts(64))
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    experts, others = (
+        [parameter for name, parameter in net.named_parameters() if ("experts" in name) is of] for of in (True, False)
+    )
+    given = [{"params": part, "name": "all"} for part in (experts, others)] if named else None
+    try:
+        config = settings(stage, rank.world_size, optimizer=copy.deepcopy(ADAMW))
+        engine, *_ = initialize(model=net, model_parameters=given, config=config)
+        found = {
+            names[id(parameter)]: (group["lr"], group["eps"])
+            for group in engine.basic_optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        engine.backward(engine(torch.randn(BATCH // rank.world_size, 8)))
+        engine.step()
+        engine.destroy()
+    finally:
+        for kept in (deepspeeds._EXPERT_PARALLEL_GROUP, deepspeeds._EXPERT_DATA_PARALLEL_GROUP):
+            kept.clear()
+    return {name: pair for name, pair in found.items() if name.endswith(".weight")}
 
 
 def with_gate(rank: Rank, *, stage: int, optimizer: str, late: bool = False) -> dict[str, Any]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-# These files start DeepSpeed's or torch's launcher, whose port is the same for everyone, or use the pipeline of the
-# fixture `whole`, which takes long to make. They run one after another, in one worker.
-ONE_AFTER_ANOTHER = ("hostfile", "new", "pipeline", "report", "shown", "slurm", "train")
+TOGETHER = {
+    # These start DeepSpeed's or torch's launcher, whose port is the same for everyone, or use the fixture `whole`.
+    **dict.fromkeys(("hostfile", "new", "pipeline", "report", "shown", "slurm", "train"), "one after another"),
+    # These use the fixture `bands`.
+    **dict.fromkeys(("alarms", "live"), "bands"),
+}
+"""By a file's name: which run in one worker, for what they use takes long to make."""
 
 
 class ByFile(LoadScopeScheduling):
@@ -14,5 +18,4 @@ class ByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        name = file.rpartition("/test_")[2].removesuffix(".py")
-        return "one after another" if name in ONE_AFTER_ANOTHER else file
+        return TOGETHER.get(file.rpartition("/test_")[2].removesuffix(".py"), file)

@@ -14,7 +14,7 @@ from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import RankError, Ranks
 from tests.helpers.layouts import Split, check
 
-STEPS = 6
+STEPS = 4
 MULTIPLIERS = {
     "hparams__output_multiplier": 2.0,
     "hparams__embedding_multiplier": 3.0,

@@ -49,17 +49,19 @@ def config_of(folder: Path, architecture: str, **changed: Any) -> Any:
     return config
 
 
+BANDS: dict[str, Path] = {}
+
+
 @pytest.fixture(scope="module")
 def bands(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of three runs of the proxy, by architecture."""
-    made: dict[str, Path] = {}
+    """Of three runs of the proxy, by architecture; made once for all files that have the fixture."""
 
     def of(architecture: str) -> Path:
-        if architecture not in made:
+        if architecture not in BANDS:
             folder = tmp_path_factory.mktemp(architecture)
             ranks.run(1, alarm_bodies.band, config=config_of(folder, architecture), folder=folder, seeds=(11, 12, 13))
-            made[architecture] = folder / "transfer.band.json"
-        return made[architecture]
+            BANDS[architecture] = folder / "transfer.band.json"
+        return BANDS[architecture]
 
     return of
 

@@ -142,13 +142,13 @@ def said_of_english() -> str:
     """One rate for all tensors beside a rate of the embedding's own, from hidden size 128."""
     one, apart = record(ENGLISH), record(APART)
     largest, factor = one["sizes"][-1]["size"], apart["config"]["hparams"]["per_tensor"]["embedding"]["lr"]
-    ends = [row_of(found, largest)["minimum"]["loss"] for found in (one, apart)]
+    ended = [ends(path)["mup"][0] for path in (ENGLISH, APART)]
     said, moves = zip(*((own(f["lines"]["mup"]), octaves(row_of(f, 128))) for f in (one, apart)), strict=True)
     return (
-        f"With one rate for all tensors µP {said[0]}, with a rate of the embedding {factor:g} times the others' it "
-        f"{said[1]}: the vertex moves by {moves[0]} and {moves[1]} octaves to {largest} (bound "
-        f"{one['bounds']['octaves']:g}). At {largest} the second ends at {ends[1]:.3f} nats, the first at "
-        f"{ends[0]:.3f}; {seeds_of(apart)} ran."
+        f"With one rate for all tensors µP {said[0]} ({seeds_of(one)}), with a rate of the embedding {factor:g} times "
+        f"the others' it {said[1]} ({seeds_of(apart)}): the vertex moves by {moves[0]} and {moves[1]} octaves to "
+        f"{largest} (bound {one['bounds']['octaves']:g}). With the first seed the second ends at {ended[1]:.3f} nats "
+        f"there, the first at {ended[0]:.3f}."
     )
 
 

@@ -39,7 +39,8 @@ def MuAdam(params: Any, impl: Any = torch.optim.Adam, **kwargs: Any) -> Any:  # 
         kwargs: its arguments; `lr` and `weight_decay` are the base's.
 
     Raises:
-        UserError: a parameter has no infinite shape, or more than two dimensions that grow; a group is µP's already.
+        UserError: a parameter has no infinite shape, or more than two dimensions that grow; a group is µP's already, or
+            has no rate.
 
     Its steps warn where a schedule has set rates that are no longer in µP's ratios.
     """
@@ -90,6 +91,10 @@ def split_groups(
                 "expected groups with the base's values alone"
             )
         base = {"lr": defaults.get("lr"), "weight_decay": defaults.get("weight_decay", 0.0), **given}
+        if base["lr"] is None:
+            raise UserError(
+                f"optimizer: its group {number} has no learning rate; expected lr=..., the rate at the base"
+            )
         # Dimensions that grow (of Adam's vectors none matters), multiplier of the rate, of epsilon, factors of its own.
         none = PerTensor()
         split: dict[_Scaling, list[Any]] = {(0, formulas.ONE, formulas.ONE, 1.0, 1.0): []}

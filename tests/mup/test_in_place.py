@@ -48,6 +48,14 @@ def test_the_rules_hold_once() -> None:
         MuAdamW(twice.param_groups, lr=LR)
 
 
+def test_without_a_rate() -> None:
+    """A group's own is enough."""
+    first, *others = bodies.model().parameters()
+    with pytest.raises(UserError, match=r"^optimizer: its group 1 has no learning rate; expected lr=\.\.\."):
+        MuAdamW([{"params": [first], "lr": LR}, {"params": others}])
+    assert MuAdamW([{"params": [first], "lr": LR}, {"params": others, "lr": LR}]).param_groups[0]["lr"] > 0
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_schedule_of_one_rate_for_all_is_told(split: bool, recwarn: pytest.WarningsRecorder) -> None:
     """OneCycleLR sets its `max_lr` in every group; LambdaLR multiplies each, also by zero."""

@@ -184,7 +184,7 @@ def test_generate_has_the_same_model(ran: Callable[[str], SavedRun]) -> None:
         said = [token.id for token in generate(model, tokenizer, "3 14 15", max_new_tokens=8)]
     finally:
         runtime.stop_distributed()
-    assert len(said) == 8
+    assert 0 < len(said) <= 8  # it ends before an end of document
 
 
 @pytest.mark.slow

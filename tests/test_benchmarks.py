@@ -158,7 +158,7 @@ def compared(rank: Rank, *, engine: str, architecture: str) -> dict[str, Any]:
     [
         ("megatron", "gpt3", 2),
         *[pytest.param("deepspeed", *cell, marks=pytest.mark.slow) for cell in (("gpt3", 1), ("llama", 2))],
-        *([("megatron", "moe", 1)] if harness.has_plain_experts() else []),
+        *([pytest.param("megatron", "moe", 1, marks=pytest.mark.slow)] if harness.has_plain_experts() else []),
     ],
 )
 def test_contenders_step_side_by_side(ranks: Ranks, engine: str, architecture: str, tensor: int) -> None:

@@ -60,7 +60,7 @@ UNIT = {"parametrization__scaling": "unit"}
 @pytest.mark.parametrize(
     ("split", "keys", "fault"),
     [
-        (Split(3, data=2), RELATIVE, "no position bias multiplier"),
+        pytest.param(Split(3, data=2), RELATIVE, "no position bias multiplier", marks=pytest.mark.slow),
         pytest.param(Split("plain", tensor=2), RELATIVE, "no position bias multiplier", marks=pytest.mark.slow),
         pytest.param(Split("fsdp2", data=2), RELATIVE, "no position bias multiplier", marks=pytest.mark.slow),
         (Split("plain", data=2), UNIT, "no multiplier of fc1"),

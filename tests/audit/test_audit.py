@@ -45,7 +45,7 @@ SGD = {"optimizer__name": "sgd", "parametrization__weight_decay": "independent"}
 @pytest.mark.parametrize(
     ("model", "split", "more"),
     [
-        ("gpt3", Split(1, tensor=2, data=2), {"training__precision": "bf16"}),
+        pytest.param("gpt3", Split(1, tensor=2, data=2), {"training__precision": "bf16"}, marks=pytest.mark.slow),
         pytest.param("gpt3", Split("distributed", data=2), {"training__precision": "bf16"}, marks=pytest.mark.slow),
         ("mtp", Split("plain", pipeline=2), {"model__share_embeddings_and_output_weights": True}),
         ("gpt3, head_size", Split(2, data=2), SGD),

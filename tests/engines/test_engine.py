@@ -181,6 +181,7 @@ def test_stop_and_go_is_bitwise(ranks: Ranks, settings: dict[str, Any], tmp_path
     assert len(set(rates[0])) >= 4
 
 
+@pytest.mark.slow
 def test_a_loaded_run_without_optimizer_state_differs(ranks: Ranks, tmp_path: Path) -> None:
     """Negative control: weights alone are not enough."""
     config = prepared(parallel__zero_stage=1)

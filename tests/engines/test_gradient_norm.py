@@ -159,8 +159,8 @@ CELLS = [
     pytest.param("gpt3", Split(0, tensor=2, data=2), marks=_SLOW),
     pytest.param("gpt3", Split(1, tensor=2, data=2, sequence=True), marks=_SLOW),
     pytest.param("gpt3", Split(2, tensor=2, data=2), marks=_SLOW),
-    ("gpt3", Split(3, tensor=2, data=2)),
-    pytest.param("one group", Split(3, data=2), marks=_SLOW),
+    pytest.param("gpt3", Split(3, tensor=2, data=2), marks=_SLOW),
+    ("one group", Split(3, data=2)),
     ("gpt3", Split("plain", tensor=2, pipeline=2)),  # a tied head: the embedding is on both stages
     ("gpt3", Split("distributed", tensor=2, data=2, sequence=True)),
     pytest.param("gpt3", Split("distributed", pipeline=2, data=2), marks=_SLOW),

@@ -69,7 +69,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("llama relative", "gpt3 GQA", "llama MLA", "llama MoE")
+QUICK = ("llama relative", "gpt3 GQA", "llama MLA")
 each_cell = pytest.mark.parametrize(
     "cell", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CELLS]
 )

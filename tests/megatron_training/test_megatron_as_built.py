@@ -125,7 +125,7 @@ def test_sequences_that_ranks_share(name: str, ranks: Ranks, tmp_path: Path) -> 
 VIRTUAL = {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
 
 
-@pytest.mark.parametrize("spec", [(), EXTRA], ids=["own", "other"])
+@pytest.mark.parametrize("spec", [pytest.param((), id="own", marks=pytest.mark.slow), pytest.param(EXTRA, id="other")])
 def test_virtual_stages_are_explained(spec: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
     """A rank sees one chunk after the other; the table is that of one process."""
     words = (*spec, *(tensors(tmp_path) if spec else ()), "--mup-explain")

@@ -302,7 +302,7 @@ def test_edges_and_divergence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("moves", "values", "status"),
-    [pytest.param(0, "", 0, marks=pytest.mark.slow), (-1, "", 1), (0, "1e-3,2e-3,4e-3", 3)],
+    [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, "", 0), (-1, "", 1))), (0, "1e-3,2e-3,4e-3", 3)],
 )
 def test_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: float, values: str, status: int

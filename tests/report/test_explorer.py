@@ -181,7 +181,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "base.file: tells tensor by tensor what grows" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--html", "--notebook"])
+@pytest.mark.parametrize("option", ["--html", pytest.param("--notebook", marks=pytest.mark.slow)])
 def test_it_takes_the_place_of_a_page_alone(option: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The config, or a text, that is named by mistake stays as it is; a page of before is written anew."""
     config = tmp_path / "config.yaml"

@@ -46,7 +46,7 @@ def untouched(ranks: Ranks) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("theta", [4.0, 0.125])
+@pytest.mark.parametrize("theta", [4.0, pytest.param(0.125, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tensor", TENSORS)
 def test_adam(ranks: Ranks, untouched: dict[str, list[float]], tensor: str, theta: float) -> None:
     assert losses(ranks, settings("llama"), tensor, theta, ADAM) == untouched["llama"]

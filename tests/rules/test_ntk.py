@@ -81,7 +81,7 @@ def losses(ranks: Ranks, config: Config) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_it_is_mup_with_three_other_values(ranks: Ranks, optimizer: str) -> None:
     """Of one width it is µP with a smaller rate, larger logits and epsilon; control: without one of these it is not."""
     power = 1.0 if optimizer == "sgd" else 0.5

@@ -54,6 +54,7 @@ def test_a_resumed_run_is_looked_at_again(ranks: Ranks, tmp_path: Path) -> None:
     assert {each["tensor"] for each in again["findings"]} == {each["tensor"] for each in first["findings"]}
 
 
+@pytest.mark.slow
 def test_another_optimizer_counts_its_own_updates(ranks: Ranks, tmp_path: Path) -> None:
     """After two updates of SGD, AdamW's averages begin with the third, and so does their correction."""
     keys: dict[str, Any] = {"growth": HEAD_SIZE, "training__lr_decay_steps": 4}

@@ -109,6 +109,7 @@ def test_they_are_what_generate_writes(ranks: Ranks, tmp_path: Path, cell: str) 
     assert all(len(set(line["text"])) > 5 for line in found)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_without_them(ranks: Ranks, tmp_path: Path) -> None:
     """To the last bit, dropout and all."""
     losses = []

@@ -25,6 +25,7 @@ def whole_collections(repository: Path, call: str) -> int:
     return int(result.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_command_looks_through_its_imports_less(repository: Path) -> None:
     assert whole_collections(repository, "cli.main()") <= 1
 

@@ -53,15 +53,14 @@ SMALL = {
     "log-interval": 1,
 }
 BACKENDS = ("flash", "fused", "unfused")
-MockGPTLowLevelDataset.size = (
-    1000  # documents; shuffling the sequences of upstream's 100,000 takes longer than the steps
-)
 FLAGS = (
     "mock-data",
     *(f"no-{name}-fusion" for name in ("bias-gelu", "bias-dropout", "masked-softmax", "gradient-accumulation", "rope")),
     "no-bias-swiglu-fusion",
     "no-persist-layer-norm",
 )
+# Documents. Shuffling the sequences of upstream's 100,000 takes longer than the steps.
+MockGPTLowLevelDataset.size = 1000
 
 
 def words(

@@ -2,9 +2,9 @@
 
     python -m benchmarks.quality --output docs/evidence/quality        (configs/proof/quality.yaml; runs/quality)
 
-Three models train on the same text, for as many steps: the target in µP with the values that a search on the proxy
-found; the same target in the standard parametrization with the values that GPT-3 used for its smallest model (table
-2.1 and appendix B of arXiv 2005.14165); and a model of twice the parameters with those. Each is judged with
+Models of two sizes train on the same text, for as many steps: in µP with the values that a search on the proxy found;
+in the standard parametrization with GPT-3's values and the rate that a search of that very model found; and with the
+rate that GPT-3 used for its smallest model (table 2.1 and appendix B of arXiv 2005.14165). Each is judged with
 `mup-megatron evaluate` on documents that none has read. The text is `data.corpus: english`; every 15th of its documents
 is held out, and the tasks are made of those. Runs that were stopped go on.
 """
@@ -12,15 +12,18 @@ is held out, and the tasks are made of those. Runs that were stopped go on.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
+import itertools
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.records import Difference, difference
 from mup_megatron.config import load_config
 from mup_megatron.data.english import ENGLISH
 from mup_megatron.report.pictures import load_pyplot, save_figure
@@ -30,15 +33,15 @@ from mup_megatron.util.provenance import provenance
 CONFIG = "configs/proof/quality.yaml"
 RUNS = Path("runs/quality")
 HELD_OUT = 15
-GPT3 = {"hparams.lr": 6.0e-4, "hparams.init_method_std": 0.02, "hparams.weight_decay": 0.1}
-"""Of GPT-3's smallest model. Betas, clipping and the cosine to a tenth are the config's own, which are GPT-3's too."""
-TWICE = {"model.hidden_size": 192, "model.num_attention_heads": 6}
-"""With the embedding of 2,048 tokens and 4 layers, 2.05 times the parameters."""
-MODELS: dict[str, dict[str, Any]] = {
-    "transferred": {},
-    "defaults": {"parametrization.name": "standard", **GPT3},
-    "defaults, twice the parameters": {"parametrization.name": "standard", **GPT3, **TWICE},
-}
+STANDARD = {"parametrization.name": "standard", "hparams.init_method_std": 0.02, "hparams.weight_decay": 0.1}
+"""With GPT-3's values. Betas, clipping and the cosine to a tenth are the config's own, which are GPT-3's too."""
+GPT3_RATE = 6.0e-4
+RATES = "{lr: {choice: [1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3]}}"
+"""What the searches of the models themselves go through. They cost as much as the proxy's search, or more."""
+KINDS = ("transferred", "tuned", "defaults")
+SIZES = {"": (128, 4), ", twice the parameters": (192, 6)}
+"""Hidden size and heads. With the embedding of 2,048 tokens and 4 layers, the second has 2.05 times the parameters."""
+MODELS = tuple(f"{kind}{size}" for size in SIZES for kind in KINDS)
 _WORDS, _ENDING, _ENDINGS = 40, 8, 4
 """Words of a passage and of the ending that is asked for, and endings to choose from."""
 _CHARACTERS = 240
@@ -107,75 +110,129 @@ def _mup_megatron(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "mup_megatron", *arguments], check=True)  # noqa: S603
 
 
-def judge(name: str, keys: dict[str, Any], seed: int) -> dict[str, Any]:
+def _words(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _size(model: str) -> tuple[int, int]:
+    return SIZES[model[len(model.partition(",")[0]) :]]
+
+
+def searched(model: str, workers: int) -> dict[str, Any] | None:
+    """Values that a search found, which is made first, and its compute; None for the defaults, which no search found.
+
+    The transferred ones, of both sizes, are the proxy's.
+    """
+    if model.startswith("defaults"):
+        return None
+    given: dict[str, Any] = {"run.dir": RUNS / "mup"}
+    if model.startswith("tuned"):
+        hidden, heads = _size(model)
+        given = {
+            "run.dir": RUNS / f"tuned-{hidden}",
+            **STANDARD,
+            **{f"{part}.hidden_size": hidden for part in ("model", "proxy")},
+            **{f"{part}.num_attention_heads": heads for part in ("model", "proxy")},
+            "tuning.sampler": "grid",
+            "tuning.trials": 4,
+            "tuning.search": RATES,
+        }
+    record = given["run.dir"] / "transfer.json"
+    if not record.is_file():
+        _mup_megatron("tune", CONFIG, *_words(given), "--nproc-per-node", str(workers))
+    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    values = {f"hparams.{name}": found["values"][name] for name in found["tuned"]}
+    budget = found["budget"]
+    return {
+        "values": values,
+        "interior": found["study"]["interior"],
+        "trials": budget["trials"],
+        "flops": budget["spent"]["flops"],
+        "flops_of_a_run": budget["target"]["flops"],
+    }
+
+
+def judge(model: str, found: Mapping[str, Any] | None, seed: int) -> dict[str, Any]:
     """Trains one model, unless that was done, and gives the figures of `mup-megatron evaluate`."""
-    run = RUNS / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-    values = _transferred() if name == "transferred" else keys
-    given = {**values, "run.dir": str(run), "run.seed": seed}
-    _mup_megatron("train", CONFIG, *(f"{key}={value}" for key, value in given.items()))
+    hidden, heads = _size(model)
+    values = {"model.hidden_size": hidden, "model.num_attention_heads": heads}
+    values |= {} if model.startswith("transferred") else STANDARD
+    values |= {"hparams.lr": GPT3_RATE} if found is None else found["values"]
+    run = RUNS / f"{model.replace(', ', '-').replace(' ', '-')}-{seed}"
     figures = run / "figures.json"
     if not figures.exists():
+        _mup_megatron("train", CONFIG, *_words({**values, "run.dir": run, "run.seed": seed}))
         files = [
             text for option, file in TASKS.items() for text in (f"--{option}", str(RUNS / "text" / f"{file}.jsonl"))
         ]
         _mup_megatron("evaluate", str(run), *files, "--batch-size", "32", "--output", str(figures))
-    found: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
-    return {"model": name, "seed": seed, "values": values, "figures": found}
+    return {
+        "model": model,
+        "seed": seed,
+        "values": values,
+        "figures": json.loads(figures.read_text(encoding="utf-8")),
+    }
 
 
-def _transferred() -> dict[str, Any]:
-    """The values of the search on the proxy, which is made first."""
-    record = RUNS / "mup" / "transfer.json"
-    if not record.is_file():
-        _mup_megatron("tune", CONFIG)
-    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-    return {f"hparams.{name}": found["values"][name] for name in found["tuned"]}
-
-
+BITS = "bits per byte"
 FIGURES = {
-    "bits per byte": ("perplexity", "bits_per_byte", -1),
-    "last word, %": ("last_word", "accuracy", 1),
-    "multiple choice, %": ("choice", "accuracy_per_character", 1),
+    BITS: ("perplexity", "bits_per_byte"),
+    "last word, %": ("last_word", "accuracy"),
+    "multiple choice, %": ("choice", "accuracy"),
+    "per character, %": ("choice", "accuracy_per_character"),
+    "per token, %": ("choice", "accuracy_per_token"),
 }
-"""What is compared: task, figure, and whether more (1) or less (-1) is better."""
+"""All that is measured: task and figure. Of bits, less is better; of the others, more."""
 
 
-def figure_of(run: dict[str, Any], name: str) -> float:
-    """One figure of one run."""
-    task, metric, _ = FIGURES[name]
-    value: float = next(found["metrics"][metric] for found in run["figures"]["results"] if found["task"] == task)
-    return value if metric == "bits_per_byte" else 100 * value
+def figures_of(runs: Sequence[dict[str, Any]], model: str, name: str) -> list[float]:
+    """One figure of a model, of each seed in order."""
+    task, metric = FIGURES[name]
+    own = sorted((run for run in runs if run["model"] == model), key=lambda run: run["seed"])
+    found = (next(each["metrics"] for each in run["figures"]["results"] if each["task"] == task) for run in own)
+    return [metrics[metric] * (1 if name == BITS else 100) for metrics in found]
 
 
-def means(runs: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
-    """A figure of each model, the mean over seeds."""
-    return {model: statistics.fmean(figure_of(run, name) for run in runs if run["model"] == model) for model in MODELS}
+def error_of(runs: Sequence[dict[str, Any]], name: str) -> float:
+    """The largest standard error of an accuracy, in points, which comes from its examples."""
+    task, metric = FIGURES[name]
+    found = (each["metrics"] for run in runs for each in run["figures"]["results"] if each["task"] == task)
+    return max(100 * metrics[f"{metric}_error"] for metrics in found)
 
 
-def reasons(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Where the transferred values are not better than either of the others; empty where they are on every figure."""
-    found = []
-    for name, (_, _, sign) in FIGURES.items():
-        mean = means(runs, name)
-        for other in list(MODELS)[1:]:
-            if sign * mean["transferred"] <= sign * mean[other]:
-                found.append(f"{name}: {mean['transferred']:.2f}, and {mean[other]:.2f} with {other}")
+def ahead(runs: Sequence[dict[str, Any]], one: str, other: str) -> Difference:
+    """Bits per byte by which the first model is above the second, over the seeds."""
+    return difference(*(figures_of(runs, model, BITS) for model in (one, other)))
+
+
+def judged(runs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """By bits per byte: where the transferred values of a size are not better than its others, and what is open."""
+    found: dict[str, list[str]] = {"reasons": [], "open": []}
+    for size, kind in itertools.product(SIZES, KINDS[1:]):
+        apart = ahead(runs, f"transferred{size}", f"{kind}{size}")
+        if apart.sign >= 0:
+            said = f"transferred{size} against {kind}: {apart} bits per byte"
+            found["reasons" if apart.sign else "open"].append(said)
     return found
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Every figure of every model, the mean over seeds as a bar and each seed as a point."""
     pyplot = load_pyplot()
-    figure, places = pyplot.subplots(1, len(FIGURES), figsize=(9, 3.2), layout="constrained")
-    colors = pyplot.get_cmap("tab10")
-    for axes, (name, (_, _, sign)) in zip(places, FIGURES.items(), strict=True):
-        for at, (model, mean) in enumerate(means(runs, name).items()):
-            seeds = [figure_of(run, name) for run in runs if run["model"] == model]
-            axes.bar(at, mean, color=colors(at), alpha=0.75, label=model)
-            axes.plot([at] * len(seeds), seeds, "o", color="0.2", ms=3.5)
-        axes.set_title(f"{name} ({'more' if sign > 0 else 'less'} is better)", loc="left", fontsize=9)
+    figure, places = pyplot.subplots(1, len(FIGURES), figsize=(12, 3.2), layout="constrained")
+    colors = pyplot.get_cmap("tab20")
+    for axes, name in zip(places, FIGURES, strict=True):
+        for at, model in enumerate(MODELS):
+            seeds, kind = figures_of(runs, model, name), at % len(KINDS)
+            error = None if name == BITS else error_of(runs, name)
+            color = colors(2 * kind + at // len(KINDS))
+            axes.bar(at, statistics.fmean(seeds), color=color, yerr=error, ecolor="0.6", label=model)
+            axes.plot([at] * len(seeds), seeds, "o", color="0.2", ms=3)
+        axes.set_title(f"{name} ({'less' if name == BITS else 'more'} is better)", loc="left", fontsize=8)
         axes.set_xticks([])
         axes.spines[["top", "right"]].set_visible(False)
+    values = [value for model in MODELS for value in figures_of(runs, model, BITS)]
+    places[0].set_ylim(bottom=min(values) - (max(values) - min(values)) / 2)  # none ends at 0
     figure.legend(
         *places[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9
     )
@@ -186,28 +243,35 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, evaluates, prints, writes quality.json and quality.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=1000, help="passages that the tasks are made of")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
     make_text(RUNS / "text", asked.tasks)
-    runs = [judge(name, keys, seed) for seed in range(1, asked.seeds + 1) for name, keys in MODELS.items()]
-    found = reasons(runs)
+    found = {model: searched(model, asked.workers) for model in MODELS}
+    with concurrent.futures.ThreadPoolExecutor(asked.workers) as pool:
+        asks = [(model, seed) for seed in range(1, asked.seeds + 1) for model in MODELS]
+        runs = list(pool.map(lambda ask: judge(ask[0], found[ask[0]], ask[1]), asks))
+    said = judged(runs)
     result = {
         "provenance": provenance(sha256_of(RUNS / "text" / "train.jsonl")),
         "seeds": asked.seeds,
         "steps": load_config(CONFIG).training.train_steps,
-        "passed": not found,
-        "reasons": found,
+        "passed": not said["reasons"] and not said["open"],
+        "verdict": "failed" if said["reasons"] else "undecided" if said["open"] else "passed",
+        **said,
+        "searches": found,
         "runs": runs,
     }
     for name in FIGURES:
-        print(f"{name}: " + ", ".join(f"{model} {mean:.3f}" for model, mean in means(runs, name).items()))
-    print("passed" if not found else f"failed: {'; '.join(found)}")
+        means = (f"{model} {statistics.fmean(figures_of(runs, model, name)):.3f}" for model in MODELS)
+        print(f"{name}: {', '.join(means)}")
+    print("; ".join([result["verdict"], *said["reasons"], *said["open"]]))
     asked.output.mkdir(parents=True, exist_ok=True)
     (asked.output / "quality.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     draw(runs, asked.output / "quality.png")
-    return 0 if not found else 1
+    return 0 if result["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import quality
+from mup_megatron.config import derive, load_config, parse_overrides
 
 
 def _passage(number: int) -> list[str]:
@@ -45,34 +46,65 @@ def test_a_last_word_is_of_letters_and_what_follows_it_is_cut() -> None:
     assert quality.last_words([words]) == []
 
 
-def _run(model: str, bits: float, last: float, choice: float) -> dict[str, Any]:
-    metrics = {
-        "perplexity": {"bits_per_byte": bits},
-        "last_word": {"accuracy": last},
-        "choice": {"accuracy_per_character": choice},
-    }
-    return {"model": model, "figures": {"results": [{"task": task, "metrics": each} for task, each in metrics.items()]}}
-
-
-@pytest.mark.parametrize(
-    ("bits", "choice", "said"),
-    [
-        (1.4, 0.5, []),
-        (
-            2.1,
-            0.5,
-            ["bits per byte: 2.10, and 2.00 with defaults", "bits per byte: 2.10, and 1.50 with defaults, twice"],
-        ),
-        (1.7, 0.5, ["bits per byte: 1.70, and 1.50 with defaults, twice the parameters"]),
-        (1.4, 0.25, ["multiple choice, %: 25.00, and 30.00 with defaults, twice the parameters"]),
-    ],
-)
-def test_the_verdict_names_every_figure_that_is_not_better(bits: float, choice: float, said: list[str]) -> None:
-    runs = [
-        _run("transferred", bits, 0.2, choice),
-        _run("defaults", 2.0, 0.1, 0.2),
-        _run("defaults, twice the parameters", 1.5, 0.15, 0.3),
+def _runs(**bits: tuple[float, float, float]) -> list[dict[str, Any]]:
+    """Of the smaller size; the larger one ends 0.1 lower everywhere."""
+    return [
+        {
+            "model": f"{kind}{size}",
+            "seed": seed,
+            "figures": {"results": [{"task": "perplexity", "metrics": {"bits_per_byte": value - 0.1 * bool(size)}}]},
+        }
+        for kind, values in bits.items()
+        for size in quality.SIZES
+        for seed, value in reversed(list(enumerate(values)))  # seeds are paired by number, not by place
     ]
-    found = quality.reasons(runs)
-    assert len(found) == len(said)
-    assert all(each.startswith(start) for each, start in zip(found, said, strict=True))
+
+
+def test_the_verdict_is_by_the_interval_of_the_seeds_differences() -> None:
+    """Of three differences -0.1, -0.12, -0.14: -0.12 ± 4.303 * 0.02 / sqrt(3), by hand."""
+    runs = _runs(transferred=(2.0, 2.1, 2.2), tuned=(2.1, 2.22, 2.34), defaults=(2.5, 2.6, 2.7))
+    apart = quality.ahead(runs, "transferred", "tuned")
+    assert apart.mean == pytest.approx(-0.12)
+    assert apart.half == pytest.approx(0.04969, abs=1e-4)
+    assert quality.judged(runs) == {"reasons": [], "open": []}
+    worse = quality.judged(_runs(transferred=(2.1, 2.22, 2.34), tuned=(2.0, 2.1, 2.2), defaults=(2.5, 2.6, 2.7)))
+    assert worse["open"] == []
+    assert worse["reasons"][0] == "transferred against tuned: +0.120 ± 0.050 bits per byte"
+    assert worse["reasons"][1].startswith("transferred, twice the parameters against tuned: ")
+    undecided = quality.judged(_runs(transferred=(2.0, 2.1, 2.2), tuned=(2.1, 2.22, 2.1), defaults=(2.5, 2.6, 2.7)))
+    assert undecided["reasons"] == []
+    assert [said.partition(":")[0] for said in undecided["open"]] == [
+        "transferred against tuned",
+        "transferred, twice the parameters against tuned",
+    ]
+
+
+def test_a_model_is_searched_as_it_is_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tuned model's search is of its own size and parametrization; the proxy's serves both sizes."""
+    record = {
+        "values": {"lr": 2e-3},
+        "tuned": ["lr"],
+        "study": {"interior": {"lr": True}},
+        "budget": {"trials": 4, "spent": {"flops": 8.0}, "target": {"flops": 4.0}},
+    }
+    asked: list[tuple[str, ...]] = []
+
+    def mup_megatron(*words: str) -> None:
+        asked.append(words)
+        (folder,) = (Path(word.removeprefix("run.dir=")) for word in words if word.startswith("run.dir="))
+        folder.mkdir()
+        (folder / "transfer.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(quality, "RUNS", tmp_path)
+    monkeypatch.setattr(quality, "_mup_megatron", mup_megatron)
+    found = {model: quality.searched(model, 1) for model in quality.MODELS}
+    assert found["defaults"] is None
+    assert found["transferred"] == found["transferred, twice the parameters"] == found["tuned"]
+    assert len(asked) == 3
+    for (hidden, heads), words in zip(quality.SIZES.values(), asked[1:], strict=True):
+        given = parse_overrides([word for word in words if "=" in word])
+        config = derive(load_config(quality.CONFIG), given)
+        assert config.model.hidden_size == config.proxy_model.hidden_size == hidden
+        assert config.model.num_attention_heads == config.proxy_model.num_attention_heads == heads
+        assert config.parametrization.name == "standard"
+        assert list(config.tuning.search) == ["lr"]

@@ -34,6 +34,7 @@ _JUDGED = {
     "TPE, halving": "TPE with halving, on the proxy",
 }
 TARGET, TRANSLATION = "tuning-cost-target/cost.json", "translation-cost/cost.json"
+QUALITY = "quality/quality.json"
 
 Curve = Sequence[tuple[float, float]]
 
@@ -206,24 +207,28 @@ def figure_5() -> str:
 
 
 def quality() -> Rows:
-    """Every figure of the three models, and what each seed gave."""
-    from benchmarks.quality import FIGURES, MODELS, figure_of, means
+    """Every figure of every model, the mean over seeds, and what the search of its values cost."""
+    from benchmarks.quality import BITS, FIGURES, error_of, figures_of
 
-    runs = record("quality/quality.json")["runs"]
-    rows = [["model", "rate at the base", *FIGURES]]
-    for model in MODELS:
-        own = [run for run in runs if run["model"] == model]
-        cells = []
+    found = record(QUALITY)
+    rows = [["model", "search, in runs of the model", "rate at the base", *FIGURES]]
+    for model in dict.fromkeys(run["model"] for run in found["runs"]):
+        search = found.get("searches", {}).get(model)
+        values = next(run["values"] for run in found["runs"] if run["model"] == model)
+        cells = [f"{search['flops'] / search['flops_of_a_run']:.1f}" if search else "0", f"{values['hparams.lr']:.2g}"]
         for name in FIGURES:
-            each = ", ".join(f"{figure_of(run, name):.2f}" for run in own)
-            cells.append(f"{means(runs, name)[model]:.2f} ({each})")
-        rows.append([model, f"{own[0]['values']['hparams.lr']:.2g}", *cells])
+            each = figures_of(found["runs"], model, name)
+            error = statistics.stdev(each) / math.sqrt(len(each)) if name == BITS else error_of(found["runs"], name)
+            cells.append(
+                f"{statistics.fmean(each):.{3 if name == BITS else 1}f} ± {error:.{3 if name == BITS else 1}f}"
+            )
+        rows.append([model, *cells])
     return rows
 
 
 def compared_quality() -> tuple[list[str], list[str]]:
     """Every figure by which the transferred values are better than both defaults, and the others with their numbers."""
-    runs = record("quality/quality.json")["runs"]
+    runs = record(QUALITY)["runs"]
     figures = {
         "bits per byte": ("perplexity", "bits_per_byte", -1),
         "last word": ("last_word", "accuracy", 1),
@@ -246,7 +251,7 @@ def compared_quality() -> tuple[list[str], list[str]]:
 def said_of_quality() -> str:
     """Which of all figures are better than both defaults, and how sure the accuracies are."""
     better, worse = compared_quality()
-    runs = record("quality/quality.json")["runs"]
+    runs = record(QUALITY)["runs"]
     errors = [_metrics(run, task)["accuracy_error"] for run in runs for task in ("last_word", "choice")]
     return (
         f"The transferred values are better than both defaults by {', '.join(better)}, and not by "
@@ -258,10 +263,12 @@ def said_of_quality() -> str:
 
 def figure_6() -> str:
     """What docs/what-transfers.md tells of it."""
-    from benchmarks.quality import means
+    from benchmarks.quality import BITS, figures_of
 
-    bits = means(record("quality/quality.json")["runs"], "bits per byte")
-    ours, twice = bits["transferred"], bits["defaults, twice the parameters"]
+    runs = record(QUALITY)["runs"]
+    ours, twice = (
+        statistics.fmean(figures_of(runs, model, BITS)) for model in ("transferred", "defaults, twice the parameters")
+    )
     return (
         "What transferred values are worth was [measured in small](evidence/quality.md) too (the paper's figure 6): a "
         f"target of hidden size 128 with values from a proxy of 32 ends at {ours:.2f} bits per byte of held-out text, "

@@ -155,7 +155,7 @@ def searched(model: str, workers: int) -> dict[str, Any] | None:
 def judge(model: str, found: Mapping[str, Any] | None, seed: int) -> dict[str, Any]:
     """Trains one model, unless that was done, and gives the figures of `mup-megatron evaluate`."""
     hidden, heads = _size(model)
-    values = {"model.hidden_size": hidden, "model.num_attention_heads": heads}
+    values: dict[str, Any] = {"model.hidden_size": hidden, "model.num_attention_heads": heads}
     values |= {} if model.startswith("transferred") else STANDARD
     values |= {"hparams.lr": GPT3_RATE} if found is None else found["values"]
     run = RUNS / f"{model.replace(', ', '-').replace(' ', '-')}-{seed}"

@@ -6,6 +6,7 @@ twice is applying once; reverting restores the very object that was there.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -117,6 +118,9 @@ class Patch:
                 setattr(owner, attribute, original)
 
 
+_installed = functools.cache(importlib.metadata.version)
+
+
 def _version(distribution: str) -> str:
     """The version that is imported; a Megatron-LM checkout on the path is not the one that is installed.
 
@@ -125,7 +129,7 @@ def _version(distribution: str) -> str:
     """
     if distribution == "megatron-core":
         return Version(importlib.import_module("megatron.core.package_info").__version__).public
-    return importlib.metadata.version(distribution)
+    return _installed(distribution)
 
 
 def _inner(value: Any) -> Any:

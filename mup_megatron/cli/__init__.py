@@ -5,11 +5,12 @@ Public names: `main`, `run`, `launched`, `default_config`.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -63,13 +64,19 @@ def _has_groups() -> bool:
     return torch is not None and torch.distributed.is_initialized()
 
 
+@functools.cache
+def _command() -> Any:
+    """What `app` becomes, made once a process: it reads the signature of every command."""
+    return typer.main.get_command(app)
+
+
 def _status(arguments: list[str]) -> int:
     from mup_megatron.parallel.ranks import read_rank, say_error
 
     # When rank 0 exits, the other ranks print our one-line error; this silences torch's traceback.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        result = app(arguments, standalone_mode=False)
+        result = _command().main(arguments, standalone_mode=False)
         return int(result or 0)
     except UserError as error:
         say_error(str(error), read_rank(), same=isinstance(error, DiskFull))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import math
 import multiprocessing
 import os
@@ -50,8 +51,9 @@ def process_speed(config: Config, workers: int) -> Speed:
         return pool.submit(_timed, rows, hidden, ffn, "cuda", 1).result()
 
 
+@functools.cache
 def _timed(rows: int, hidden: int, ffn: int, device: str, threads: int) -> Speed:
-    """Of [rows, hidden] @ [hidden, ffn], for a quarter of a second, without the first."""
+    """Of [rows, hidden] @ [hidden, ffn], for a quarter of a second, without the first; once in a process."""
     import torch
 
     before = torch.get_num_threads()

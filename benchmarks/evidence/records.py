@@ -98,7 +98,7 @@ def asked(found: Mapping[str, Any]) -> str:
     if "kernels" in found:
         return f"features and losses over width, {span(found)}"
     if "runs" in found:
-        return "transferred values against defaults"
+        return "transferred values against tuned and default ones"
     if "repetitions" in found:
         proxy, target = found["sizes"]
         return f"a search of hidden size {target}, by {proxy}"
@@ -126,10 +126,10 @@ def steps(found: Mapping[str, Any]) -> str:
 
 
 def seeds(found: Mapping[str, Any]) -> str:
-    """How often; of searches, how many."""
+    """How often; where searches alone were replayed, how many."""
     if "curves" in found:
         return str(len({curve["seed"] for curve in found["curves"]}))
-    return f"{found['seeds']} searches" if "searches" in found else str(found["seeds"])
+    return f"{found['seeds']} searches" if "searches" in found and "runs" not in found else str(found["seeds"])
 
 
 def lacks(found: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from benchmarks.evidence.records import Rows, best, record
+from benchmarks.evidence.records import Difference, Rows, best, record
 from mup_megatron.proof.ladder_verdict import published
 from mup_megatron.proof.laws import bends
 from mup_megatron.proof.rungs import Rung
@@ -34,7 +34,8 @@ _JUDGED = {
     "TPE, halving": "TPE with halving, on the proxy",
 }
 TARGET, TRANSLATION = "tuning-cost-target/cost.json", "translation-cost/cost.json"
-QUALITY = "quality/quality.json"
+QUALITY, TWICE = "quality/quality.json", ", twice the parameters"
+_WHERE = {-1: "lower than", 0: "not told apart from", 1: "higher than"}
 
 Curve = Sequence[tuple[float, float]]
 
@@ -208,78 +209,67 @@ def figure_5() -> str:
 
 def quality() -> Rows:
     """Every figure of every model, the mean over seeds, and what the search of its values cost."""
-    from benchmarks.quality import BITS, FIGURES, error_of, figures_of
+    from benchmarks.quality import BITS, FIGURES, MODELS, error_of, figures_of
 
     found = record(QUALITY)
     rows = [["model", "search, in runs of the model", "rate at the base", *FIGURES]]
-    for model in dict.fromkeys(run["model"] for run in found["runs"]):
-        search = found.get("searches", {}).get(model)
+    for model in MODELS:
+        search = found["searches"][model]
         values = next(run["values"] for run in found["runs"] if run["model"] == model)
-        cells = [f"{search['flops'] / search['flops_of_a_run']:.1f}" if search else "0", f"{values['hparams.lr']:.2g}"]
+        own = found["searches"][model.replace("transferred", "tuned").replace("defaults", "tuned")]["flops_of_a_run"]
+        cells = [f"{search['flops'] / own:.2f}" if search else "0", f"{values['hparams.lr']:.2g}"]
         for name in FIGURES:
             each = figures_of(found["runs"], model, name)
             error = statistics.stdev(each) / math.sqrt(len(each)) if name == BITS else error_of(found["runs"], name)
-            cells.append(
-                f"{statistics.fmean(each):.{3 if name == BITS else 1}f} ± {error:.{3 if name == BITS else 1}f}"
-            )
+            digits = 3 if name == BITS else 1
+            cells.append(f"{statistics.fmean(each):.{digits}f} ± {error:.{digits}f}")
         rows.append([model, *cells])
     return rows
 
 
-def compared_quality() -> tuple[list[str], list[str]]:
-    """Every figure by which the transferred values are better than both defaults, and the others with their numbers."""
-    runs = record(QUALITY)["runs"]
-    figures = {
-        "bits per byte": ("perplexity", "bits_per_byte", -1),
-        "last word": ("last_word", "accuracy", 1),
-        "multiple choice per character": ("choice", "accuracy_per_character", 1),
-        "multiple choice per token": ("choice", "accuracy_per_token", 1),
-        "plain multiple choice": ("choice", "accuracy", 1),
-    }
-    better, worse = [], []
-    for name, (task, metric, sign) in figures.items():
-        mean = {model: statistics.fmean(_metrics(run, task)[metric] for run in runs if run["model"] == model)
-                for model in {run["model"] for run in runs}}  # fmt: skip
-        ours, others = mean.pop("transferred"), max(mean.values(), key=lambda value: sign * value)
-        if sign * ours > sign * others:
-            better.append(name)
-        else:
-            worse.append(f"{name} ({100 * ours:.2f} % against {100 * others:.2f} %)")
-    return better, worse
+def compared(one: str, other: str) -> Difference:
+    """Bits per byte by which one model's values end above another's."""
+    from benchmarks.quality import ahead
+
+    return ahead(record(QUALITY)["runs"], one, other)
 
 
 def said_of_quality() -> str:
-    """Which of all figures are better than both defaults, and how sure the accuracies are."""
-    better, worse = compared_quality()
+    """Which values end lower at either size, and how sure the accuracies are."""
+    from benchmarks.quality import BITS, FIGURES, figures_of
+
+    told = []
+    for size in ("", TWICE):
+        tuned, defaults = (compared(f"transferred{size}", f"{kind}{size}") for kind in ("tuned", "defaults"))
+        told.append(f"{_WHERE[tuned.sign]} the tuned rate ({tuned}), {_WHERE[defaults.sign]} GPT-3's ({defaults})")
+    across = compared("transferred", f"tuned{TWICE}")
     runs = record(QUALITY)["runs"]
-    errors = [_metrics(run, task)["accuracy_error"] for run in runs for task in ("last_word", "choice")]
+    accuracies = [name for name in FIGURES if name != BITS]
+    means = {
+        (model, name): statistics.fmean(figures_of(runs, model, name))
+        for model in ("transferred", "tuned")
+        for name in accuracies
+    }
+    largest = max(abs(means["transferred", name] - means["tuned", name]) for name in accuracies)
+    cost = {row[0]: row[1] for row in quality()}
     return (
-        f"The transferred values are better than both defaults by {', '.join(better)}, and not by "
-        f"{', '.join(worse) or 'none'}. In bits per byte the difference is many times that between seeds; an accuracy "
-        f"has a standard error of {100 * min(errors):.1f} to {100 * max(errors):.1f} points, so the accuracies decide "
-        "nothing."
+        f"In bits per byte the transferred values end {told[0]}; with twice the parameters {told[1]}. With half the "
+        f"parameters they end {_WHERE[across.sign]} the tuned rate ({across}). Their search cost "
+        f"{cost['transferred']} runs of the smaller model, that of its tuned rate {cost['tuned']}. No accuracies of "
+        f"the two are more than {largest:.1f} points apart."
     )
 
 
 def figure_6() -> str:
     """What docs/what-transfers.md tells of it."""
-    from benchmarks.quality import BITS, figures_of
-
-    runs = record(QUALITY)["runs"]
-    ours, twice = (
-        statistics.fmean(figures_of(runs, model, BITS)) for model in ("transferred", "defaults, twice the parameters")
-    )
+    tuned, across = compared("transferred", "tuned"), compared("transferred", f"defaults{TWICE}")
     return (
         "What transferred values are worth was [measured in small](evidence/quality.md) too (the paper's figure 6): a "
-        f"target of hidden size 128 with values from a proxy of 32 ends at {ours:.2f} bits per byte of held-out text, "
-        f"{_order(ours, twice)} twice the parameters with GPT-3's values, which were not tuned for it ({twice:.2f}). "
-        "Its accuracies, on few examples, decide nothing."
+        "target of hidden size 128 with values from a proxy of 32 ends "
+        f"{_WHERE[tuned.sign]} the standard parametrization with a rate from a search of that target ({tuned} bits per "
+        f"byte of held-out text), and {_WHERE[across.sign]} twice the parameters with GPT-3's rate ({across}). Its "
+        "accuracies, on few examples, decide nothing."
     )
-
-
-def _metrics(run: Mapping[str, Any], task: str) -> dict[str, float]:
-    found: dict[str, float] = next(each["metrics"] for each in run["figures"]["results"] if each["task"] == task)
-    return found
 
 
 # --- the ladder ---

@@ -46,6 +46,7 @@ FROM_128 = {
     "output multiplier": "multipliers/output.json",
     "attention multiplier": "multipliers/attention.json",
     "embedding multiplier": "multipliers/embedding.json",
+    "residual multiplier": "multipliers/residual.json",
 }
 LAWS = {
     "one rate, natural text": ENGLISH,

@@ -132,7 +132,7 @@ def said_of_optimizers() -> str:
         said.append(f"{name} {where} ({apart} nats)")
     return (
         f"At {record(POSITIONS['absolute'])['sizes'][-1]['size']} AdamW ends at {statistics.fmean(adamw):.3f} nats "
-        f"([two seeds](positions.md)); {', '.join(said)}. Initial values and the output multiplier were AdamW's."
+        f"([positions](positions.md)); {', '.join(said)}. Initial values and the output multiplier were AdamW's."
     )
 
 

@@ -220,17 +220,6 @@ def test_light_imports(statement: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_explain_does_without_deepspeed(repository: Path) -> None:
-    """Nor does a table need what searches, draws or reads tokens."""
-    heavy = ("deepspeed", "optuna", "pandas", "transformers", "matplotlib", "sentencepiece", "megatron.training")
-    code = (
-        "import sys; from mup_megatron import cli; status = cli.run(['explain', 'configs/demo.yaml']); "
-        f"print(status, [name for name in {heavy} if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=repository, check=True)
-    assert result.stdout.splitlines()[-1] == "0 []"
-
-
 def test_wrapped_symbols_live_in_patches_alone(repository: Path) -> None:
     """Nothing outside patches/ assigns to an attribute of an upstream module or class."""
     wrong = []

@@ -37,9 +37,10 @@ STANDARD = {"parametrization.name": "standard", "hparams.init_method_std": 0.02,
 """With GPT-3's values. Betas, clipping and the cosine to a tenth are the config's own, which are GPT-3's too."""
 GPT3_RATE = 6.0e-4
 RATES = "{lr: {choice: [1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3]}}"
-"""What the searches of the models themselves go through. They cost as much as the proxy's search, or more."""
+"""What the searches of the models themselves go through."""
 KINDS = ("transferred", "tuned", "defaults")
-SIZES = {"": (128, 4), ", twice the parameters": (192, 6)}
+TWICE = ", twice the parameters"
+SIZES = {"": (128, 4), TWICE: (192, 6)}
 """Hidden size and heads. With the embedding of 2,048 tokens and 4 layers, the second has 2.05 times the parameters."""
 MODELS = tuple(f"{kind}{size}" for size in SIZES for kind in KINDS)
 _WORDS, _ENDING, _ENDINGS = 40, 8, 4

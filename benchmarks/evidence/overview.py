@@ -23,6 +23,7 @@ from benchmarks.evidence.records import (
     steps,
     verdict,
 )
+from benchmarks.quality import TWICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +230,8 @@ CLAIMS = (
           "GPT-3's, which are not tuned": ("transferred", "defaults"),
           "a rate tuned on the target": ("transferred", "tuned"),
           "a rate tuned on the target, both of twice the parameters":
-              (f"transferred{searches.TWICE}", f"tuned{searches.TWICE}"),
-          "a rate tuned on twice the parameters": ("transferred", f"tuned{searches.TWICE}")}.items()),
+              (f"transferred{TWICE}", f"tuned{TWICE}"),
+          "a rate tuned on twice the parameters": ("transferred", f"tuned{TWICE}")}.items()),
     Claim(what="Tuning a proxy is cheaper than tuning the target, on translation", whose=f"{_PAPER}, figure 5",
           page="translation.md", path=searches.TRANSLATION,
           said=partial(_cheaper, searches.TRANSLATION, (5, 1))),

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.evidence.records import Difference, Rows, best, record
+from benchmarks.quality import BITS, FIGURES, KINDS, SIZES, TWICE, ahead, error_of, figures_of
 from mup_megatron.proof.ladder_verdict import published
 from mup_megatron.proof.laws import bends
 from mup_megatron.proof.rungs import Rung
@@ -34,7 +35,7 @@ _JUDGED = {
     "TPE, halving": "TPE with halving, on the proxy",
 }
 TARGET, TRANSLATION = "tuning-cost-target/cost.json", "translation-cost/cost.json"
-QUALITY, TWICE = "quality/quality.json", ", twice the parameters"
+QUALITY = "quality/quality.json"
 _WHERE = {-1: "lower than", 0: "not told apart from", 1: "higher than"}
 
 Curve = Sequence[tuple[float, float]]
@@ -209,14 +210,12 @@ def figure_5() -> str:
 
 def quality() -> Rows:
     """Every figure of every model, the mean over seeds, and what the search of its values cost."""
-    from benchmarks.quality import BITS, FIGURES, MODELS, error_of, figures_of
-
     found = record(QUALITY)
     rows = [["model", "search, in runs of the model", "rate at the base", *FIGURES]]
-    for model in MODELS:
-        search = found["searches"][model]
+    for size, kind in itertools.product(SIZES, KINDS):
+        model = f"{kind}{size}"
+        search, own = found["searches"][model], found["searches"][f"tuned{size}"]["flops_of_a_run"]
         values = next(run["values"] for run in found["runs"] if run["model"] == model)
-        own = found["searches"][model.replace("transferred", "tuned").replace("defaults", "tuned")]["flops_of_a_run"]
         cells = [f"{search['flops'] / own:.2f}" if search else "0", f"{values['hparams.lr']:.2g}"]
         for name in FIGURES:
             each = figures_of(found["runs"], model, name)
@@ -229,17 +228,13 @@ def quality() -> Rows:
 
 def compared(one: str, other: str) -> Difference:
     """Bits per byte by which one model's values end above another's."""
-    from benchmarks.quality import ahead
-
     return ahead(record(QUALITY)["runs"], one, other)
 
 
 def said_of_quality() -> str:
     """Which values end lower at either size, and how sure the accuracies are."""
-    from benchmarks.quality import BITS, FIGURES, figures_of
-
     told = []
-    for size in ("", TWICE):
+    for size in SIZES:
         tuned, defaults = (compared(f"transferred{size}", f"{kind}{size}") for kind in ("tuned", "defaults"))
         told.append(f"{_WHERE[tuned.sign]} the tuned rate ({tuned}), {_WHERE[defaults.sign]} GPT-3's ({defaults})")
     across = compared("transferred", f"tuned{TWICE}")
@@ -253,10 +248,10 @@ def said_of_quality() -> str:
     largest = max(abs(means["transferred", name] - means["tuned", name]) for name in accuracies)
     cost = {row[0]: row[1] for row in quality()}
     return (
-        f"In bits per byte the transferred values end {told[0]}; with twice the parameters {told[1]}. With half the "
-        f"parameters they end {_WHERE[across.sign]} the tuned rate ({across}). Their search cost "
-        f"{cost['transferred']} runs of the smaller model, that of its tuned rate {cost['tuned']}. No accuracies of "
-        f"the two are more than {largest:.1f} points apart."
+        f"In bits per byte the transferred values end {told[0]}; with twice the parameters {told[1]}. The "
+        f"smaller model's end {_WHERE[across.sign]} twice the parameters with the tuned rate ({across}). Their search "
+        f"cost {cost['transferred']} runs of the smaller model, that of its tuned rate {cost['tuned']}. No accuracies "
+        f"of the two are more than {largest:.1f} points apart."
     )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from benchmarks.evidence import records
 from mup_megatron import cli
@@ -27,7 +26,6 @@ from tests.helpers.links import ROOT
 # the processes since its records were made (`sequence_parallel: true`, which is off on one process).
 _ELSEWHERE = {"run.dir", "run.name", "data.dir", "parallel.sequence_parallel"}
 KINDS = ("stability", "coord-check", "ladder", "reverse")
-KNOWN: Any = typer.main.get_command(cli.app)
 RECORDS = {
     path: found
     for path, found in records.records()
@@ -49,7 +47,7 @@ class Command:
 
     def __init__(self, words: list[str]) -> None:
         self.kind = words[0]
-        self.options: dict[str, Any] = KNOWN.commands[words[0]].make_context(words[0], list(words[1:])).params
+        self.options: dict[str, Any] = cli._command().commands[words[0]].make_context(words[0], list(words[1:])).params
         overrides = parse_overrides(list(self.options["overrides"] or []))
         self.config: Config = load_config(ROOT / self.options["config"], overrides)
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mup_megatron.parallel.ranks import Rank
@@ -59,8 +58,6 @@ FLAGS = (
     "no-bias-swiglu-fusion",
     "no-persist-layer-norm",
 )
-# Documents. Shuffling the sequences of upstream's 100,000 takes longer than the steps.
-MockGPTLowLevelDataset.size = 1000
 
 
 def words(

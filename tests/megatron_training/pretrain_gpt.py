@@ -8,7 +8,12 @@ from functools import partial
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
@@ -22,6 +27,9 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+# Documents of --mock-data, in every process that runs this script: a cache holds indices of so many. Shuffling the
+# sequences of upstream's 100,000 takes longer than the steps.
+MockGPTLowLevelDataset.size = 1000
 KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 
 

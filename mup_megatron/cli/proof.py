@@ -182,7 +182,10 @@ def stability(
     config: ConfigPath,
     overrides: Overrides = None,
     over: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Hyperparameters to vary, each by itself; lr_schedule is one.")
+        str,
+        typer.Option(
+            metavar="NAME,...", help="Hyperparameters to vary, each by itself, as in tuning.search; lr_schedule is one."
+        ),
     ] = "lr",
     across: Annotated[
         str, typer.Option(help="What grows: width, depth, experts, batch, sequence or tokens.")
@@ -271,7 +274,9 @@ def ladder(
     layers: Annotated[
         str, typer.Option(metavar="1,2,...", help="Factors of the base's layers; the config's own unless given.")
     ] = "",
-    over: Annotated[str, typer.Option(metavar="lr|weight_decay", help="What every rung varies.")] = "lr",
+    over: Annotated[
+        str, typer.Option(metavar="lr|weight_decay|one_minus_beta2", help="What every rung varies.")
+    ] = "lr",
     values: Annotated[
         str, typer.Option(metavar="V,V,...", help="Values to begin with; octaves about the config's own unless given.")
     ] = "",

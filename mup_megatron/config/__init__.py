@@ -7,12 +7,14 @@ from mup_megatron.config.growth import GrowingSize, growing_sizes
 from mup_megatron.config.load import derive, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.model import OF_EXPERTS
 from mup_megatron.config.schema import Base, Config, Data, Growth, Hparams, Model, Optimizer, Parallel, Training
-from mup_megatron.config.training import PARAMETRIZATIONS, PLANE
+from mup_megatron.config.training import BETAS, PARAMETRIZATIONS, PLANE, TUNABLE, one_minus
 
 __all__ = [
+    "BETAS",
     "OF_EXPERTS",
     "PARAMETRIZATIONS",
     "PLANE",
+    "TUNABLE",
     "Base",
     "Config",
     "Data",
@@ -26,6 +28,7 @@ __all__ = [
     "derive",
     "growing_sizes",
     "load_config",
+    "one_minus",
     "parse_config",
     "parse_overrides",
     "parse_yaml",

@@ -134,12 +134,16 @@ def derive(config: Config, keys: Mapping[str, Any]) -> Config:
 
 
 def override(data: dict[str, Any], key: str, value: Any, source: str | None) -> None:
-    """Sets a dotted key in plain data. Raises ConfigError where the path leads through a value."""
+    """Sets a dotted key in plain data; optimizer.betas.1 is a list's second. Raises ConfigError where a path leads
+    through a value."""
     *sections, last = [part.strip('"') for part in _split(key)]
     for depth, name in enumerate(sections):
         inner = data.setdefault(name, {})
         if inner is None:
             inner = data[name] = {}
+        if isinstance(inner, list) and depth == len(sections) - 1 and last.isdigit() and int(last) < len(inner):
+            data[name] = [value if place == int(last) else each for place, each in enumerate(inner)]
+            return
         if not isinstance(inner, dict):
             raise ConfigError(
                 ".".join(sections[: depth + 1]), f"has no keys of its own, so {key} cannot be set", source
@@ -190,7 +194,8 @@ def _expected(problem: Any) -> str:
         "model_attributes_type": "keys and values",
         "finite_number": "a finite number",
     }
-    bounds = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than_equal": ("le", "<=")}
+    bounds = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">=")}
+    bounds |= {"less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
     if kind in words:
         return words[kind]
     if kind == "literal_error":

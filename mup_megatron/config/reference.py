@@ -216,10 +216,12 @@ def _values(schema: dict[str, Any]) -> str:
 def _bounds(schema: dict[str, Any]) -> str:
     """Bounds that tell something: those that only keep numbers from overflowing are left out."""
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
-    high = schema.get("maximum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
     words = [f"> {above:g}"] if above is not None else [f">= {low:g}"] if low is not None else []
     if high is not None and high <= 64:
         words.append(f"<= {high:g}")
+    if below is not None:
+        words.append(f"< {below:g}")
     return f" {', '.join(words)}" if words else ""
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from mup_megatron.config.per_tensor import KINDS, is_pattern, split_name
 from mup_megatron.config.schema import Config, Hparams, Range, Training
+from mup_megatron.config.training import BETAS, TUNABLE
 from mup_megatron.util.errors import ConfigError, shown
 
 
@@ -206,17 +207,18 @@ def _check_translations(config: Config) -> None:
 
 
 def _check_search(config: Config) -> None:
-    known = [*(name for name in Hparams.model_fields if name != "per_tensor"), "lr_schedule"]
     for name, dimension in config.tuning.search.items():
         key = f"tuning.search.{name}"
-        if name not in known and split_name(name) is None:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}, per_tensor.KIND.lr"
+        if name not in TUNABLE and split_name(name) is None:
+            close = difflib.get_close_matches(name, TUNABLE, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(TUNABLE)}, per_tensor.KIND.lr"
             raise config.error(key, f"unknown hyperparameter; {hint}")
         if name == "relative_bias_multiplier" and not config.model.biases_attention:
             raise config.error(
                 key, "moves nothing here; expected it with model.position_embedding_type: relative or alibi alone"
             )
+        if name in BETAS and config.optimizer.name == "sgd":
+            raise config.error(key, "moves nothing here: SGD has no betas; expected another optimizer.name")
         given = [kind for kind in Range.model_fields if getattr(dimension, kind) is not None]
         if len(given) != 1:
             raise config.error(key, "expected one of log_uniform, uniform and choice")
@@ -237,6 +239,9 @@ def _check_values(config: Config, name: str, values: Sequence[float | str]) -> N
             if name == "lr_schedule":
                 training = Training.model_validate({**config.training.model_dump(), name: value})
                 _check_schedule(config, training)
+            elif name in BETAS:
+                if isinstance(value, str) or not 0 < value <= 1:
+                    raise config.error(BETAS[name], "expected a number above 0, and at most 1")
             elif (parts := split_name(name)) is not None:
                 entry = {parts[0]: {parts[1]: value}}
                 Hparams.model_validate({**config.hparams.model_dump(), "per_tensor": entry})

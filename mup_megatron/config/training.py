@@ -227,7 +227,7 @@ class Optimizer(Section):
     """The update rule; the µP rates follow it. `muon`, `soap`, and under the Megatron engine `lion`, are
     megatron-core's, on matrices inside the blocks; AdamW steps everything else. Under DeepSpeed Lion steps every
     tensor."""
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """Decay of Adam's averages of gradients and of their squares, per step; of Lion, the share of its average in an
     update, and the decay of that average; of SOAP, as Adam's, and the second also of its two matrices. Unit: a
     factor."""
@@ -258,6 +258,24 @@ class Optimizer(Section):
     ] = "auto"
     """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded. DeepSpeed's Lion
     (`deepspeed_lion`) is FusedLion on CUDA, DeepSpeedCPULion on a CPU and where the optimizer is offloaded."""
+
+
+BETAS = {"one_minus_beta1": "optimizer.betas.0", "one_minus_beta2": "optimizer.betas.1"}
+"""Keys of Adam's betas by the names under which they are tuned. A factor on 1 - β is one on the steps that an average
+goes back, as a factor on β is not; so these are what has octaves."""
+
+
+def one_minus(number: float) -> float:
+    """1 - β of β, and the other way round, without the digits that the difference of two floats makes."""
+    return float(f"{1 - number:.12g}")
+
+
+TUNABLE = {
+    **{name: f"hparams.{name}" for name in Hparams.model_fields if name != "per_tensor"},
+    "lr_schedule": "training.lr_schedule",
+    **BETAS,
+}
+"""Keys of the config by the names under which they are tuned; a factor of `per_tensor` is tuned too."""
 
 
 class Parallel(Section):

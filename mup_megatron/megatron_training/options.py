@@ -38,6 +38,8 @@ _MEGATRONS: dict[str, tuple[str, Any]] = {
     "embedding_init_method_std": ("embedding_init_method_std", None),
     "weight_decay": ("weight_decay", 0.01),
     "lr_schedule": ("lr_decay_style", "linear"),
+    "one_minus_beta1": ("adam_beta1", 0.9),
+    "one_minus_beta2": ("adam_beta2", 0.999),
 }
 MULTIPLIERS = tuple(name for name in Hparams.model_fields if name not in _MEGATRONS)
 """Hyperparameters that are no option of Megatron's."""
@@ -342,13 +344,14 @@ def check_keys(source: str, sections: Mapping[str, Mapping[str, Any]]) -> None:
 def _put_values(args: Namespace, path: str, given: dict[str, Any]) -> dict[str, Any]:
     """Puts a record's values into Megatron's options; returns those that are multipliers."""
     from mup_megatron.tuning.record import TransferRecord
+    from mup_megatron.tuning.space import in_config
 
     record = TransferRecord.expect(Path(path), None)
     hparams = _with_factors(path, given, folded(record.values))
     for name, value in record.values.items():
         if name in _MEGATRONS:
             attribute, default = _MEGATRONS[name]
-            typed = getattr(args, attribute)
+            typed, value = getattr(args, attribute), in_config(name, value)
             if typed not in (default, value):
                 option = f"--{attribute.replace('_', '-')}"
                 raise UserError(f"{option} {typed}: {path} says {value}; remove {option}, or --mup-hparams")

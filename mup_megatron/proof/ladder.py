@@ -29,6 +29,7 @@ from mup_megatron.telemetry.band import Band, of_widths
 from mup_megatron.tuning.fitted import facts
 from mup_megatron.tuning.loss_law import AXES
 from mup_megatron.tuning.proxy_band import band_of_runs
+from mup_megatron.tuning.space import keys_of, with_values
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
 from mup_megatron.util.provenance import provenance
@@ -86,7 +87,7 @@ class _Runs:
     """The runs of every rung, and what is known of them.
 
     Args:
-        over: the key of `hparams:`.
+        over: the hyperparameter.
         values: of it, to begin with.
         seeds: of the repetitions.
     """
@@ -103,7 +104,7 @@ class _Runs:
             for value, seed in self._wanted(rung).runs:
                 name = f"{rung.name}-{self._over}-{value:.6g}-seed-{seed}"
                 self._known.setdefault(rung, {})[value, seed] = name
-                keys = {f"hparams.{self._over}": value, "run.seed": seed}
+                keys = {**keys_of({self._over: value}), "run.seed": seed}
                 jobs.append((seed, Job(name=name, config=derive(config, keys), weight=_weight(config))))
         return [job for _, job in sorted(jobs, key=lambda each: each[0])]
 
@@ -136,7 +137,7 @@ class _Runs:
         bands = []
         for rung in alike if len(alike) > 1 else ():
             best = min(self._wanted(rung).values, key=lambda value: self._mean(rung, value))
-            config = derive(made[rung], {f"hparams.{self._over}": best})
+            config = with_values(made[rung], {self._over: best})
             names = {run: name for run, name in self._known[rung].items() if self.outcomes[name].state == "complete"}
             bands.append(
                 band_of_runs(

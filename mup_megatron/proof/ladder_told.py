@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mup_megatron.proof.rungs import NAMES
+from mup_megatron.proof.rungs import NAMES, Over
 from mup_megatron.tuning.loss_law import AXES
+
+_RULES: dict[Over, str] = {
+    "weight_decay": "parametrization.weight_decay: timescale has batch / tokens",
+    "one_minus_beta2": "parametrization.batch: sqrt_sde has batch, complete_d has batch / tokens",
+}
+"""Which rules move a value that no `power:` moves."""
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -45,7 +51,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     keys = ", ".join(f"{key}: {value}" for key, value in result["keys"].items())
     use = f"in a config: {keys}, or fitted, with its ladder.json as tuning.ladder"
     if not keys:
-        use = "no config takes exponents of the decay; parametrization.weight_decay: timescale has batch / tokens"
+        use = f"no config takes exponents of it; {_RULES[over]}"
     ends = {
         "passed": f"passed: the laws tell the largest rung; {use}",
         "failed": "failed: the laws do not tell the largest rung",

@@ -26,9 +26,10 @@ this share. A value that is farther off, but within two standard errors, is unde
 _PUBLISHED: dict[Over, dict[str, tuple[float, float]]] = {
     "lr": {each.exponents: (each.batch, each.tokens) for each in PUBLISHED},
     "weight_decay": {"no rule": (0.0, 0.0), "batch / tokens": (1.0, -1.0)},
+    "one_minus_beta2": {"no rule": (0.0, 0.0), "batch": (1.0, 0.0), "batch / tokens": (1.0, -1.0)},
 }
 """Exponents of batch and tokens that others give: of the rate those of rules.horizon_rules, of the decay at one rate
-none and `timescale` (2405.13698)."""
+none and `timescale` (2405.13698), of 1 - beta2 none, `sqrt_sde` (2205.10287) and `complete_d` (2512.22382)."""
 
 
 def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:

@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, get_args
 
-from mup_megatron.config import Config, Hparams, derive
+from mup_megatron.config import TUNABLE, Config, derive
 from mup_megatron.config.per_tensor import split_name
 from mup_megatron.proof.family import default_factors, grown, reference
-from mup_megatron.tuning.space import value_of
+from mup_megatron.tuning.space import key_of, value_of
 from mup_megatron.util.errors import ConfigError, UserError
 
 Across = Literal["width", "depth", "experts", "batch", "sequence", "tokens"]
 ACROSS: tuple[Across, ...] = get_args(Across)
 """What grows: the widths that `base:` names, layers, experts, sequences per step, tokens per sequence, steps."""
-
-OVER = (*(name for name in Hparams.model_fields if name != "per_tensor"), "lr_schedule")
-"""What is varied; besides these, factors such as per_tensor.embedding.lr."""
 
 _OCTAVES = 4
 
@@ -92,8 +89,8 @@ def question(
         UserError: no such hyperparameter or parametrization, values that are none, fewer than two sizes, a growth that
             is none.
     """
-    if over not in OVER and split_name(over) is None:
-        raise UserError(f"--over: {over}: no hyperparameter; expected one of {', '.join(OVER)}, per_tensor.KIND.lr")
+    if over not in TUNABLE and split_name(over) is None:
+        raise UserError(f"--over: {over}: no hyperparameter; expected one of {', '.join(TUNABLE)}, per_tensor.KIND.lr")
     if across not in ACROSS:
         raise UserError(f"--across: {across}: expected one of {', '.join(ACROSS)}")
     if seeds < 1:
@@ -152,7 +149,7 @@ def _values(config: Config, over: str, values: str) -> list[float | str]:
     if not words:
         own = value_of(config, over)
         if not own:
-            raise UserError(f"--values: missing; hparams.{over} is {own}, about which there are no powers of two")
+            raise UserError(f"--values: missing; {key_of(over)} is {own}, about which there are no powers of two")
         return [own * 2.0**power for power in range(-_OCTAVES, _OCTAVES + 1)]
     try:
         numbers = sorted({float(word) for word in words})

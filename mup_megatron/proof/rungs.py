@@ -16,13 +16,13 @@ from mup_megatron.proof.family import Axis, members
 from mup_megatron.proof.grid import comparable
 from mup_megatron.rules.horizon import without_rules
 from mup_megatron.tuning.loss_law import AXES
-from mup_megatron.tuning.space import stretched
+from mup_megatron.tuning.space import key_of, stretched, value_of
 from mup_megatron.util.errors import ConfigError, UserError
 
-Over = Literal["lr", "weight_decay"]
+Over = Literal["lr", "weight_decay", "one_minus_beta2"]
 
-NAMES: dict[Over, str] = {"lr": "rate", "weight_decay": "decay"}
-"""What the value of a ladder is called in words and in its JSON, by the key of `hparams:` that it varies."""
+NAMES: dict[Over, str] = {"lr": "rate", "weight_decay": "decay", "one_minus_beta2": "one_minus_beta2"}
+"""What the value of a ladder is called in words and in its JSON, by the hyperparameter that it varies."""
 _MORE = 4
 """Doublings of an axis that a ladder which is too small is told to add, at most; and one."""
 
@@ -39,7 +39,7 @@ class Ladder:
         seeds: repetitions.
         min_steps: rungs of fewer optimizer steps are left out.
         layers: of the base's, where `base:` names them; empty for the config's own.
-        over: which key of `hparams:` the values are of; the others are the config's own on every rung.
+        over: which hyperparameter the values are of; the others are the config's own on every rung.
     """
 
     batch: Sequence[int]
@@ -79,9 +79,9 @@ def varied(over: str) -> Over:
 
 def octaves(config: Config, over: Over) -> list[float]:
     """Values to begin with, where none are given: about the config's own. Raises UserError where that is 0."""
-    own = getattr(config.hparams, over)
+    own = value_of(config, over)
     if own <= 0:
-        raise UserError(f"--values: hparams.{over} is {own:g}, so it has no octaves about it; expected values above 0")
+        raise UserError(f"--values: {key_of(over)} is {own:g}, so it has no octaves about it; expected values above 0")
     return [own * 2.0**octave for octave in (-2, -1, 0, 1, 2)]
 
 

@@ -35,7 +35,7 @@ from mup_megatron.proof.question import Across, Question
 from mup_megatron.proof.verdict import verdict_of
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.tuning.megatron_command import MegatronCommand
-from mup_megatron.tuning.space import key_of, stretched
+from mup_megatron.tuning.space import keys_of, stretched
 from mup_megatron.util.errors import ConfigError, UserError
 from mup_megatron.util.files import as_json
 from mup_megatron.util.provenance import provenance
@@ -96,7 +96,7 @@ def jobs_of(config: Config, asked: Question) -> dict[Run, Job]:
     for seed, (factor, sizes), value, run_as in itertools.product(seeds, sized, asked.values, parametrizations):
         name = alike[factor][run_as]
         try:
-            made = derive(sizes, {key_of(asked.over): value, "parametrization.name": name, "run.seed": seed})
+            made = derive(sizes, {**keys_of({asked.over: value}), "parametrization.name": name, "run.seed": seed})
         except ConfigError as error:
             raise UserError(f"--values: {value}: {error}") from None
         shown = value if isinstance(value, str) else f"{value:.6g}"

@@ -14,6 +14,7 @@ from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.loss_law import read_loss_law
 
 _SERIES = ("batch", "width", "layers")
+_LABELS = {"rate": "learning rate", "decay": "weight decay", "one_minus_beta2": "1 - β2"}
 
 
 def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
@@ -34,7 +35,7 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     varying = [place for place in range(len(_SERIES)) if len({each[place] for each in series}) > 1 or not place]
     colors = pyplot.get_cmap("viridis")
     held, loss = result["held_out"], read_loss_law(result["loss"])
-    best = "decay" if "decay" in result else "rate"
+    best = next(name for name in _LABELS if name in result)
     for number, factor in enumerate(series):
         color = colors(0.9 * (1 - number / max(1, len(series) - 1)))
         rungs = [rung for rung in result["rungs"] if _series(rung) == factor]
@@ -57,8 +58,8 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     panels[0].set_yscale("log", base=2)
     panels[0].yaxis.set_major_locator(LogLocator(2, subs=(1.0, 2**0.25, 2**0.5, 2**0.75)))
     panels[0].yaxis.set_major_formatter("{x:.3g}")
-    panels[0].set_ylabel("best learning rate" if best == "rate" else "best weight decay")
-    panels[1].set_ylabel(f"loss at the best {best} (nats per token)")
+    panels[0].set_ylabel(f"best {_LABELS[best]}")
+    panels[1].set_ylabel(f"loss at the best {_LABELS[best]} (nats per token)")
     panels[0].set_title(
         f"{result['verdict']} ({result['seeds']} seed{'s' if result['seeds'] > 1 else ''})", loc="left", fontsize=10
     )

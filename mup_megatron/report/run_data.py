@@ -9,6 +9,7 @@ from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import SAMPLES
 from mup_megatron.checkpoints.run_directory import CONTROLS, PLAN
+from mup_megatron.config import BETAS, one_minus
 from mup_megatron.config.per_tensor import full_name
 from mup_megatron.report.parts import (
     Explanation,
@@ -23,6 +24,7 @@ from mup_megatron.report.parts import (
 )
 from mup_megatron.report.proofs import result_files
 from mup_megatron.tuning.record import TransferRecord
+from mup_megatron.tuning.space import same
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import parse_yaml
 
@@ -83,9 +85,11 @@ class Curve:
     def values(self) -> dict[str, Any]:
         """The hyperparameters at the base that it trained with; empty where nothing tells."""
         schedule = (self.settings.get("training") or {}).get("lr_schedule")
+        betas = (self.settings.get("optimizer") or {}).get("betas") or ()
         found = dict(self.settings.get("hparams") or {})
         for entry, factors in (found.pop("per_tensor", None) or {}).items():
             found |= {full_name(entry, what): factor for what, factor in factors.items() if factor != 1.0}
+        found |= dict(zip(BETAS, map(one_minus, betas), strict=False))
         return {**found, **({"lr_schedule": schedule} if schedule else {})}
 
     @property
@@ -141,7 +145,7 @@ class Run:
         """The hyperparameters that the target trained with and that the record has otherwise."""
         tuned = self.record.values if self.record is not None else {}
         trained = self.target.values if self.target is not None else {}
-        return {name: trained[name] for name in tuned if name in trained and trained[name] != tuned[name]}
+        return {name: trained[name] for name in tuned if name in trained and not same(name, trained[name], tuned[name])}
 
 
 def read_run(directory: Path) -> Run:

@@ -28,9 +28,11 @@ from mup_megatron.tuning.recording import extrapolated
 from mup_megatron.tuning.space import (
     Value,
     check_overrides,
+    in_config,
     key_of,
     keys_of,
     proxy_config,
+    same,
     value_of,
     values_of,
     with_values,
@@ -117,7 +119,7 @@ def refuse_untaken_record(config: Config, typed: Sequence[str] = ()) -> None:
         return
     if found is None:
         return
-    differing = (key_of(name) for name, value in found.values.items() if value_of(config, name) != value)
+    differing = (key_of(name) for name, value in found.values.items() if not same(name, value_of(config, name), value))
     untaken = [key for key in differing if not config.is_overridden(key)]
     if untaken:
         words = [str(config.source), *typed]
@@ -232,7 +234,8 @@ def _trained_values(
     for name in values:
         value = found.values.get(name, 1.0)  # what it does not name of `per_tensor` was 1
         if values[name] != value:
-            progress.say(f"{key_of(name)}: {values[name]} as given, not {value} of the record (--allow-change)")
+            taken, held = in_config(name, values[name]), in_config(name, value)
+            progress.say(f"{key_of(name)}: {taken} as given, not {held} of the record (--allow-change)")
         elif name not in found.tuned and given.get(name) not in (None, value):
             progress.say(f"{key_of(name)}: {value} as it was while tuning, not {given[name]}")
     return values
@@ -252,7 +255,8 @@ def _transferred(config: Config, found: record.TransferRecord, allowed: tuple[st
     first = prior.first_trial(config) if config.tuning.prior == "hparams" else {}
     for name, value in list(values.items()):
         key, given = key_of(name), value_of(config, name)
-        if given == value or not config.is_overridden(key):
+        typed, held = in_config(name, given), in_config(name, value)
+        if typed == held or not config.is_overridden(key):
             continue
         if name in first and found.study.prior.get(name) == first[name]:
             continue
@@ -260,7 +264,7 @@ def _transferred(config: Config, found: record.TransferRecord, allowed: tuple[st
             tuned = "tuned" if name in found.tuned else "tuned with"
             raise config.error(
                 key,
-                f"{given} is given, and {config.record_path} says {value} ({tuned}), which a transfer takes; "
+                f"{typed} is given, and {config.record_path} says {held} ({tuned}), which a transfer takes; "
                 "expected no such override, or `train tuning.run=never`, which trains with the values of hparams:, or "
                 f"pipeline --allow-change {key}",
             )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.config import OF_EXPERTS, Config, Model, growing_sizes
+from mup_megatron.config import BETAS, OF_EXPERTS, Config, Model, growing_sizes
 from mup_megatron.util.errors import UserError, shown
 from mup_megatron.util.files import sha256_of
 
@@ -40,7 +40,7 @@ def digested(config: Config) -> dict[str, Any]:
     base = {name: size for name, size in base.items() if name not in OF_EXPERTS or size is not None}
     if config.base.file is not None:
         base["file"] = _sha256(config.base.file)
-    tokenizer = config.data.tokenizer
+    tokenizer, betas = config.data.tokenizer, config.optimizer.betas
     settings = {
         "model": {**model, "vocab_size": config.vocab_size},
         "base": base,
@@ -57,6 +57,8 @@ def digested(config: Config) -> dict[str, Any]:
         },
         "optimizer": {
             **config.optimizer.model_dump(exclude={"implementation", "soap_eps"}),
+            # What is tuned is the record's.
+            "betas": [None if name in config.tuning.search else beta for name, beta in zip(BETAS, betas, strict=True)],
             **_lion_steps(config),
             # Left out elsewhere, so that records from before there was one keep their digest.
             **({"soap_eps": config.optimizer.soap_eps} if config.optimizer.name == "soap" else {}),

@@ -189,6 +189,8 @@ def megatron_options(config: Config) -> dict[str, str]:
         if value is not None:
             found[option] = _word(value)
     found["min-lr"] = _word(config.training.min_lr_ratio * config.hparams.lr)
+    if config.optimizer.name != "sgd":
+        found["adam-beta1"], found["adam-beta2"] = map(_word, config.optimizer.betas)
     found["max-position-embeddings"] = _word(config.max_position_embeddings)
     return found
 

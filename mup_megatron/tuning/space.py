@@ -1,7 +1,7 @@
 """What may be tuned, and a config with values put in.
 
-Public names: `with_values`, `values_of`, `value_of`, `key_of`, `keys_of`, `check_overrides`, `proxy_config`,
-`without_fitted`, `distributions`, `one_process`, `stretched`, `short`, `WIDTH`, `STEPS`.
+Public names: `with_values`, `values_of`, `value_of`, `in_config`, `same`, `key_of`, `keys_of`, `check_overrides`,
+`proxy_config`, `without_fitted`, `distributions`, `one_process`, `stretched`, `short`, `WIDTH`, `STEPS`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.config import Config, Hparams, Training, derive
+from mup_megatron.config import BETAS, TUNABLE, Config, Training, derive, one_minus
 from mup_megatron.config.per_tensor import PerTensor, config_key, flat, split_name
 from mup_megatron.data.prepare import data_directory
 
@@ -48,18 +48,15 @@ def distributions(config: Config) -> dict[str, optuna.distributions.BaseDistribu
 
 
 def values_of(config: Config) -> dict[str, Value]:
-    """Every hyperparameter at the base as the config has it, and the schedule where it is tuned."""
-    tuned = {"lr_schedule": config.training.lr_schedule} if "lr_schedule" in config.tuning.search else {}
-    searched = {name: value_of(config, name) for name in config.tuning.search if split_name(name)}
+    """Every hyperparameter at the base as the config has it, and of what stands elsewhere what is tuned."""
     plain = config.hparams.model_dump(exclude={"per_tensor"})
-    return {**plain, **flat(config.hparams.per_tensor), **searched, **tuned}
+    searched = {name: value_of(config, name) for name in config.tuning.search if name not in plain}
+    return {**plain, **flat(config.hparams.per_tensor), **searched}
 
 
 def key_of(name: str) -> str:
     """The config's key of a hyperparameter: hparams.lr, hparams.per_tensor.embedding.lr, training.lr_schedule."""
-    if split_name(name) is not None:
-        return config_key(name)
-    return f"hparams.{name}" if name in Hparams.model_fields else f"training.{name}"
+    return config_key(name) if split_name(name) is not None else TUNABLE[name]
 
 
 def value_of(config: Config, name: str) -> Value:
@@ -67,7 +64,19 @@ def value_of(config: Config, name: str) -> Value:
     if (parts := split_name(name)) is not None:
         entry = config.hparams.per_tensor.get(parts[0], PerTensor())
         return getattr(entry, parts[1])
-    return getattr(config.hparams if name in Hparams.model_fields else config.training, name)
+    if name in BETAS:
+        return one_minus(config.optimizer.betas[list(BETAS).index(name)])
+    return getattr(getattr(config, TUNABLE[name].partition(".")[0]), name)
+
+
+def in_config(name: str, value: Value) -> Value:
+    """A value as the config has it under `key_of`: β, of 1 - β."""
+    return one_minus(value) if name in BETAS and not isinstance(value, str) else value
+
+
+def same(name: str, one: Value, other: Value) -> bool:
+    """Whether two values of a hyperparameter are one in a config."""
+    return bool(in_config(name, one) == in_config(name, other))
 
 
 def check_overrides(config: Config, allowed: tuple[str, ...] = ()) -> None:
@@ -78,9 +87,9 @@ def check_overrides(config: Config, allowed: tuple[str, ...] = ()) -> None:
         if config.is_overridden(key := key_of(name)) and key not in allowed:
             raise config.error(
                 key,
-                f"{value_of(config, name)} is given, but tuning would take its place (tuning.search); expected no "
-                "such override, or `train`, which trains with the values of hparams:, or pipeline --allow-change "
-                f"{key}, which trains the target with it whatever is tuned",
+                f"{in_config(name, value_of(config, name))} is given, but tuning would take its place (tuning.search); "
+                "expected no such override, or `train`, which trains with the values of hparams:, or pipeline "
+                f"--allow-change {key}, which trains the target with it whatever is tuned",
             )
 
 
@@ -89,7 +98,7 @@ def with_values(config: Config, values: Mapping[str, Value]) -> Config:
 
     Args:
         config: the run.
-        values: by name: keys of `hparams:`, and `lr_schedule`.
+        values: by the names of `config.TUNABLE`, and factors of `per_tensor`.
 
     Raises:
         KeyError: a name is none of these.
@@ -100,10 +109,9 @@ def with_values(config: Config, values: Mapping[str, Value]) -> Config:
 
 def keys_of(values: Mapping[str, Value]) -> dict[str, Value]:
     """Hyperparameters by the config's keys. Raises KeyError for a name that is none."""
-    known = {*Hparams.model_fields, "lr_schedule"} - {"per_tensor"}
-    if unknown := {name for name in values if name not in known and split_name(name) is None}:
+    if unknown := {name for name in values if name not in TUNABLE and split_name(name) is None}:
         raise KeyError(f"not hyperparameters: {', '.join(sorted(unknown))}")
-    return {key_of(name): value for name, value in values.items()}
+    return {key_of(name): in_config(name, value) for name, value in values.items()}
 
 
 def tuning_steps(config: Config) -> int:

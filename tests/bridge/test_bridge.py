@@ -320,6 +320,8 @@ def test_values_of_a_record(tmp_path: Path) -> None:
         "init_method_std": 0.1,
         "embedding_init_method_std": 0.2,
         "lr_schedule": "cosine",
+        "one_minus_beta1": 0.2,
+        "one_minus_beta2": 0.02,
         "output_multiplier": 2.0,
     }
     assert put_values(config, values, "transfer.json") == {"output_multiplier": 2.0}
@@ -327,6 +329,7 @@ def test_values_of_a_record(tmp_path: Path) -> None:
     assert config.scheduler.start_weight_decay == config.scheduler.end_weight_decay == 0.3
     assert (config.model.transformer.init_method_std, config.model.transformer.embedding_init_method_std) == (0.1, 0.2)
     assert config.scheduler.lr_decay_style == "cosine"
+    assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2) == (0.8, 0.98)
     with pytest.raises(UserError, match=r"^transfer\.json: values: dropout: not a hyperparameter that is known here"):
         put_values(config, {"dropout": 0.1}, "transfer.json")
     with pytest.raises(UserError, match=r"cannot read the transfer record: No such file"):

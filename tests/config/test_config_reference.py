@@ -77,7 +77,7 @@ def test_keys_are_the_schemas() -> None:
             "",
         ),
         ("parallel.tensor_model_parallel_size", "whole number > 0 or auto", "auto", "ranks"),
-        ("optimizer.betas", "list of number >= 0, <= 1", "[0.9, 0.95]", "a factor"),
+        ("optimizer.betas", "list of number >= 0, < 1", "[0.9, 0.95]", "a factor"),
         ("run.dir", "text", "required", ""),
     ],
 )
@@ -228,6 +228,9 @@ class Validator:
 
     def _exclusiveMinimum(self, value: Any, said: float, _: Any, path: str) -> list[str]:
         return self._holds(value, not isinstance(value, int | float) or value > said, path, f"> {said}")
+
+    def _exclusiveMaximum(self, value: Any, said: float, _: Any, path: str) -> list[str]:
+        return self._holds(value, not isinstance(value, int | float) or value < said, path, f"< {said}")
 
     def _minItems(self, value: Any, said: int, _: Any, path: str) -> list[str]:
         return self._holds(value, not isinstance(value, list) or len(value) >= said, path, f"of {said} items")

@@ -54,16 +54,24 @@ def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path) -> None:
     config = tmp_path / "mup.yaml"
     config.write_text("{parametrization: {weight_decay: coupled}, hparams: {residual_multiplier: 0.5}}")
     values = write_values(
-        tmp_path / "t.json", lr=0.004, init_method_std=0.03, output_multiplier=2.0, lr_schedule="cosine"
+        tmp_path / "t.json",
+        lr=0.004,
+        init_method_std=0.03,
+        output_multiplier=2.0,
+        lr_schedule="cosine",
+        one_minus_beta2=0.02,
     )
     args = parsed("--mup-base", base, "--mup-config", str(config), "--mup-hparams", values, "--kv-channels", "16")
     settings = read_options(args)
     assert settings is not None
     assert (args.lr, args.init_method_std, args.weight_decay, args.lr_decay_style) == (0.004, 0.03, 0.01, "cosine")
+    assert (args.adam_beta1, args.adam_beta2) == (0.9, 0.98)
     assert settings.base == {"hidden_size": 64, "num_attention_heads": 4}
     assert settings.hparams == {"residual_multiplier": 0.5, "output_multiplier": 2.0}
     assert settings.parametrization == {"weight_decay": "coupled"}
     assert settings.sizes == {"kv_channels": 16}
+    with pytest.raises(UserError, match=r"--adam-beta2 0\.95: .* says 0\.98; remove --adam-beta2, or --mup-hparams"):
+        read_options(parsed("--mup-base", base, "--mup-hparams", values, "--adam-beta2", "0.95"))
 
 
 @needs_training

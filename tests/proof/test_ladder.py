@@ -328,6 +328,20 @@ def test_layers_have_an_exponent(tmp_path: Path) -> None:
 # --- over weight decay ---
 
 
+def test_a_ladder_over_a_beta() -> None:
+    """By hand, from the first rung to the last (batch x 4, tokens x 8): sqrt_sde's 1 - beta2 moves by 2 octaves."""
+    found = laws(curves(), "one_minus_beta2")
+    assert {name: each["octaves"] for name, each in found["published"].items()} == {
+        "no rule": pytest.approx(-0.1),
+        "batch": pytest.approx(-0.1 - 2),
+        "batch / tokens": pytest.approx(-0.1 - 2 + 3),
+    }
+    said = lines({**found, "seeds": 1, "seconds": 60.0, "failed": [], "dropped": []})
+    assert said[-1].endswith(
+        "no config takes exponents of it; parametrization.batch: sqrt_sde has batch, complete_d has batch / tokens"
+    )
+
+
 def test_a_ladder_over_the_decay() -> None:
     """The same curves, of decays. By hand, to the last rung (batch x 4, tokens x 8): 0.4 * 2 - 0.3 * 3 = -0.1 octaves.
 
@@ -345,7 +359,7 @@ def test_a_ladder_over_the_decay() -> None:
     assert found["keys"] == {}
     said = lines({**found, "seeds": 1, "seconds": 60.0, "failed": [], "dropped": []})
     assert said[-1].endswith(
-        "no config takes exponents of the decay; parametrization.weight_decay: timescale has batch / tokens"
+        "no config takes exponents of it; parametrization.weight_decay: timescale has batch / tokens"
     )
     assert sum(line.startswith("decay: ") and "spread" in line for line in said) == 1
     assert laws(curves(octaves=0.6), "weight_decay")["reasons"] == [
@@ -355,24 +369,30 @@ def test_a_ladder_over_the_decay() -> None:
 
 @pytest.mark.parametrize(
     ("over", "varied"),
-    [("lr", [(0.5, 0.1), (1.0, 0.1), (2.0, 0.1)]), ("weight_decay", [(0.008, 0.5), (0.008, 1.0), (0.008, 2.0)])],
+    [
+        ("lr", [(0.5, 0.1, 0.95), (1.0, 0.1, 0.95), (2.0, 0.1, 0.95)]),
+        ("weight_decay", [(0.008, 0.5, 0.95), (0.008, 1.0, 0.95), (0.008, 2.0, 0.95)]),
+        ("one_minus_beta2", [(0.008, 0.1, 0.875), (0.008, 0.1, 0.75), (0.008, 0.1, 0.5)]),
+    ],
 )
-def test_what_is_varied(config_of_ladder: Any, over: Over, varied: list[tuple[float, float]]) -> None:
-    """Rate and decay of the first rung's runs; the other of the two is the config's own."""
+def test_what_is_varied(config_of_ladder: Any, over: Over, varied: list[tuple[float, ...]]) -> None:
+    """Rate, decay and beta2 of the first rung's runs; the others are the config's own."""
     config = derive(config_of_ladder, {"hparams.lr": 0.008, "hparams.weight_decay": 0.1})
-    asked = Ladder(batch=[1, 2], tokens=[1, 2, 4], width=[], values=[0.5, 1.0, 2.0], seeds=1, over=over)
+    values = [0.125, 0.25, 0.5] if over == "one_minus_beta2" else [0.5, 1.0, 2.0]
+    asked = Ladder(batch=[1, 2], tokens=[1, 2, 4], width=[], values=values, seeds=1, over=over)
     made = rungs(config, asked, lambda line: None)
     jobs = _Runs(over, asked.values, [1]).missing(made)[:3]
-    assert [(job.config.hparams.lr, job.config.hparams.weight_decay) for job in jobs] == varied
-    assert [job.name for job in jobs] == [
-        f"batch-1-tokens-1-width-1-{over}-{value}-seed-1" for value in ("0.5", "1", "2")
+    found = [
+        (each.config.hparams.lr, each.config.hparams.weight_decay, each.config.optimizer.betas[1]) for each in jobs
     ]
+    assert found == varied
+    assert [job.name for job in jobs] == [f"batch-1-tokens-1-width-1-{over}-{value:g}-seed-1" for value in values]
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--over", "momentum"], "--over: momentum: expected lr or weight_decay"),
+        (["--over", "momentum"], "--over: momentum: expected lr or weight_decay or one_minus_beta2"),
         (
             ["--over", "weight_decay"],
             "--values: hparams.weight_decay is 0, so it has no octaves about it; expected values",

@@ -284,6 +284,16 @@ def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
         (["tuning.search.rate.uniform=[0,1]"], "tuning.search.rate: unknown hyperparameter; known: lr,"),
         (["tuning.search.lr_schedule.choice=[cosin]"], "'cosin' is no value of lr_schedule"),
         (["tuning.search.lr_schedule.choice=[WSD]"], "'WSD' is no value of lr_schedule: missing; the WSD schedule"),
+        (
+            ["tuning.search.one_minus_beta2.uniform=[0.0,0.2]"],
+            "0.0 is no value of one_minus_beta2: expected a number above 0, and at most 1",
+        ),
+        (
+            ["tuning.search.one_minus_beta1.choice=[0.1]", "optimizer.name=sgd"],
+            "tuning.search.one_minus_beta1: moves nothing here: SGD has no betas; expected another optimizer.name",
+        ),
+        (["optimizer.betas.1=1.0"], "optimizer.betas.1: expected a number < 1.0, found 1.0"),
+        (["optimizer.betas.2=0.9"], "optimizer.betas: has no keys of its own, so optimizer.betas.2 cannot be set"),
         (["tuning.search.lr.log_uniform=null", "tuning.search.lr.uniform=[-1,1]"], "-1.0 is no value of lr"),
         (["proxy.kv_channels=16"], "proxy.kv_channels: kv_channels differs from the base without being declared"),
         (["tuning.micro_batch_size=3"], "tuning.micro_batch_size: 3 does not divide"),

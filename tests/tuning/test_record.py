@@ -13,7 +13,7 @@ from mup_megatron import cli
 from mup_megatron.config import Config, derive, load_config, parse_overrides
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
-from mup_megatron.tuning.decide import refuse_untaken_record
+from mup_megatron.tuning.decide import apply_record, refuse_untaken_record
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.record import TransferRecord, write_record
 from mup_megatron.tuning.recording import make_record
@@ -106,6 +106,25 @@ def test_what_train_takes_beside_a_record(record: TransferRecord, tmp_path: Path
     ask(plain, f"tuning.record={tmp_path / 'none.json'}")
     with pytest.raises(ConfigError, match=r"has other values of hparams\.lr, "):
         ask(with_values(plain, {**VALUES, "lr": 0.1}))
+
+
+def test_a_beta_of_a_record(tmp_path: Path) -> None:
+    """It becomes the config's; messages name the config's key, with values of that key. By hand: 1 - 0.02 = 0.98."""
+    search = {"one_minus_beta2": {"log_uniform": [0.01, 0.2]}}
+    values: dict[str, float | str] = {"lr": 0.004, "one_minus_beta2": 0.02 + 1e-15}
+    plain = make(MIXED, "gpt3", run__dir=str(tmp_path), tuning__search=search)
+    table = parametrize(with_values(plain, values), 375)
+    made = make_record(table, resolve_layout(plain, 1), values, study=study_of(values), budget=BUDGET)
+    write_record(tmp_path / "transfer.json", made)
+    assert apply_record(plain)[0].optimizer.betas == [0.9, 0.98]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(plain.model_dump()))
+    for key in ("optimizer.betas=[0.9,0.99]", "optimizer.betas.1=0.99"):
+        with pytest.raises(ConfigError, match=r"betas\.1: 0\.99 is given, and .* says 0\.98 \(tuned\)"):
+            apply_record(load_config(path, parse_overrides([key])))
+    with pytest.raises(ConfigError, match=r"other values of hparams\.lr, optimizer\.betas\.1, which `train`"):
+        refuse_untaken_record(plain)
+    refuse_untaken_record(with_values(plain, values))
 
 
 def test_rules_over_batch_and_tokens_are_those_of_the_config(tmp_path: Path) -> None:

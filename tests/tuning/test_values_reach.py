@@ -15,7 +15,8 @@ import pytest
 from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
 from mup_megatron.parallel.layout import resolve_layout
-from mup_megatron.tuning.space import with_values
+from mup_megatron.tuning.family import digested
+from mup_megatron.tuning.space import same, value_of, with_values
 from tests.helpers import bodies
 from tests.helpers.configs import HEAD_SIZE, make
 from tests.helpers.distributed import Ranks
@@ -68,6 +69,8 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
         ({"residual_multiplier": 2.0}, {"residual"}),
         ({"lr_schedule": "linear"}, {"lr_schedule"}),
         ({"weight_decay": 0.2}, {"weight_decay"}),
+        ({"one_minus_beta1": 0.2}, {"betas"}),
+        ({"one_minus_beta2": 0.02}, {"betas"}),
         ({"relative_bias_multiplier": 2.0}, {"relative_bias", "forward_multiplier"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -75,6 +78,30 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
 def test_explain_shows_it_and_nothing_else(value: dict[str, Any], changes: set[str]) -> None:
     keys = {"model__position_embedding_type": "relative"} if "relative_bias_multiplier" in value else {}
     assert differing(explained(keys), explained(keys, **value)) - {*value} == changes - {*value}
+
+
+def test_betas_are_searched_as_their_distance_from_1() -> None:
+    """By hand: 1 - 0.04 = 0.96. What a search draws has more digits than a beta keeps, and is the same value."""
+    config = config_with(one_minus_beta1=0.2, one_minus_beta2=0.04)
+    assert config.optimizer.betas == [0.8, 0.96]
+    assert (value_of(config, "one_minus_beta1"), value_of(config, "one_minus_beta2")) == (0.2, 0.04)
+    drawn = 0.031622776601683794
+    found = value_of(config_with(one_minus_beta2=drawn), "one_minus_beta2")
+    assert found != drawn
+    assert same("one_minus_beta2", found, drawn)
+    assert not same("one_minus_beta2", found, 0.0316227)
+    assert not same("lr", found, drawn)
+
+
+def test_betas_that_are_searched_are_the_records() -> None:
+    """Two configs whose betas differ are one family where tuning replaces them, and two where it does not."""
+
+    def family(beta: float, search: str) -> Any:
+        keys = {"optimizer__betas": [0.9, beta], "tuning__search": {search: {"log_uniform": [0.01, 0.2]}}}
+        return digested(config_with(keys))
+
+    assert family(0.95, "one_minus_beta2") == family(0.99, "one_minus_beta2")
+    assert family(0.95, "lr") != family(0.99, "lr")
 
 
 def test_every_rate_doubles() -> None:

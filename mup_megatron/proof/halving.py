@@ -8,6 +8,7 @@ number of commands on one folder come to the same runs.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +36,14 @@ class Wanted:
     runs: list[tuple[float, int]]
 
 
-def wanted(asked: Sequence[float], seeds: Sequence[int], known: Known) -> Wanted:
+def wanted(asked: Sequence[float], seeds: Sequence[int], known: Known, most: float = math.inf) -> Wanted:
     """What is to be trained next, by what is known.
 
     Args:
         asked: rates to begin with.
         seeds: of all repetitions, in their order.
         known: what was trained.
+        most: the largest value that there is.
     """
     values = sorted(asked)
     for count in range(1, len(seeds) + 1):
@@ -49,7 +51,7 @@ def wanted(asked: Sequence[float], seeds: Sequence[int], known: Known) -> Wanted
         rates = values if count == 1 else _near(values, seeds[: count - 1], known)
         if missing := _missing(rates, so_far, known):
             return Wanted(values, missing)
-        while (step := _beyond(values, so_far, known)) is not None and len(values) < len(asked) + _BEYOND:
+        while (step := _beyond(values, so_far, known, most)) is not None and len(values) < len(asked) + _BEYOND:
             values = sorted([*values, step])
             if missing := _missing([step], so_far, known):
                 return Wanted(values, missing)
@@ -89,9 +91,10 @@ def _near(values: Sequence[float], seeds: Sequence[int], known: Known) -> list[f
     return [value for value in values if value in beside or means.get(value, bound + 1) <= bound]
 
 
-def _beyond(values: Sequence[float], seeds: Sequence[int], known: Known) -> float | None:
-    """The next rate to try where the best is the first or the last; None where it lies between others."""
+def _beyond(values: Sequence[float], seeds: Sequence[int], known: Known, most: float) -> float | None:
+    """The next rate to try where the best is the first or the last; None where it lies between others, or is none."""
     best = _best(values, seeds, known)
     if best == values[0]:
         return values[0] ** 2 / values[1]
-    return values[-1] ** 2 / values[-2] if best == values[-1] else None
+    above = values[-1] ** 2 / values[-2]
+    return above if best == values[-1] and above <= most else None

@@ -29,7 +29,7 @@ from mup_megatron.telemetry.band import Band, of_widths
 from mup_megatron.tuning.fitted import facts
 from mup_megatron.tuning.loss_law import AXES
 from mup_megatron.tuning.proxy_band import band_of_runs
-from mup_megatron.tuning.space import keys_of, with_values
+from mup_megatron.tuning.space import keys_of, most, with_values
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
 from mup_megatron.util.provenance import provenance
@@ -157,7 +157,7 @@ class _Runs:
         return {run: self.outcomes[name].loss for run, name in self._known.get(rung, {}).items()}
 
     def _wanted(self, rung: Rung) -> Wanted:
-        return wanted(self._values, self._seeds, self._losses(rung))
+        return wanted(self._values, self._seeds, self._losses(rung), most(self._over))
 
     def _seeds_of(self, rung: Rung, value: float) -> int:
         return sum(each == value for each, _ in self._known[rung])

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from mup_megatron.config import TUNABLE, Config, derive
 from mup_megatron.config.per_tensor import split_name
 from mup_megatron.proof.family import default_factors, grown, reference
-from mup_megatron.tuning.space import key_of, value_of
+from mup_megatron.tuning.space import key_of, most, value_of
 from mup_megatron.util.errors import ConfigError, UserError
 
 Across = Literal["width", "depth", "experts", "batch", "sequence", "tokens"]
@@ -150,7 +150,8 @@ def _values(config: Config, over: str, values: str) -> list[float | str]:
         own = value_of(config, over)
         if not own:
             raise UserError(f"--values: missing; {key_of(over)} is {own}, about which there are no powers of two")
-        return [own * 2.0**power for power in range(-_OCTAVES, _OCTAVES + 1)]
+        powers = range(-_OCTAVES, _OCTAVES + 1)
+        return [value for power in powers if (value := own * 2.0**power) <= most(over)]
     try:
         numbers = sorted({float(word) for word in words})
     except ValueError:

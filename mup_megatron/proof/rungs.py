@@ -16,7 +16,7 @@ from mup_megatron.proof.family import Axis, members
 from mup_megatron.proof.grid import comparable
 from mup_megatron.rules.horizon import without_rules
 from mup_megatron.tuning.loss_law import AXES
-from mup_megatron.tuning.space import key_of, stretched, value_of
+from mup_megatron.tuning.space import key_of, most, stretched, value_of
 from mup_megatron.util.errors import ConfigError, UserError
 
 Over = Literal["lr", "weight_decay", "one_minus_beta2"]
@@ -82,7 +82,7 @@ def octaves(config: Config, over: Over) -> list[float]:
     own = value_of(config, over)
     if own <= 0:
         raise UserError(f"--values: {key_of(over)} is {own:g}, so it has no octaves about it; expected values above 0")
-    return [own * 2.0**octave for octave in (-2, -1, 0, 1, 2)]
+    return [value for octave in (-2, -1, 0, 1, 2) if (value := own * 2.0**octave) <= most(over)]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """What may be tuned, and a config with values put in.
 
-Public names: `with_values`, `values_of`, `value_of`, `in_config`, `same`, `key_of`, `keys_of`, `check_overrides`,
-`proxy_config`, `without_fitted`, `distributions`, `one_process`, `stretched`, `short`, `WIDTH`, `STEPS`.
+Public names: `with_values`, `values_of`, `value_of`, `in_config`, `same`, `most`, `key_of`, `keys_of`,
+`check_overrides`, `proxy_config`, `without_fitted`, `distributions`, `one_process`, `stretched`, `short`, `WIDTH`,
+`STEPS`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +79,11 @@ def in_config(name: str, value: Value) -> Value:
 def same(name: str, one: Value, other: Value) -> bool:
     """Whether two values of a hyperparameter are one in a config."""
     return bool(in_config(name, one) == in_config(name, other))
+
+
+def most(name: str) -> float:
+    """The largest value that a hyperparameter can have."""
+    return 1.0 if name in BETAS else math.inf
 
 
 def check_overrides(config: Config, allowed: tuple[str, ...] = ()) -> None:

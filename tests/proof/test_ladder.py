@@ -181,10 +181,12 @@ def test_a_largest_rung_beyond_what_was_tried_is_undecided() -> None:
 GRID, SEEDS = [1.0, 2.0, 4.0, 8.0, 16.0], [7, 8, 9]
 
 
-def trained(least: float, level: dict[int, float], bend: float = 0.1) -> dict[tuple[float, int], float]:
+def trained(
+    least: float, level: dict[int, float], bend: float = 0.1, most: float = math.inf
+) -> dict[tuple[float, int], float]:
     """What halving trains of parabolas in log2 of the rate, least at `least`; a seed's level moves all of its curve."""
     known: dict[tuple[float, int], float] = {}
-    while runs := wanted(GRID, SEEDS, known).runs:
+    while runs := wanted(GRID, SEEDS, known, most).runs:
         assert not set(runs) & set(known)
         known |= {(rate, seed): level[seed] + bend * (math.log2(rate) - least) ** 2 for rate, seed in runs}
     return known
@@ -206,6 +208,7 @@ def test_the_next_rate_is_tried_at_either_end() -> None:
     assert max(trained(5.0, level)) == (64.0, 9)  # best is 32, so 64 is tried, and is beside it
     assert min(trained(-1.0, level)) == (0.25, 7)
     assert max(trained(40.0, level)) == (256.0, 9)  # four beyond those asked for, and no more
+    assert max(trained(40.0, level, most=63.0)) == (32.0, 9)  # where there is no larger one
     assert {rate for rate, _ in trained(2.0, level)} == set(GRID)
 
 

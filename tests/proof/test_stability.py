@@ -60,10 +60,12 @@ def test_what_is_not_said(tmp_path: Path) -> None:
 
 
 def test_what_a_beta_varies_by(tmp_path: Path) -> None:
-    """Of 1 - 0.95 the octaves, those below 1; by hand: 1 - 0.05 / 4 = 0.9875."""
+    """Of 1 - 0.95 and 1 - 0.9 the octaves up to 1; by hand: 1 - 0.05 / 4 = 0.9875."""
     over = {"over": "one_minus_beta2", "others": [], "seeds": 1, "factors": [1, 2]}
     question = asked(config_of(tmp_path), **over)
     assert question.values == [0.05 * 2.0**power for power in range(-4, 5)]
+    first = asked(config_of(tmp_path), over="one_minus_beta1")
+    assert first.values == [0.1 * 2.0**power for power in range(-4, 4)]
     jobs = stability.jobs_of(config_of(tmp_path), asked(config_of(tmp_path), **over, values="0.0125,0.05,0.2"))
     assert {run.value: job.config.optimizer.betas for run, job in jobs.items()} == {
         0.0125: [0.9, 0.9875],

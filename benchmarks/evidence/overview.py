@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import forecast, growth, limit, plane, searches, wide, width
+from benchmarks.evidence import forecast, growth, ladders, limit, plane, searches, wide, width
 from benchmarks.evidence.records import (
     LINES,
     LOWER,
@@ -83,9 +83,9 @@ def _published() -> str:
 
     Having no rule is none of them.
     """
-    found = record("ladder/ladder.json")
+    found = record(ladders.RATE)
     bound = found["bounds"]["octaves"]
-    off = {name: each["octaves"] for name, each in searches.of_others(found).items() if name != "no rule"}
+    off = {name: each["octaves"] for name, each in ladders.of_others(found).items() if name != "no rule"}
     near = [f"{name} by {octaves:+.2f}" for name, octaves in off.items() if abs(octaves) <= bound]
     far = [octaves for octaves in off.values() if abs(octaves) > bound]
     word = "failed" if len(near) <= len(far) else "passed"

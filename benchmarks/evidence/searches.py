@@ -1,4 +1,4 @@
-"""What tuning costs and gains: searches, transferred values, the ladder, reverse transfer. Tables, and what follows."""
+"""What tuning costs and gains: searches, transferred values, reverse transfer. Tables, and what follows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from benchmarks.evidence.records import Difference, Rows, best, record
+from benchmarks.evidence.records import Difference, Rows, record
 from benchmarks.quality import BITS, FIGURES, KINDS, SIZES, TWICE, ahead, error_of, figures_of
-from mup_megatron.proof.ladder_verdict import published
-from mup_megatron.proof.laws import bends
-from mup_megatron.proof.rungs import Rung
-from mup_megatron.rules.horizon_rules import PUBLISHED
-from mup_megatron.tuning.loss_law import AXES
 
 _SEARCHES = {
     "random": "random",
@@ -265,89 +260,6 @@ def figure_6() -> str:
         f"byte of held-out text), and {_WHERE[across.sign]} twice the parameters with GPT-3's rate ({across}). Its "
         "accuracies, on few examples, decide nothing."
     )
-
-
-# --- the ladder ---
-
-
-def ladder() -> Rows:
-    """Best rate and loss of every rung, the last of which no law has seen."""
-    found = record("ladder/ladder.json")
-    rows = [["batch", "tokens", "width", "steps", "best rate", "loss there", ""]]
-    for rung in found["rungs"]:
-        error = "" if rung["error"] is None else f" ± {rung['error']:.2f} octaves"
-        steps = found["steps"][f"batch-{rung['batch']}-tokens-{rung['tokens']}-width-{rung['width']}"]
-        sizes = [f"× {rung[axis]}" for axis in ("batch", "tokens", "width")]
-        cells = [*sizes, str(steps), f"{best({'minimum': rung})}{error}"]
-        held = found["held_out"] if rung is found["rungs"][-1] else None
-        rate = f"{held['rate']['predicted']:.2g} ± {held['rate']['error']:.2f} octaves" if held else ""
-        said = f"predicted: {rate}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
-        rows.append([*cells, f"{rung['least']:.3f}", said])
-    return rows
-
-
-def exponents() -> Rows:
-    """Of the rate, and how far it and others' exponents end from the last rung's best rate."""
-    found = record("ladder/ladder.json")
-    axes = [axis for axis in ("batch", "tokens", "width") if axis in found["rate"]]
-    columns = [*(f"exponent of {axis}" for axis in axes), "octaves off at the largest rung"]
-    rows = [["", *columns, "scatter of all rungs (octaves)"]]
-    cells = [f"{found['rate'][axis]['exponent']:+.2f} ± {found['rate'][axis]['error']:.2f}" for axis in axes]
-    rows.append(["fitted", *cells, _off(found["held_out"]["rate"]["octaves"]), f"{found['rate']['spread']:.2f}"])
-    for name, each in of_others(found).items():
-        sources = "; ".join(law.source for law in PUBLISHED if law.exponents == name)
-        cells = [*[""] * len(axes), _off(each["octaves"]), f"{each['scatter']:.2f}"]
-        rows.append([f"{name} ({sources}), from the first rung", *cells])
-    return rows
-
-
-def of_others(found: Mapping[str, Any]) -> dict[str, Any]:
-    """How well published exponents tell a ladder's rungs; computed here, for more are known than when it was run."""
-    axes = ("batch", "tokens", "width")
-    return published({Rung(**{axis: rung[axis] for axis in axes}): rung["value"] for rung in found["rungs"]})
-
-
-def _off(octaves: float | None) -> str:
-    return "not known" if octaves is None else f"{octaves:+.2f}"
-
-
-def said_of_ladder() -> str:
-    """The law of the loss, and how both laws tell the largest rung."""
-    found = record("ladder/ladder.json")
-    rate, loss, bounds = found["held_out"]["rate"], found["held_out"]["loss"], found["bounds"]
-    scatter = min(each["scatter"] for each in of_others(found).values())
-    order = "more than" if scatter > found["rate"]["spread"] else "not more than"
-    return (
-        f"The law of the loss is {found['loss']['said']}, with a spread of {found['loss']['spread']:.3f} nats. Of the "
-        f"largest rung, which neither law has seen, it is off by {100 * loss['share']:+.2f} % (bound "
-        f"{100 * bounds['loss']:g} %), and the law of the rate by {rate['octaves']:+.2f} octaves (bound "
-        f"{bounds['octaves']:g}). The rate's own error there is {rate['error']:.2f} octaves, so that part is partly "
-        f"luck. About every published law the rungs scatter by {scatter:.2f} octaves or more, {order} about the fitted "
-        f"one ({found['rate']['spread']:.2f}). {_over_tokens(found)} {_bend_of(found)}"
-    )
-
-
-def _bend_of(found: Mapping[str, Any]) -> str:
-    """Whether the law of the best rate bends over tokens; computed here, for the record is older than the question."""
-    rungs = [rung for rung in found["rungs"][:-1] if rung["value"] is not None]
-    points = [{axis: math.log2(rung.get(axis, 1)) for axis in AXES} for rung in rungs]
-    errors = [rung["error"] ** 2 for rung in rungs if rung["error"] is not None]
-    bend = bends(points, [math.log2(rung["value"]) for rung in rungs], math.sqrt(statistics.fmean(errors)))["tokens"]
-    word = "is" if bend["told"] else "is not"
-    return (
-        f"A bend over tokens (2606.29158) {word} told from the noise ({bend['octaves']:+.2f} ± {bend['error']:.2f} "
-        "octaves per squared doubling)."
-    )
-
-
-def _over_tokens(found: Mapping[str, Any]) -> str:
-    """How the best rate goes with tokens, at the smallest and at the largest batch, of the smallest width."""
-    rungs = [rung for rung in found["rungs"] if rung["width"] == 1]
-    ways = []
-    for batch in (min(rung["batch"] for rung in rungs), max(rung["batch"] for rung in rungs)):
-        rates = [rung["value"] for rung in rungs if rung["batch"] == batch]
-        ways.append("rises" if rates[-1] > rates[0] else "falls")
-    return f"Over tokens the best rate {ways[0]} at the smallest batch and {ways[1]} at the largest, at width × 1."
 
 
 # --- reverse transfer ---

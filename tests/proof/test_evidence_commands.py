@@ -93,8 +93,8 @@ def asked(command: Command, found: Mapping[str, Any]) -> dict[str, Any]:
                 "factors": [int(factor) for factor in factors.split(",")],
                 "without": control(options["broken"]).taken_out if options["broken"] else ""}  # fmt: skip
     if command.kind == "ladder":
-        axes = {axis: {int(factor) for factor in command.numbers(axis)} for axis in ("batch", "tokens", "width")}
-        return {**axes, "seeds": options["seeds"], "steps": True}
+        axes = {axis: {int(factor) for factor in command.numbers(axis)} or {1} for axis in ("batch", "tokens", "width")}
+        return {**axes, "seeds": options["seeds"], "steps": True, "over": options["over"]}
     return {"rates": command.numbers("rates"), "seeds": options["seeds"]}
 
 
@@ -112,7 +112,7 @@ def held(command: Command, found: Mapping[str, Any]) -> dict[str, Any]:
     if command.kind == "ladder":
         axes = {axis: {rung[axis] for rung in found["rungs"]} for axis in ("batch", "tokens", "width")}
         enough = min(found["steps"].values()) >= command.options["min_steps"]
-        return {**axes, "seeds": found["seeds"], "steps": enough}
+        return {**axes, "seeds": found["seeds"], "steps": enough, "over": found.get("over", "lr")}
     curves = found["curves"]
     return {"rates": sorted({curve["lr"] for curve in curves}), "seeds": len({curve["seed"] for curve in curves})}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mup_megatron.checkpoints.checkpoint import Checkpoints
+from mup_megatron.config import BETAS
 from mup_megatron.config.model import FAMILIES
 from mup_megatron.model.explain import shown_init
 from mup_megatron.report.run_data import Curve, Run, read_run
@@ -100,8 +101,10 @@ def _values(run: Run) -> tuple[list[str], list[list[str]]]:
     trained = run.target.values if run.target is not None else {}
     study = run.record.study if run.record is not None else None
     tuned = study.values if study is not None else {}
-    if not run.has_position_bias:
-        trained.pop("relative_bias_multiplier", None)
+    idle = () if run.has_position_bias else ("relative_bias_multiplier",)
+    for name in (*idle, *BETAS):
+        if name not in tuned:
+            trained.pop(name, None)
     rows = []
     for name in dict.fromkeys([*tuned, *(name for name, value in trained.items() if value is not None)]):
         shown = [_shown(trained.get(name))] if trained else []

@@ -129,6 +129,15 @@ def test_a_run_with_the_record_s_values(finished: Path) -> None:
     assert not any("did not train" in line for line in data["remarks"])
 
 
+def test_betas_are_shown_where_they_were_tuned(copied: Path) -> None:
+    """The target trained with 0.95; a drawn 1 - beta has more digits than a config's beta keeps."""
+    assert not any(row[0].startswith("one_minus") for row in summary(read_run(copied))["values"])
+    rewritten(copied, lambda data: data["values"].update(one_minus_beta2=0.05 + 1e-15))
+    assert read_run(copied).others == {}
+    rewritten(copied, lambda data: data["values"].update(one_minus_beta2=0.02))
+    assert read_run(copied).others == {"one_minus_beta2": 0.05}
+
+
 def test_a_run_beside_a_record_that_it_did_not_use(copied: Path) -> None:
     """As `train` leaves it: its own values are shown, and the study's losses are said to be of others."""
     edited(copied, lambda data: data["config"]["hparams"].update(lr=0.008))

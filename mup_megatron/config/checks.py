@@ -2,7 +2,8 @@
 
 Each check is a function that says one thing that must hold, and raises ConfigError: of the model (model_checks.py,
 t5_checks.py, bert_checks.py), of what grows (growth_checks.py, expert_checks.py), of the scale of weights
-(scaling_checks.py), of training, data, tuning and SLURM (run_checks.py), of every text (here).
+(scaling_checks.py), of rules over batch and tokens (horizon_checks.py), of training, data, tuning and SLURM
+(run_checks.py), of every text (here).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from mup_megatron.config import (
     bert_checks,
     expert_checks,
     growth_checks,
+    horizon_checks,
     model_checks,
     run_checks,
     scaling_checks,
@@ -27,7 +29,8 @@ from mup_megatron.util.secrets import masked_value, url_problem
 
 def check(config: Config) -> None:
     """Runs every check. Raises ConfigError."""
-    rooms = (t5_checks, bert_checks, model_checks, expert_checks, growth_checks, scaling_checks, run_checks)
+    of_models = (t5_checks, bert_checks, model_checks, expert_checks, growth_checks, scaling_checks)
+    rooms = (*of_models, run_checks, horizon_checks)
     for must_hold in (_check_storage, _check_texts, *(each for room in rooms for each in room.CHECKS)):
         must_hold(config)
 

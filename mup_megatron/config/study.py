@@ -135,6 +135,11 @@ class Range(Section):
     """Values to choose among; the grid sampler tries all. If unset: another key is given.
     Unit: the hyperparameter's."""
 
+    @property
+    def named(self) -> list[float] | list[float | str]:
+        """The values that it names, ends or choices."""
+        return self.log_uniform or self.uniform or self.choice or []
+
 
 class CoordinateDescent(Section):
     """After the joint search: one hyperparameter after the other is moved around the best trial, and stays where its

@@ -293,6 +293,11 @@ COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
             "sqrt is known over width alone .*depth_mup also moves the ra",
         ),
         ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
+        # What a search may find is told before it is paid for.
+        (
+            {**SDE, "tuning.search": {"one_minus_beta2": {"log_uniform": [0.01, 0.3]}}},
+            "parametrization.batch: sqrt_sde .* leaves none of beta 0.7",
+        ),
         ({**SDE, **COMPLETE, "optimizer.name": "sgd"}, "complete_d is derived for Adam, not for sgd"),
         ({**SDE, **COMPLETE, "parametrization.tokens": "power:-0.3"}, "beside batch: complete_d, which is over tokens"),
         # 4 times the batch in a quarter of the steps: as many tokens.

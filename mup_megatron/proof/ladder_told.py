@@ -9,10 +9,11 @@ from mup_megatron.proof.rungs import NAMES, Over
 from mup_megatron.tuning.loss_law import AXES
 
 _RULES: dict[Over, str] = {
+    "lr": "what the rate does over width and layers is µP's, and the depth rule's",
     "weight_decay": "parametrization.weight_decay: timescale has batch / tokens",
     "one_minus_beta2": "parametrization.batch: sqrt_sde has batch, complete_d has batch / tokens",
 }
-"""Which rules move a value that no `power:` moves."""
+"""Which rules move a value where no exponent of batch or tokens can be taken."""
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
@@ -51,7 +52,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     keys = ", ".join(f"{key}: {value}" for key, value in result["keys"].items())
     use = f"in a config: {keys}, or fitted, with its ladder.json as tuning.ladder"
     if not keys:
-        use = f"no config takes exponents of it; {_RULES[over]}"
+        use = f"no config takes these exponents; {_RULES[over]}"
     ends = {
         "passed": f"passed: the laws tell the largest rung; {use}",
         "failed": "failed: the laws do not tell the largest rung",

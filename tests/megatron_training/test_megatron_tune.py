@@ -344,7 +344,7 @@ def test_layers_of_the_scripts_own(command: list[str], tmp_path: Path) -> None:
     assert set(re.findall(r"learning rate: (\S+)", taken.stdout)) == {f"{record['values']['lr']:.6E}"}
     other = mup("run", *target, "--mup-hparams", tmp_path / "tuned.json")
     assert other.returncode == 2
-    assert f"model.as_built: '{family}' in the record, None in the config" in other.stderr
+    assert f"model.as_built: '{family}' in the record, null in the config" in other.stderr
 
 
 @pytest.mark.slow

@@ -341,7 +341,7 @@ def test_a_ladder_over_a_beta() -> None:
     }
     said = lines({**found, "seeds": 1, "seconds": 60.0, "failed": [], "dropped": []})
     assert said[-1].endswith(
-        "no config takes exponents of it; parametrization.batch: sqrt_sde has batch, complete_d has batch / tokens"
+        "no config takes these exponents; parametrization.batch: sqrt_sde has batch, complete_d has batch / tokens"
     )
 
 
@@ -362,7 +362,7 @@ def test_a_ladder_over_the_decay() -> None:
     assert found["keys"] == {}
     said = lines({**found, "seeds": 1, "seconds": 60.0, "failed": [], "dropped": []})
     assert said[-1].endswith(
-        "no config takes exponents of it; parametrization.weight_decay: timescale has batch / tokens"
+        "no config takes these exponents; parametrization.weight_decay: timescale has batch / tokens"
     )
     assert sum(line.startswith("decay: ") and "spread" in line for line in said) == 1
     assert laws(curves(octaves=0.6), "weight_decay")["reasons"] == [

@@ -40,12 +40,15 @@ def whole(model: Any, source: list[int], target: list[int]) -> torch.Tensor:
     tokens, present = padded([source])
     masks = pair_masks(present, len(target))
     logits = model(tokens, torch.tensor([target]), *masks)
-    return gather_from_tensor_model_parallel_region(logits)[0, :, :VOCABULARY].float()
+    return gather_from_tensor_model_parallel_region(logits)[0, :, :VOCABULARY]
 
 
 def cached(rank: Rank, *, config: Config, lost: str = "nothing") -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of three sentences' two sequences that are exchanged on their way, with the cache and without it."""
-    model = models(rank, config)
+    model = models(rank, config).double()  # what is the same there differs by rounding alone, on every processor
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.params_dtype = torch.float64  # of the cache
     sources = [[11, 12, 13, 14, END], [21, END], [31, 32, 33, END]]
     decoder = Decoder(model, sources, beams=2, length=6, vocabulary=VOCABULARY)
     if lost == "the exchange":

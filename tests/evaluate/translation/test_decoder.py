@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_cached_is_uncached(ranks: Ranks, kind: str) -> None:
     ((found, expected),) = ranks.run(1, bodies.cached, config=make_t5(**MULTIPLIERS, **KINDS[kind]))
     assert found.shape == (6, 6, 375)
-    assert float((found - expected).abs().max()) < 1e-4
+    assert float((found - expected).abs().max()) < 1e-5  # the decoder gives fp32
     assert float(expected.std()) > 1.0
 
 

@@ -235,8 +235,8 @@ class AtWork:
             for branch, place in zip(keys, [*places, None], strict=True):
                 added, after = held.pop(branch, None), last if place is None else held.pop(place, None)
                 if stream is not None and added is not None and after is not None and after.shape == stream.shape:
-                    measured = multiple(after.double() - stream.double(), added, dropout=dropout, rounded=after)
-                    self._see(keys[branch], measured)
+                    moved, dtype = after.double() - stream.double(), layer.config.params_dtype
+                    self._see(keys[branch], multiple(moved, added, dropout=dropout, dropped_in=dtype, rounded=after))
                 stream = after
 
         self._on(layer.register_forward_hook, see)

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def test_more_than_there_is(cluster: Cluster, tmp_path: Path, setting: str, sent
     assert not cluster.run("squeue", "-h").stdout.strip()
 
 
-STUDY = {"tuning__train_steps": 48, "tuning__trials": 4}
+# Steps enough for a trial to be still running when SLURM has suspended its worker.
+STUDY = {"tuning__train_steps": 96, "tuning__trials": 4}
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +154,17 @@ def test_workers_killed_mid_trial(cluster: Cluster, repository: Path, tmp_path: 
     jobs = submit(cluster, repository, tmp_path, "tune_proxy.sbatch", config_file(tmp_path, **STUDY))
     for node in (1, 2):
         until(lambda: len(metrics_lines(tmp_path / "run" / "tuning")) > 12 * node, PATIENCE)  # noqa: B023
-        [worker] = cluster.processes(f"node{node}", "mup_megatron tune")
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker_of(cluster, node), signal.SIGKILL)
     screen = await_jobs(cluster, tmp_path, jobs, 400)
     assert screen.count("failure 1 since it last got on; requeued") == 2
     assert "refused" not in screen
     assert outcome(tmp_path) == quiet
+
+
+def worker_of(cluster: Cluster, node: int) -> int:
+    """The process that tunes there. What it starts has its command line too, until it has one of its own."""
+    found = partial(cluster.processes, f"node{node}", "mup_megatron tune")
+    return int(until(lambda: len(workers := found()) == 1 and workers)[0])
 
 
 def metrics_lines(directory: Path) -> list[str]:

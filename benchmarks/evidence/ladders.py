@@ -14,9 +14,7 @@ from mup_megatron.proof.rungs import Rung
 from mup_megatron.rules.horizon_rules import PUBLISHED
 from mup_megatron.tuning.loss_law import AXES
 
-RATE, BETA = "ladder/ladder.json", "ladder/beta2.json"
-_SHOWN = {"rate": "rate", "one_minus_beta2": "1 - β2"}
-_SOURCES = {"no rule": "the default", "batch": "`sqrt_sde`", "batch / tokens": "`complete_d`"}
+RATE = "ladder/ladder.json"
 
 
 def ladder(path: str) -> Rows:
@@ -24,7 +22,7 @@ def ladder(path: str) -> Rows:
     found = record(path)
     name, law = law_of(found)
     axes = [axis for axis in AXES if axis in law]
-    rows = [[*axes, "steps", f"best {_SHOWN[name]}", "loss there", ""]]
+    rows = [[*axes, "steps", f"best {name}", "loss there", ""]]
     for rung in found["rungs"]:
         error = "" if rung["error"] is None else f" ± {rung['error']:.2f} octaves"
         steps = found["steps"][f"batch-{rung['batch']}-tokens-{rung['tokens']}-width-{rung['width']}"]
@@ -47,9 +45,8 @@ def exponents(path: str) -> Rows:
     rows.append(["fitted", *cells, _off(found["held_out"][name]["octaves"]), f"{law['spread']:.2f}"])
     for rule, each in of_others(found).items():
         sources = "; ".join(law.source for law in PUBLISHED if law.exponents == rule)
-        of = sources if name == "rate" else _SOURCES[rule]
         cells = [*[""] * len(axes), _off(each["octaves"]), f"{each['scatter']:.2f}"]
-        rows.append([f"{rule} ({of}), from the first rung", *cells])
+        rows.append([f"{rule} ({sources}), from the first rung", *cells])
     return rows
 
 

@@ -47,6 +47,8 @@ FROM_128 = {
     "attention multiplier": "multipliers/attention.json",
     "embedding multiplier": "multipliers/embedding.json",
     "residual multiplier": "multipliers/residual.json",
+    "1 - β1": "multipliers/beta1.json",
+    "1 - β2": "multipliers/beta2.json",
 }
 LAWS = {
     "one rate, natural text": ENGLISH,
@@ -218,7 +220,8 @@ def said_of_std() -> str:
     return (
         f"With the embedding's deviation held, the hidden tensors' best one moves by {apart:.2f} octaves, {which} than "
         f"the one of all tensors ({together:.2f}). Over all attention multipliers that were tried, no size's loss "
-        f"differs by more than {100 * _spread_of(FROM_128['attention multiplier']):.1f} %."
+        f"differs by more than {100 * _spread_of(FROM_128['attention multiplier']):.1f} %; of 1 - β2 up to {_FLAT:g}, "
+        f"by more than {100 * _spread_of(FROM_128['1 - β2'], _FLAT):.1f} %."
     )
 
 
@@ -233,10 +236,14 @@ def schedules() -> Rows:
     return [*rows, ["verdict", verdict(found), *[""] * (len(rows[0]) - 2)]]
 
 
-def _spread_of(path: str) -> float:
-    """The largest share by which a size's losses differ, over all values that were tried."""
-    rows = record(path)["lines"]["mup"]["rows"]
-    means = [[statistics.fmean(each) for each in row["losses"]] for row in rows]
+_FLAT = 0.05  # the config's own value
+
+
+def _spread_of(path: str, most: float = math.inf) -> float:
+    """The largest share by which a size's losses differ, over all values that were tried, up to the largest."""
+    found = record(path)
+    count = sum(value <= most for value in found["values"])
+    means = [[statistics.fmean(each) for each in row["losses"][:count]] for row in found["lines"]["mup"]["rows"]]
     return max(max(each) / min(each) - 1 for each in means)
 
 

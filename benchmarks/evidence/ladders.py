@@ -1,4 +1,4 @@
-"""Laws over batch and tokens, from the ladders: tables, and what follows."""
+"""Laws over batch and tokens, from the ladder: tables, and what follows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.evidence.records import Rows, best, law_of, record
+from benchmarks.evidence.records import Rows, best, record
 from mup_megatron.proof.ladder_verdict import published
 from mup_megatron.proof.laws import bends
 from mup_megatron.proof.rungs import Rung
@@ -17,32 +17,31 @@ from mup_megatron.tuning.loss_law import AXES
 RATE = "ladder/ladder.json"
 
 
-def ladder(path: str) -> Rows:
-    """Best value and loss of every rung, the last of which no law has seen."""
-    found = record(path)
-    name, law = law_of(found)
-    axes = [axis for axis in AXES if axis in law]
-    rows = [[*axes, "steps", f"best {name}", "loss there", ""]]
+def ladder() -> Rows:
+    """Best rate and loss of every rung, the last of which no law has seen."""
+    found = record(RATE)
+    axes = [axis for axis in AXES if axis in found["rate"]]
+    rows = [[*axes, "steps", "best rate", "loss there", ""]]
     for rung in found["rungs"]:
         error = "" if rung["error"] is None else f" ± {rung['error']:.2f} octaves"
         steps = found["steps"][f"batch-{rung['batch']}-tokens-{rung['tokens']}-width-{rung['width']}"]
         cells = [*(f"× {rung[axis]}" for axis in axes), str(steps), f"{best({'minimum': rung})}{error}"]
         held = found["held_out"] if rung is found["rungs"][-1] else None
-        value = f"{held[name]['predicted']:.2g} ± {held[name]['error']:.2f} octaves" if held else ""
-        said = f"predicted: {value}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
+        rate = f"{held['rate']['predicted']:.2g} ± {held['rate']['error']:.2f} octaves" if held else ""
+        said = f"predicted: {rate}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
         rows.append([*cells, f"{rung['least']:.3f}", said])
     return rows
 
 
-def exponents(path: str) -> Rows:
-    """Of the best value, and how far it and others' exponents end from the last rung's."""
-    found = record(path)
-    name, law = law_of(found)
-    axes = [axis for axis in AXES if axis in law]
+def exponents() -> Rows:
+    """Of the rate, and how far it and others' exponents end from the last rung's best rate."""
+    found = record(RATE)
+    rate = found["rate"]
+    axes = [axis for axis in AXES if axis in rate]
     columns = [*(f"exponent of {axis}" for axis in axes), "octaves off at the largest rung"]
     rows = [["", *columns, "scatter of all rungs (octaves)"]]
-    cells = [f"{law[axis]['exponent']:+.2f} ± {law[axis]['error']:.2f}" for axis in axes]
-    rows.append(["fitted", *cells, _off(found["held_out"][name]["octaves"]), f"{law['spread']:.2f}"])
+    cells = [f"{rate[axis]['exponent']:+.2f} ± {rate[axis]['error']:.2f}" for axis in axes]
+    rows.append(["fitted", *cells, _off(found["held_out"]["rate"]["octaves"]), f"{rate['spread']:.2f}"])
     for rule, each in of_others(found).items():
         sources = "; ".join(law.source for law in PUBLISHED if law.exponents == rule)
         cells = [*[""] * len(axes), _off(each["octaves"]), f"{each['scatter']:.2f}"]
@@ -52,8 +51,7 @@ def exponents(path: str) -> Rows:
 
 def of_others(found: Mapping[str, Any]) -> dict[str, Any]:
     """How well published exponents tell a ladder's rungs; computed here, for more are known than when it was run."""
-    best_of = {Rung(*(rung[axis] for axis in ("batch", "tokens", "width"))): rung["value"] for rung in found["rungs"]}
-    return published(best_of, found.get("over", "lr"))
+    return published({Rung(rung["batch"], rung["tokens"], rung["width"]): rung["value"] for rung in found["rungs"]})
 
 
 def _off(octaves: float | None) -> str:

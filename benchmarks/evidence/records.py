@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mup_megatron.proof.rungs import NAMES
 from mup_megatron.util.provenance import KEYS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence"
@@ -105,10 +104,8 @@ def asked(found: Mapping[str, Any]) -> str:
         return f"a search of hidden size {target}, by {proxy}"
     if "rungs" in found:
         least, largest = found["rungs"][0], found["rungs"][-1]
-        axes = [axis for axis in ("batch", "tokens", "width") if axis in law_of(found)[1]]
-        return f"laws of {found.get('over', 'lr')} and loss, " + ", ".join(
-            f"{axis} {least[axis]} to {largest[axis]} times" for axis in axes
-        )
+        axes = [axis for axis in ("batch", "tokens", "width") if axis in found["rate"]]
+        return "laws of lr and loss, " + ", ".join(f"{axis} {least[axis]} to {largest[axis]} times" for axis in axes)
     if "searches" in found:
         return "cost of a search"
     if "lines" in found:
@@ -180,12 +177,6 @@ def _between(found: Mapping[str, Any], row: Mapping[str, Any], value: float) -> 
     return sum(
         mean * math.prod(each / (each - own) for each in rest) for mean, own, rest in zip(means, x, others, strict=True)
     )
-
-
-def law_of(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """What a ladder's best value is called, and the law of it. Records of before there were others are of the rate."""
-    name = NAMES[found.get("over", "lr")]
-    return name, found[name]
 
 
 def best(row: Mapping[str, Any]) -> str:

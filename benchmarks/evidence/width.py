@@ -220,8 +220,8 @@ def said_of_std() -> str:
     return (
         f"With the embedding's deviation held, the hidden tensors' best one moves by {apart:.2f} octaves, {which} than "
         f"the one of all tensors ({together:.2f}). Over all attention multipliers that were tried, no size's loss "
-        f"differs by more than {100 * _spread_of(FROM_128['attention multiplier']):.1f} %; of 1 - β2 up to {_FLAT:g}, "
-        f"by more than {100 * _spread_of(FROM_128['1 - β2'], _FLAT):.1f} %."
+        f"differs by more than {100 * _spread_of(FROM_128['attention multiplier']):.1f} %, and over 1 - β2 up to "
+        f"{_FLAT:g} by no more than {100 * _spread_of(FROM_128['1 - β2'], _FLAT):.1f} %."
     )
 
 

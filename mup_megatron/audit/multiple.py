@@ -55,13 +55,13 @@ def multiple(
     """
     rounded = output if rounded is None else rounded
     step = rounding(rounded) * rounded.double().square().mean().sqrt()
-    output, reference, factor = output.double() * (1.0 - dropout), reference.double(), 0.0
+    output, reference, scale_error = output.double() * (1.0 - dropout), reference.double(), 0.0
     if dropout:
         reference = reference * (output != 0)
-        kept = 1.0 / (1.0 - dropout)
-        factor = abs(torch.tensor(kept, dtype=dropped_in or rounded.dtype).item() / kept - 1.0)
+        scale = 1.0 / (1.0 - dropout)
+        scale_error = abs(torch.tensor(scale, dtype=dropped_in or rounded.dtype).item() / scale - 1.0)
     size = reference.square().sum()
     found = (output * reference).sum() / size
     off = (output - found * reference).square().sum() - output.numel() * step.square()
     strange = off.clamp(min=0.0) / output.square().sum()
-    return Measured(found, DEVIATIONS * step / size.sqrt() + factor * found.abs(), strange)
+    return Measured(found, DEVIATIONS * step / size.sqrt() + scale_error * found.abs(), strange)

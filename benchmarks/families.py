@@ -7,7 +7,9 @@
 Tables are `run.dir`s of grids, one per seed. A search sees the table of one seed, as a user does, and goes on until it
 has cost `--budget` whole runs; no loss that it cannot see ends it. What counts is the loss of its best trial's values,
 as the mean over seeds has it: on the proxy, and on the target, of the same points. A search has arrived where its
-values are within the goal of the best there is, and stay so until its end.
+values are within the goal of the best there is, and stay so until its end. Costs are in whole runs of the proxy, also
+those of searches on the target itself. With tables of widths between (`--wider`), a telescoping search goes through
+the proxy and them (2505.02222): each has the same share of the budget, about the values that the narrower one gave.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
@@ -34,33 +37,63 @@ GOALS = (0.005, 0.001)
 GPT3 = Path("docs/evidence/tuning-cost/cost.json")
 """Where the best values of another family stand: those of the point of the lowest loss."""
 
+TPE_HALVING = Method("tpe", "successive_halving")
+DIRECT = {"random": Method("random"), "TPE": Method("tpe"), "TPE, halving": TPE_HALVING}
+"""Searches that are replayed on the target too."""
+
+REFINED = 4.0
+"""How far a telescoping search goes about the values of the width before, as `tuning.prior_factor`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A width of a search.
+
+    Args:
+        tables: of one model, by seed.
+        unit: what a run costs, in whole runs of the proxy.
+        budget: what it may cost, in the same.
+    """
+
+    tables: Sequence[Table]
+    unit: float
+    budget: float
+
 
 def methods(names: Sequence[str]) -> dict[str, Method]:
     """The searches that are compared."""
     points = json.loads(GPT3.read_text(encoding="utf-8"))["tables"][0]
     gpt3 = Table.again(points).best_point
     priors = {f"{GPT3.parent}": gpt3, **{path: known_values(path, names) for path in PRIORS}}
+    others = {name: value for name, value in gpt3.items() if name != "lr"}
     found = {
-        "random": Method("random"),
-        "TPE": Method("tpe"),
-        "TPE, halving": Method("tpe", "successive_halving"),
-        f"TPE, halving, the rate alone, the others from {GPT3.parent}": Method(
-            "tpe", "successive_halving", fixed={name: value for name, value in gpt3.items() if name != "lr"}
-        ),
+        **DIRECT,
+        f"TPE, halving, the rate alone, the others from {GPT3.parent}": replace(TPE_HALVING, fixed=others),
     }
     for path, prior in priors.items():
         for factor, what in {**CUTS, 1e9: "not cut"}.items():
-            found[f"TPE, halving, from {path}, {what}"] = Method(
-                "tpe", "successive_halving", prior=prior, factor=factor
-            )
+            found[f"TPE, halving, from {path}, {what}"] = replace(TPE_HALVING, prior=prior, factor=factor)
     return found
 
 
+def searched(
+    config: Config, stages: Sequence[Stage], method: Method, seed: int
+) -> Iterator[tuple[float, Mapping[str, float]]]:
+    """One search through the stages: after every trial what all have cost, and the best values of the last one."""
+    spent, values = 0.0, None
+    for stage in stages:
+        own = method if values is None else replace(method, prior=values, factor=REFINED)
+        table, before = stage.tables[seed % len(stage.tables)], spent
+        for cost, values in replay(config, table, own, seed, budget=stage.budget / stage.unit):
+            spent = before + cost * stage.unit
+            yield spent, values
+
+
 def judged(
-    config: Config, tables: Sequence[Table], judges: Mapping[str, Table], method: Method, budget: float, seed: int
+    config: Config, stages: Sequence[Stage], judges: Mapping[str, Table], method: Method, seed: int
 ) -> dict[str, Search]:
     """One search, by each judge."""
-    found = list(replay(config, tables[seed % len(tables)], method, seed, budget=budget))
+    found = list(searched(config, stages, method, seed))
     return {
         name: [(cost, judge.loss(values, judge.steps[-1])) for cost, values in found] for name, judge in judges.items()
     }
@@ -93,11 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Replays, prints, writes cost.json and cost.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("proxy", type=Path, nargs="*", help="run.dir of a table of the proxy, one per seed")
-    parser.add_argument("--target", type=Path, nargs="+", help="run.dir of a table of the target")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="cost.json of an earlier replay, instead of both")
+    parser.add_argument("--target", type=Path, nargs="+", help="run.dir of a table of the target, one per seed")
+    parser.add_argument("--wider", type=Path, nargs="+", default=[], help="run.dir of tables between, narrowest first")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="cost.json of an earlier replay, instead of these")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="searches, of those that are known")
     parser.add_argument("--seeds", type=int, default=100, help="searches of each kind")
-    parser.add_argument("--budget", type=float, default=60.0, help="whole runs of the proxy, after which a search ends")
+    parser.add_argument("--budget", type=float, default=60.0, help="whole runs, after which a search ends")
     parser.add_argument("--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
     if bool(asked.proxy and asked.target) is (asked.again is not None):
@@ -105,27 +139,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     points: dict[str, list[Any]] = {}
     if asked.again is not None:
         earlier = json.loads(asked.again.read_text(encoding="utf-8"))
-        proxies, targets = ([Table.again(each) for each in earlier["tables"][name]] for name in ("proxy", "target"))
+        tables = {name: [Table.again(each) for each in found] for name, found in earlier["tables"].items()}
+        units = earlier.get("costs", {})
         config = load_config(Path(f"configs/proof/{asked.again.parent.name}.yaml"))
     else:
-        runs = {"proxy": asked.proxy, "target": asked.target}
+        runs = {"proxy": asked.proxy, "target": asked.target, "wider": asked.wider}
         records = {
             name: [TransferRecord.expect(run / "transfer.json", None) for run in each] for name, each in runs.items()
         }
-        proxies, targets = ([Table.of(record) for record in each] for each in records.values())
+        tables = {name: [Table.of(record) for record in each] for name, each in records.items()}
         points = {name: [list(points_of(record)) for record in each] for name, each in records.items()}
+        units = {name: [table.flops / tables["proxy"][0].flops for table in each] for name, each in tables.items()}
         config = load_config(asked.proxy[0] / "config.yaml")
-    judges = {"target": Table.mean(targets), "proxy": Table.mean(proxies)}
-    chosen = methods(list(proxies[0].values))
+    judges = {name: Table.mean(tables[name]) for name in ("target", "proxy")}
+    chosen = jobs(tables, units, asked.budget)
     if unknown := set(asked.only or ()) - chosen.keys():
         parser.error(f"--only: {', '.join(unknown)}: expected some of {'; '.join(chosen)}")
     searches: dict[str, dict[str, Any]] = {name: {} for name in judges}
     with Pool() as pool:
-        for name, method in chosen.items():
+        for name, (stages, method) in chosen.items():
             if asked.only and name not in asked.only:
                 continue
-            job = partial(judged, config, proxies, judges, method, asked.budget)
-            found = pool.map(job, range(asked.seeds), chunksize=1)
+            found = pool.map(partial(judged, config, stages, judges, method), range(asked.seeds), chunksize=1)
             for judge, table in judges.items():
                 told = _summary([each[judge] for each in found], table.best)
                 searches[judge][name] = told
@@ -134,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {
         "budget": asked.budget,
         "seeds": asked.seeds,
+        "costs": units,
         "best": {name: {**judge.best_point, "loss": judge.best} for name, judge in judges.items()},
         "searches": searches,
         "tables": points,
@@ -144,12 +180,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def jobs(
+    tables: Mapping[str, Sequence[Table]], units: Mapping[str, Sequence[float]], budget: float
+) -> dict[str, tuple[Sequence[Stage], Method]]:
+    """The searches that are known, and what each trains: the proxy, the target, or widths up to the target's.
+
+    An earlier result may not say what runs of the target cost; then those on it are left out.
+    """
+    proxy = tables["proxy"]
+    found: dict[str, tuple[Sequence[Stage], Method]] = {
+        name: ([Stage(proxy, 1.0, budget)], method) for name, method in methods(list(proxy[0].values)).items()
+    }
+    if "target" in units:
+        unit = units["target"][0]
+        direct = Stage(tables["target"], unit, unit * budget)
+        found |= {f"{name}, on the target": ([direct], method) for name, method in DIRECT.items()}
+    if wider := tables.get("wider"):
+        share = budget / (1 + len(wider))
+        between = [Stage([table], each, share) for table, each in zip(wider, units["wider"], strict=True)]
+        found["TPE, halving, telescoping"] = ([Stage(proxy, 1.0, share), *between], TPE_HALVING)
+    return found
+
+
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Of a result, by each judge, what the median search needed within each goal; at the right those that never are."""
     pyplot = load_pyplot()
     judges = ("proxy", "target")
     figure, all_axes = pyplot.subplots(1, len(judges), figsize=(9.6, 4.4), sharey=True, layout="constrained")
-    names, never = list(result["searches"]["proxy"]), 2 * result["budget"]
+    names = list(result["searches"]["proxy"])
+    all_ = (told for judge in judges for told in result["searches"][judge].values())
+    never = 2 * max(result["budget"], *(goal["median"] or 0 for told in all_ for goal in told["goals"].values()))
     for axes, judge in zip(all_axes, judges, strict=True):
         for goal, marker in zip((f"{100 * goal:g} %" for goal in GOALS), ("o", "D"), strict=True):
             needed = [told["goals"][goal]["median"] or never for told in result["searches"][judge].values()]

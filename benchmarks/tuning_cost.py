@@ -164,13 +164,13 @@ def _octaves(one: float, other: float) -> float:
 
 
 Search = list[tuple[float, float]]
-"""After every trial that was the best so far: cost in whole runs, and loss in the judging table."""
+"""Whenever another loss in the judging table was reached: cost in whole runs, and that loss."""
 
 
 def replay(
     config: Config, table: Table, method: Method, seed: int, runs: int = _MOST_RUNS, budget: float = math.inf
 ) -> Iterator[tuple[float, Mapping[str, float]]]:
-    """One search: what it has cost in whole runs, and its best trial's values, whenever these are new.
+    """One search: after every trial what it has cost in whole runs, and the values of its best one so far.
 
     It ends after as many `runs`, or when it has cost the `budget`. Workers' trials that began together are paid for
     together.
@@ -188,16 +188,15 @@ def replay(
             known = {f"hparams.{name}": value for name, value in method.prior.items() if name in searched}
             keys |= {"tuning.prior": "hparams", "tuning.prior_factor": method.factor, **known}
         study = Study.create(with_prior(derive(config, {**keys, "run.dir": directory, "run.seed": seed})))
-        cost, best = 0.0, math.inf
+        cost, best, found = 0.0, math.inf, None
         while cost < budget and (trials := _claimed(study, method.workers)):
-            found = None
             for trial in trials:
                 values = {**method.fixed, **trial.values}
                 steps, loss = _run(study, trial, table, values)
                 cost += steps / table.steps[-1]
                 if loss is not None and loss < best:
                     best, found = loss, values
-            if found:
+            if found is not None:
                 yield cost, found
             study.plan(study.trials())
 
@@ -212,10 +211,12 @@ def _claimed(study: Study, workers: int) -> list[Trial]:
 
 def until_arrived(config: Config, table: Table, judge: Table, method: Method, seed: int, runs: int) -> Search:
     """A search that is ended by the judging table's loss, once that is within the goal."""
-    found = []
+    found: Search = []
     for cost, values in replay(config, table, method, seed, runs):
-        found.append((cost, judge.loss(values, judge.steps[-1])))
-        if found[-1][1] <= judge.best * (1 + GOAL):
+        loss = judge.loss(values, judge.steps[-1])
+        if not found or loss != found[-1][1]:
+            found.append((cost, loss))
+        if loss <= judge.best * (1 + GOAL):
             break
     return found
 

@@ -466,9 +466,44 @@ def test_a_search_sees_one_seed_and_is_judged_by_the_mean() -> None:
     assert mean.losses[(LR[8],)][-1] == pytest.approx((loss(LR[8], 16) + loss(LR[7], 16)) / 2)
     config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
     method = tuning_cost.Method("random")
-    (search,) = families.judged(config, [first, second], {"mean": mean}, method, 60, seed=1).values()
+    stage = families.Stage([first, second], unit=1.0, budget=60)
+    (search,) = families.judged(config, [stage], {"mean": mean}, method, seed=1).values()
     assert search[-1][1] == mean.losses[(LR[9],)][-1] != second.best
     assert search[-1][0] <= 60
+
+
+def test_a_telescoping_search_stays_about_what_the_narrower_width_gave() -> None:
+    """At the wider one, a run of which costs 3, the best rate of all is ten times off, where it does not look."""
+    narrow = tuning_cost.Table.of(grid_record())
+    far: Grid = {**narrow.losses, (LR[0],): [1.0] * 4}
+    wide = tuning_cost.Table(narrow.values, narrow.steps, far, 3 * narrow.flops)
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__train_steps=16, tuning__search={})
+    stages = [families.Stage([narrow], unit=1.0, budget=20), families.Stage([wide], unit=3.0, budget=120)]
+    found = list(families.searched(config, stages, tuning_cost.Method("random"), 1))
+    assert [cost for cost, _ in found] == [*range(1, 21), *range(23, 141, 3)]
+    assert found[19][1] == found[20][1]  # the wider one begins there
+    assert min(abs(math.log(values["lr"] / LR[0])) for _, values in found[20:]) > math.log(2)
+    assert wide.loss(found[-1][1], 16) == narrow.best
+    alone = list(families.searched(config, stages[1:], tuning_cost.Method("random"), 1))
+    assert wide.loss(alone[-1][1], 16) == 1.0
+
+
+def test_a_search_on_the_target_costs_what_the_target_does() -> None:
+    table = tuning_cost.Table.of(grid_record())
+    tables = {"proxy": [table], "target": [table], "wider": [table, table]}
+    known = families.jobs(tables, {"target": [16.0], "wider": [2.0, 4.0]}, budget=30)
+    assert known["TPE, on the target"][0] == [families.Stage([table], 16.0, 480.0)]
+    assert known["TPE"][0] == [families.Stage([table], 1.0, 30.0)]
+    assert [(stage.unit, stage.budget) for stage in known["TPE, halving, telescoping"][0]] == [
+        (1, 10),
+        (2, 10),
+        (4, 10),
+    ]
+    assert not [
+        name
+        for name in families.jobs({"proxy": [table], "target": [table]}, {}, budget=30)
+        if name.endswith("on the target")
+    ]
 
 
 def test_a_search_of_the_rate_alone_keeps_the_other_values() -> None:

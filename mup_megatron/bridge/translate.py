@@ -12,7 +12,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mup_megatron.config import BETAS
+from mup_megatron.config import BETAS, ONE_MINUS
 from mup_megatron.megatron_training.options import MULTIPLIERS, add_options
 from mup_megatron.tuning.space import in_config
 from mup_megatron.util.errors import UserError
@@ -149,6 +149,8 @@ def put_values(config: Any, values: Mapping[str, Any], source: str) -> dict[str,
             scheduler.lr_decay_style = value
         elif name in BETAS:
             setattr(optimizer, name.replace("one_minus", "adam"), in_config(name, value))
+        elif name in ONE_MINUS:
+            setattr(optimizer, f"{'muon' if optimizer.optimizer == 'muon' else 'sgd'}_momentum", in_config(name, value))
         elif name in MULTIPLIERS:
             found[name] = value
         else:

@@ -7,11 +7,12 @@ from mup_megatron.config.growth import GrowingSize, growing_sizes
 from mup_megatron.config.load import derive, load_config, parse_config, parse_overrides, parse_yaml
 from mup_megatron.config.model import OF_EXPERTS
 from mup_megatron.config.schema import Base, Config, Data, Growth, Hparams, Model, Optimizer, Parallel, Training
-from mup_megatron.config.training import BETAS, PARAMETRIZATIONS, PLANE, TUNABLE, one_minus
+from mup_megatron.config.training import BETAS, ONE_MINUS, PARAMETRIZATIONS, PLANE, TUNABLE, one_minus
 
 __all__ = [
     "BETAS",
     "OF_EXPERTS",
+    "ONE_MINUS",
     "PARAMETRIZATIONS",
     "PLANE",
     "TUNABLE",

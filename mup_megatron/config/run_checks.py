@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mup_megatron.config.per_tensor import KINDS, is_pattern, split_name
 from mup_megatron.config.schema import Config, Hparams, Range, Training
-from mup_megatron.config.training import BETAS, TUNABLE
+from mup_megatron.config.training import ONE_MINUS, TUNABLE
 from mup_megatron.util.errors import ConfigError, shown
 
 
@@ -216,8 +216,10 @@ def _check_search(config: Config) -> None:
             raise config.error(
                 key, "moves nothing here; expected it with model.position_embedding_type: relative or alibi alone"
             )
-        if name in BETAS and config.optimizer.name == "sgd":
-            raise config.error(key, "moves nothing here: SGD has no betas; expected another optimizer.name")
+        if what := config.optimizer.lacks(name):
+            raise config.error(
+                key, f"moves nothing here: {config.optimizer.name} has no {what}; expected another optimizer.name"
+            )
         given = [kind for kind in Range.model_fields if getattr(dimension, kind) is not None]
         if len(given) != 1:
             raise config.error(key, "expected one of log_uniform, uniform and choice")
@@ -238,9 +240,9 @@ def _check_values(config: Config, name: str, values: Sequence[float | str]) -> N
             if name == "lr_schedule":
                 training = Training.model_validate({**config.training.model_dump(), name: value})
                 _check_schedule(config, training)
-            elif name in BETAS:
+            elif name in ONE_MINUS:
                 if isinstance(value, str) or not 0 < value <= 1:
-                    raise config.error(BETAS[name], "expected a number above 0, and at most 1")
+                    raise config.error(ONE_MINUS[name], "expected a number above 0, and at most 1")
             elif (parts := split_name(name)) is not None:
                 entry = {parts[0]: {parts[1]: value}}
                 Hparams.model_validate({**config.hparams.model_dump(), "per_tensor": entry})

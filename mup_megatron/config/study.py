@@ -224,8 +224,8 @@ class Tuning(Section):
     """How far from the values of `tuning.prior` a log_uniform range goes: down to their value divided by this, up to
     their value times this. Unit: a factor."""
     search: dict[str, Range] = {}
-    """What is tuned: names of `hparams:`, lr_schedule, one_minus_beta1 or one_minus_beta2 (1 less one of
-    optimizer.betas), each with one of log_uniform, uniform and choice."""
+    """What is tuned: names of `hparams:`, lr_schedule, one_minus_beta1, one_minus_beta2 or one_minus_momentum (1 less
+    one of optimizer.betas, or optimizer.momentum), each with one of log_uniform, uniform and choice."""
 
 
 class Slurm(Section):

@@ -236,8 +236,8 @@ class Optimizer(Section):
     soap_eps: PositiveFloat = 1e-2
     """Added to the root of SOAP's second moment at the base; scaled per tensor. Far below the singular values of
     gradients SOAP's first updates have no bound (docs/parametrization.md). Unit: gradient."""
-    momentum: Fraction = 0.9
-    """Momentum of SGD and Muon. Unit: a factor."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of SGD and Muon: the decay of their average of gradients, per step. Unit: a factor."""
     decoupled_lr: PositiveFloat | None = None
     """Learning rate of word embeddings and readout at the base, as Megatron's `--decoupled-lr`; of
     `mup-megatron run` alone. If unset: hparams.lr. Unit: that of hparams.lr."""
@@ -259,10 +259,26 @@ class Optimizer(Section):
     """Whose code steps. `auto` chooses by what is installed, is resolved once, printed and recorded. DeepSpeed's Lion
     (`deepspeed_lion`) is FusedLion on CUDA, DeepSpeedCPULion on a CPU and where the optimizer is offloaded."""
 
+    def lacks(self, name: str) -> str:
+        """What the update rule has not, of what a name of `ONE_MINUS` is of: betas or momentum; empty where it has it.
 
-BETAS = {"one_minus_beta1": "optimizer.betas.0", "one_minus_beta2": "optimizer.betas.1"}
-"""Keys of Adam's betas by the names under which they are tuned. A factor on 1 - β is one on the steps that an average
-goes back, as a factor on β is not; so these are what has octaves."""
+        Any other name is of nothing that it may lack.
+        """
+        if name in BETAS:
+            return "betas" if self.name == "sgd" else ""
+        return "momentum" if name in ONE_MINUS and self.name not in ("sgd", "muon") else ""
+
+
+ONE_MINUS = {
+    "one_minus_beta1": "optimizer.betas.0",
+    "one_minus_beta2": "optimizer.betas.1",
+    "one_minus_momentum": "optimizer.momentum",
+}
+"""Keys of Adam's betas and of the momentum by the names under which they are tuned. A factor on 1 - β is one on the
+steps that an average goes back, as a factor on β is not; so these are what has octaves."""
+
+BETAS = tuple(name for name, key in ONE_MINUS.items() if key.startswith("optimizer.betas."))
+"""Of these, Adam's."""
 
 
 def one_minus(number: float) -> float:
@@ -273,7 +289,7 @@ def one_minus(number: float) -> float:
 TUNABLE = {
     **{name: f"hparams.{name}" for name in Hparams.model_fields if name != "per_tensor"},
     "lr_schedule": "training.lr_schedule",
-    **BETAS,
+    **ONE_MINUS,
 }
 """Keys of the config by the names under which they are tuned; a factor of `per_tensor` is tuned too."""
 

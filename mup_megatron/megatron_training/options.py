@@ -31,7 +31,7 @@ FLAGS = (
     *("--mup-tensors", "--mup-audit", "--mup-telemetry-interval"),
 )
 _SECTIONS = ("base", "parametrization", "hparams")
-# Hyperparameters that are Megatron's own options, by our name: its name, and its default.
+# Hyperparameters that are Megatron's own options, by our name: its name, and its default. Muon's momentum has another.
 _MEGATRONS: dict[str, tuple[str, Any]] = {
     "lr": ("lr", None),
     "init_method_std": ("init_method_std", 0.02),
@@ -40,6 +40,7 @@ _MEGATRONS: dict[str, tuple[str, Any]] = {
     "lr_schedule": ("lr_decay_style", "linear"),
     "one_minus_beta1": ("adam_beta1", 0.9),
     "one_minus_beta2": ("adam_beta2", 0.999),
+    "one_minus_momentum": ("sgd_momentum", 0.9),
 }
 MULTIPLIERS = tuple(name for name in Hparams.model_fields if name not in _MEGATRONS)
 """Hyperparameters that are no option of Megatron's."""
@@ -351,6 +352,8 @@ def _put_values(args: Namespace, path: str, given: dict[str, Any]) -> dict[str, 
     for name, value in record.values.items():
         if name in _MEGATRONS:
             attribute, default = _MEGATRONS[name]
+            if attribute == "sgd_momentum" and args.optimizer == "muon":
+                attribute = "muon_momentum"
             typed, value = getattr(args, attribute), in_config(name, value)
             if typed not in (default, value):
                 option = f"--{attribute.replace('_', '-')}"

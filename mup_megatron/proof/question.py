@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from mup_megatron.config import TUNABLE, Config, derive
 from mup_megatron.config.per_tensor import split_name
 from mup_megatron.proof.family import default_factors, grown, reference
-from mup_megatron.tuning.space import key_of, most, value_of
+from mup_megatron.tuning.space import check_over, key_of, most, value_of
 from mup_megatron.util.errors import ConfigError, UserError
 
 Across = Literal["width", "depth", "experts", "batch", "sequence", "tokens"]
@@ -91,6 +91,7 @@ def question(
     """
     if over not in TUNABLE and split_name(over) is None:
         raise UserError(f"--over: {over}: no hyperparameter; expected one of {', '.join(TUNABLE)}, per_tensor.KIND.lr")
+    check_over(config, over)
     if across not in ACROSS:
         raise UserError(f"--across: {across}: expected one of {', '.join(ACROSS)}")
     if seeds < 1:

@@ -16,7 +16,7 @@ from mup_megatron.proof.family import Axis, members
 from mup_megatron.proof.grid import comparable
 from mup_megatron.rules.horizon import without_rules
 from mup_megatron.tuning.loss_law import AXES
-from mup_megatron.tuning.space import key_of, most, stretched, value_of
+from mup_megatron.tuning.space import check_over, key_of, most, stretched, value_of
 from mup_megatron.util.errors import ConfigError, UserError
 
 Over = Literal["lr", "weight_decay", "one_minus_beta2"]
@@ -124,8 +124,9 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
         say: takes a line about rungs that are left out.
 
     Raises:
-        UserError: a rung makes no config, or too few are left, or the largest is not.
+        UserError: a rung makes no config, or too few are left, or the largest is not, or what is varied moves nothing.
     """
+    check_over(config, asked.over)
     found, short = {}, []
     for (width, layers), model in _models(derive(config, without_rules(config)), asked).items():
         for batch in asked.batch:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import SAMPLES
 from mup_megatron.checkpoints.run_directory import CONTROLS, PLAN
-from mup_megatron.config import BETAS, one_minus
+from mup_megatron.config import ONE_MINUS, one_minus
 from mup_megatron.config.per_tensor import full_name
 from mup_megatron.report.parts import (
     Explanation,
@@ -85,11 +85,12 @@ class Curve:
     def values(self) -> dict[str, Any]:
         """The hyperparameters at the base that it trained with; empty where nothing tells."""
         schedule = (self.settings.get("training") or {}).get("lr_schedule")
-        betas = (self.settings.get("optimizer") or {}).get("betas") or ()
+        optimizer = self.settings.get("optimizer") or {}
+        averages = (*(optimizer.get("betas") or (None, None)), optimizer.get("momentum"))
         found = dict(self.settings.get("hparams") or {})
         for entry, factors in (found.pop("per_tensor", None) or {}).items():
             found |= {full_name(entry, what): factor for what, factor in factors.items() if factor != 1.0}
-        found |= dict(zip(BETAS, map(one_minus, betas), strict=False))
+        found |= {name: one_minus(each) for name, each in zip(ONE_MINUS, averages, strict=True) if each is not None}
         return {**found, **({"lr_schedule": schedule} if schedule else {})}
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mup_megatron.checkpoints.checkpoint import Checkpoints
-from mup_megatron.config import BETAS
+from mup_megatron.config import ONE_MINUS
 from mup_megatron.config.model import FAMILIES
 from mup_megatron.model.explain import shown_init
 from mup_megatron.report.run_data import Curve, Run, read_run
@@ -102,7 +102,7 @@ def _values(run: Run) -> tuple[list[str], list[list[str]]]:
     study = run.record.study if run.record is not None else None
     tuned = study.values if study is not None else {}
     idle = () if run.has_position_bias else ("relative_bias_multiplier",)
-    for name in (*idle, *BETAS):
+    for name in (*idle, *ONE_MINUS):
         if name not in tuned:
             trained.pop(name, None)
     rows = []

@@ -59,6 +59,7 @@ def digested(config: Config) -> dict[str, Any]:
             **config.optimizer.model_dump(exclude={"implementation", "soap_eps"}),
             # What is tuned is the record's.
             "betas": [None if name in config.tuning.search else beta for name, beta in zip(BETAS, betas, strict=True)],
+            "momentum": None if "one_minus_momentum" in config.tuning.search else config.optimizer.momentum,
             **_lion_steps(config),
             # Left out elsewhere, so that records from before there was one keep their digest.
             **({"soap_eps": config.optimizer.soap_eps} if config.optimizer.name == "soap" else {}),

@@ -189,8 +189,11 @@ def megatron_options(config: Config) -> dict[str, str]:
         if value is not None:
             found[option] = _word(value)
     found["min-lr"] = _word(config.training.min_lr_ratio * config.hparams.lr)
-    if config.optimizer.name != "sgd":
-        found["adam-beta1"], found["adam-beta2"] = map(_word, config.optimizer.betas)
+    optimizer = config.optimizer
+    if not optimizer.lacks("one_minus_beta1"):
+        found["adam-beta1"], found["adam-beta2"] = map(_word, optimizer.betas)
+    if not optimizer.lacks("one_minus_momentum"):
+        found[f"{optimizer.name}-momentum"] = _word(optimizer.momentum)
     found["max-position-embeddings"] = _word(config.max_position_embeddings)
     return found
 

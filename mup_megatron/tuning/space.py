@@ -1,8 +1,8 @@
 """What may be tuned, and a config with values put in.
 
 Public names: `with_values`, `values_of`, `value_of`, `in_config`, `same`, `most`, `key_of`, `keys_of`,
-`check_overrides`, `proxy_config`, `without_fitted`, `distributions`, `one_process`, `stretched`, `short`, `WIDTH`,
-`STEPS`.
+`check_over`, `check_overrides`, `proxy_config`, `without_fitted`, `distributions`, `one_process`, `stretched`, `short`,
+`WIDTH`, `STEPS`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mup_megatron.config import BETAS, TUNABLE, Config, Training, derive, one_minus
+from mup_megatron.config import BETAS, ONE_MINUS, TUNABLE, Config, Training, derive, one_minus
 from mup_megatron.config.per_tensor import PerTensor, config_key, flat, split_name
 from mup_megatron.data.prepare import data_directory
+from mup_megatron.util.errors import UserError
 
 if TYPE_CHECKING:
     import optuna
@@ -67,13 +68,15 @@ def value_of(config: Config, name: str) -> Value:
         entry = config.hparams.per_tensor.get(parts[0], PerTensor())
         return getattr(entry, parts[1])
     if name in BETAS:
-        return one_minus(config.optimizer.betas[list(BETAS).index(name)])
+        return one_minus(config.optimizer.betas[BETAS.index(name)])
+    if name in ONE_MINUS:
+        return one_minus(config.optimizer.momentum)
     return getattr(getattr(config, TUNABLE[name].partition(".")[0]), name)
 
 
 def in_config(name: str, value: Value) -> Value:
     """A value as the config has it under `key_of`: β, of 1 - β."""
-    return one_minus(value) if name in BETAS and not isinstance(value, str) else value
+    return one_minus(value) if name in ONE_MINUS and not isinstance(value, str) else value
 
 
 def same(name: str, one: Value, other: Value) -> bool:
@@ -83,7 +86,13 @@ def same(name: str, one: Value, other: Value) -> bool:
 
 def most(name: str) -> float:
     """The largest value that a hyperparameter can have."""
-    return 1.0 if name in BETAS else math.inf
+    return 1.0 if name in ONE_MINUS else math.inf
+
+
+def check_over(config: Config, over: str) -> None:
+    """Raises UserError where what `--over` names is nothing that the optimizer reads."""
+    if what := config.optimizer.lacks(over):
+        raise UserError(f"--over: {over}: moves nothing: optimizer.name {config.optimizer.name} has no {what}")
 
 
 def check_overrides(config: Config, allowed: tuple[str, ...] = ()) -> None:

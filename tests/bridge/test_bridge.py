@@ -330,6 +330,10 @@ def test_values_of_a_record(tmp_path: Path) -> None:
     assert (config.model.transformer.init_method_std, config.model.transformer.embedding_init_method_std) == (0.1, 0.2)
     assert config.scheduler.lr_decay_style == "cosine"
     assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2) == (0.8, 0.98)
+    for name in ("sgd", "muon"):
+        config.optimizer.optimizer = name
+        put_values(config, {"one_minus_momentum": 0.04}, "transfer.json")
+    assert (config.optimizer.sgd_momentum, config.optimizer.muon_momentum) == (0.96, 0.96)
     with pytest.raises(UserError, match=r"^transfer\.json: values: dropout: not a hyperparameter that is known here"):
         put_values(config, {"dropout": 0.1}, "transfer.json")
     with pytest.raises(UserError, match=r"cannot read the transfer record: No such file"):

@@ -75,6 +75,19 @@ def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path) -> None:
 
 
 @needs_training
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_a_record_s_momentum_is_that_of_the_optimizer(base: str, tmp_path: Path, optimizer: str) -> None:
+    values = write_values(tmp_path / "t.json", lr=0.004, one_minus_momentum=0.04)
+    words = ("--mup-base", base, "--mup-hparams", values, "--optimizer", optimizer)
+    args = parsed(*words)
+    read_options(args)
+    given = {name: getattr(args, f"{name}_momentum") for name in ("sgd", "muon")}
+    assert given == {"sgd": 0.9, "muon": 0.9, optimizer: 0.96}
+    with pytest.raises(UserError, match=rf"--{optimizer}-momentum 0\.8: .* says 0\.96; remove --{optimizer}-momentum"):
+        read_options(parsed(*words, f"--{optimizer}-momentum", "0.8"))
+
+
+@needs_training
 def test_factors_of_kinds_come_from_a_record(base: str, tmp_path: Path) -> None:
     values = write_values(
         tmp_path / "t.json", **{"lr": 0.004, "per_tensor.embedding.lr": 2.0, "per_tensor.*.mlp.*.init": 0.5}

@@ -136,6 +136,16 @@ def test_a_trial_by_hand(tmp_path: Path) -> None:
     assert sections["base"] == base
 
 
+@pytest.mark.parametrize(("optimizer", "option"), [("sgd", "sgd-momentum"), ("muon", "muon-momentum")])
+def test_a_trial_s_momentum(tmp_path: Path, optimizer: str, option: str) -> None:
+    """By hand: 1 - 0.04. SGD has no betas, Muon has AdamW's of the other tensors."""
+    config = study(tmp_path, optimizer__name=optimizer, tuning__search={"one_minus_momentum": {"choice": [0.04]}})
+    options = megatron_options(proxy_config(config, {"one_minus_momentum": 0.04}, seed=1, directory=tmp_path / "t"))
+    assert options[option] == "0.96"
+    assert [name for name in options if name.endswith("momentum")] == [option]
+    assert ("adam-beta1" in options) == (optimizer == "muon")
+
+
 def test_another_run_than_was_asked_for(tmp_path: Path) -> None:
     """The keys are named; the last digit of a float, which a command line may lose, is none."""
     config = study(tmp_path)

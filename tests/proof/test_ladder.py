@@ -401,6 +401,10 @@ def test_what_is_varied(config_of_ladder: Any, over: Over, varied: list[tuple[fl
             "--values: hparams.weight_decay is 0, so it has no octaves about it; expected values",
         ),
         (
+            ["--over", "one_minus_beta2", "optimizer.name=sgd"],
+            "--over: one_minus_beta2: moves nothing: optimizer.name sgd has no betas",
+        ),
+        (
             ["--over", "weight_decay", "--values", "0.1,1,2", "--record", "r.json"],
             "--record: takes exponents of the rate",
         ),

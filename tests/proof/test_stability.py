@@ -77,6 +77,10 @@ def test_what_a_beta_varies_by(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        (
+            {"over": "one_minus_momentum"},
+            "--over: one_minus_momentum: moves nothing: optimizer.name adamw has no momentum",
+        ),
         ({"over": "beta"}, "--over: beta: no hyperparameter; expected one of lr, init_method_std"),
         ({"across": "time"}, "--across: time: expected one of width, depth, experts, batch, sequence, tokens"),
         ({"factors": [2]}, "--sizes: 2: expected two different factors"),

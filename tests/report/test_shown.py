@@ -134,8 +134,10 @@ def test_betas_are_shown_where_they_were_tuned(copied: Path) -> None:
     assert not any(row[0].startswith("one_minus") for row in summary(read_run(copied))["values"])
     rewritten(copied, lambda data: data["values"].update(one_minus_beta2=0.05 + 1e-15))
     assert read_run(copied).others == {}
-    rewritten(copied, lambda data: data["values"].update(one_minus_beta2=0.02))
+    rewritten(copied, lambda data: data["values"].update(one_minus_beta2=0.02, one_minus_momentum=0.1))
     assert read_run(copied).others == {"one_minus_beta2": 0.05}
+    rewritten(copied, lambda data: data["values"].update(one_minus_momentum=0.04))
+    assert read_run(copied).others == {"one_minus_beta2": 0.05, "one_minus_momentum": 0.1}
 
 
 def test_a_run_beside_a_record_that_it_did_not_use(copied: Path) -> None:

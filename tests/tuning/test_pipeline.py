@@ -290,7 +290,11 @@ def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
         ),
         (
             ["tuning.search.one_minus_beta1.choice=[0.1]", "optimizer.name=sgd"],
-            "tuning.search.one_minus_beta1: moves nothing here: SGD has no betas; expected another optimizer.name",
+            "tuning.search.one_minus_beta1: moves nothing here: sgd has no betas; expected another optimizer.name",
+        ),
+        (
+            ["tuning.search.one_minus_momentum.choice=[0.1]", "optimizer.name=lion"],
+            "tuning.search.one_minus_momentum: moves nothing here: lion has no momentum; expected another optimizer",
         ),
         (["optimizer.betas.1=1.0"], "optimizer.betas.1: expected a number < 1.0, found 1.0"),
         (["optimizer.betas.2=0.9"], "optimizer.betas: has no keys of its own, so optimizer.betas.2 cannot be set"),

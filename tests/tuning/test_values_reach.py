@@ -71,6 +71,7 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray) -> float:
         ({"weight_decay": 0.2}, {"weight_decay"}),
         ({"one_minus_beta1": 0.2}, {"betas"}),
         ({"one_minus_beta2": 0.02}, {"betas"}),
+        ({"one_minus_momentum": 0.2}, {"momentum"}),
         ({"relative_bias_multiplier": 2.0}, {"relative_bias", "forward_multiplier"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -91,6 +92,19 @@ def test_betas_are_searched_as_their_distance_from_1() -> None:
     assert same("one_minus_beta2", found, drawn)
     assert not same("one_minus_beta2", found, 0.0316227)
     assert not same("lr", found, drawn)
+
+
+def test_a_momentum_is_searched_as_its_distance_from_1() -> None:
+    config = config_with({"optimizer__name": "muon", "parallel__engine": "megatron"}, one_minus_momentum=0.04)
+    assert config.optimizer.momentum == 0.96
+    assert value_of(config, "one_minus_momentum") == 0.04
+
+    def family(momentum: float, search: str) -> Any:
+        keys = {"optimizer__momentum": momentum, "tuning__search": {search: {"log_uniform": [0.01, 0.2]}}}
+        return digested(config_with({"optimizer__name": "sgd", **keys}))
+
+    assert family(0.9, "one_minus_momentum") == family(0.95, "one_minus_momentum")
+    assert family(0.9, "lr") != family(0.95, "lr")
 
 
 def test_betas_that_are_searched_are_the_records() -> None:

@@ -6,10 +6,11 @@
 
 Tables are `run.dir`s of grids, one per seed. A search sees the table of one seed, as a user does, and goes on until it
 has cost `--budget` whole runs; no loss that it cannot see ends it. What counts is the loss of its best trial's values,
-as the mean over seeds has it: on the proxy, and on the target, of the same points. A search has arrived where its
-values are within the goal of the best there is, and stay so until its end. Costs are in whole runs of the proxy, also
-those of searches on the target itself. With tables of widths between (`--wider`), a telescoping search goes through
-the proxy and them (2505.02222): each has the same share of the budget, about the values that the narrower one gave.
+as the mean over seeds has it: on the proxy, and on the target, of the same points; seeds behind the first may have
+fewer of them, near the best. A search has arrived where its values are within the goal of the best there is, and stay
+so until its end. Costs are in whole runs of the proxy, also those of searches on the target itself. With tables of
+widths between (`--wider`), a telescoping search goes through the proxy and them (2505.02222): each has the same share
+of the budget, about the values that the narrower one gave.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def jobs(
     }
     if "target" in units:
         unit = units["target"][0]
-        direct = Stage(tables["target"], unit, unit * budget)
+        whole = [table for table in tables["target"] if len(table.losses) == len(tables["target"][0].losses)]
+        direct = Stage(whole, unit, unit * budget)
         found |= {f"{name}, on the target": ([direct], method) for name, method in DIRECT.items()}
     if wider := tables.get("wider"):
         share = budget / (1 + len(wider))

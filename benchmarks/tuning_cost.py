@@ -130,11 +130,11 @@ class Table:
 
     @classmethod
     def mean(cls, tables: Sequence[Table]) -> Table:
-        """Of tables of the same points, one per seed."""
-        losses: dict[tuple[float, ...], list[float]] = {
-            point: [statistics.fmean(each) for each in zip(*(table.losses[point] for table in tables), strict=True)]
-            for point in tables[0].losses
-        }
+        """Of tables of the same points, one per seed; those behind the first may have fewer of its points."""
+        losses: dict[tuple[float, ...], list[float]] = {}
+        for point in tables[0].losses:
+            known = [table.losses[point] for table in tables if point in table.losses]
+            losses[point] = [statistics.fmean(each) for each in zip(*known, strict=True)]
         return cls(tables[0].values, tables[0].steps, losses, tables[0].flops)
 
     @property

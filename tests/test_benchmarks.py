@@ -506,6 +506,17 @@ def test_a_search_on_the_target_costs_what_the_target_does() -> None:
     ]
 
 
+def test_a_later_seed_may_have_only_what_is_near_the_best() -> None:
+    first = tuning_cost.Table.of(grid_record())
+    near: Grid = {(LR[8],): [each + 1 for each in first.losses[(LR[8],)]]}
+    later = tuning_cost.Table({"lr": [LR[8]]}, first.steps, near, first.flops)
+    mean = tuning_cost.Table.mean([first, later])
+    assert mean.losses[(LR[8],)][-1] == pytest.approx(loss(LR[8], 16) + 0.5)
+    assert mean.losses[(LR[7],)] == first.losses[(LR[7],)]
+    known = families.jobs({"proxy": [first], "target": [first, later]}, {"target": [16.0, 16.0]}, budget=30)
+    assert known["TPE, on the target"][0][0].tables == [first]  # a search needs a whole one
+
+
 def test_a_search_of_the_rate_alone_keeps_the_other_values() -> None:
     table = tuning_cost.Table.of(grid_record())
     both: Grid = {(*point, std): losses for point, losses in table.losses.items() for std in (0.02, 0.08)}

@@ -20,6 +20,7 @@ _MU = {"muadam": MuAdam, "muadamw": MuAdamW, "musgd": MuSGD}
 _CONFIG_RULES: dict[str, formulas.UpdateRule] = {"adam": "adam", "adamw": "adam", "lion": "adam", "sgd": "sgd"}
 _ADAMS = ("adam", "adamw")
 _EPS = 1e-8  # of Adam, torch's and DeepSpeed's
+_DECAY = 0.01  # of torch.optim.AdamW, which DeepSpeed takes with `torch_adam`; of its own optimizers it is 0
 
 
 def groups_of_config(
@@ -55,6 +56,8 @@ def groups_of_config(
             f"optimizer.type: there is no rule for {block.get('type')!r}; expected one of "
             f"{', '.join([*_CONFIG_RULES, *_MU])}, or optimizer=..."
         )
+    if kind == "adamw" or (kind == "adam" and keys.get("adam_w_mode", True)):
+        keys.setdefault("weight_decay", _DECAY if keys.get("torch_adam") else 0.0)
     decays = [keys.get("weight_decay"), *(part.get("weight_decay") for part in given if isinstance(part, dict))]
     if kind == "adam" and not keys.get("adam_w_mode", True) and any(decays):
         raise UserError(

@@ -12,6 +12,7 @@ import torch
 
 from mup_megatron import mup
 from mup_megatron.deepspeed import initialize
+from mup_megatron.deepspeed.optimizer import groups_of_config
 from mup_megatron.engines.optim import set_learning_rates
 from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.util.errors import UserError
@@ -325,6 +326,24 @@ def test_l2_of_a_group_alone_is_refused() -> None:
             model_parameters=[{"params": list(net.parameters()), "weight_decay": 0.1}],
             config=bodies.settings(0, 1, optimizer=adam),
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "decay"),
+    [
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("AdamW", {}, 0.0),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0.0}, 0.0),
+    ],
+)
+def test_a_decay_that_the_config_does_not_say(kind: str, keys: dict[str, Any], decay: float) -> None:
+    """As DeepSpeed would have it: torch.optim.AdamW has a decay where it is told none, DeepSpeed's own have not."""
+    assert torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"] == 0.01
+    settings = {"optimizer": {"type": kind, "params": {"lr": LR, **keys}}}
+    _, groups = groups_of_config(bodies.model(), settings, None)
+    assert [group["lr"] * group["weight_decay"] for group in groups] == pytest.approx([LR * decay] * len(groups))
 
 
 class Unruly(torch.optim.SGD):

@@ -152,8 +152,8 @@ def said_of_target() -> str:
     same = "the target's best too" if point == 0 else f"{100 * point:.2f} % above the target's best"
     return (
         f"A run of the target costs {_unit(TARGET):.1f} times as much as one of the proxy. The proxy's best point is "
-        f"{same}. The median of TPE with halving, which the large configs use, ends {100 * halving:.2f} % above the "
-        f"best, {_order(halving, random)} random search on the target ({100 * random:.2f} %)."
+        f"{same}. The median of TPE with halving ends {100 * halving:.2f} % above the best, "
+        f"{_order(halving, random)} random search on the target ({100 * random:.2f} %)."
     )
 
 

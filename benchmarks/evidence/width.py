@@ -282,12 +282,9 @@ def ends(path: str) -> dict[str, list[float]]:
 
 
 def said_of_one_ratio(path: str) -> str:
-    """What the base's best rate gives at the largest width, by one ratio and by a ratio per tensor."""
+    """How low one ratio and a ratio per tensor end at the largest width, each at its best rate there."""
     found = record(path)
     first, last = found["sizes"][0]["size"], found["sizes"][-1]["size"]
-    rate = row_of(found, first)["minimum"]["tried"]
-    rows = {name: row_of(found, last, name) for name in ("mup", "one_ratio")}
-    kept = {name: statistics.fmean(row["losses"][found["values"].index(rate)]) for name, row in rows.items()}
     at_end = ends(path)
     apart = difference(at_end["one_ratio"], at_end["mup"])
     lower = {
@@ -297,8 +294,7 @@ def said_of_one_ratio(path: str) -> str:
     }[apart.sign]
     return (
         f"From {first} {lower}: {statistics.fmean(at_end['one_ratio']):.3f} by one ratio, "
-        f"{statistics.fmean(at_end['mup']):.3f} by a ratio per tensor ({apart} nats); at the best rate "
-        f"of {first} {kept['one_ratio']:.3f} and {kept['mup']:.3f}."
+        f"{statistics.fmean(at_end['mup']):.3f} by a ratio per tensor ({apart} nats)."
     )
 
 

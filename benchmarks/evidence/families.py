@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from benchmarks.evidence.records import Rows, record
 from benchmarks.evidence.searches import last_loss, shown
 
 FAMILIES = {"llama": "Llama", "moe": "Mixture of experts"}
+SIXTEEN = "tuning-cost-sixteen/cost.json"
 
 
 def arrivals() -> Rows:
@@ -25,6 +27,48 @@ def arrivals() -> Rows:
     return rows
 
 
+def of_sixteen() -> Rows:
+    """Per search, as the target judges: how many arrived and stayed, the median of all, and where the median ends."""
+    found = record(SIXTEEN)["searches"]["target"]
+    rows = [["search", *(f"within {goal}" for goal in found["TPE"]["goals"]), "ends above the best by"]]
+    for name, told in found.items():
+        cells = [f"{each['arrived']}, {_median(each['median'])}" for each in told["goals"].values()]
+        trains = "" if name.endswith(("on the target", "telescoping")) else ", on the proxy"
+        rows.append([f"{shown(name)}{trains}", *cells, f"{100 * told['ends']:.2f} %"])
+    return rows
+
+
+def said_of_sixteen() -> str:
+    """What runs cost, what the proxy's best point costs the target, and how far seeds are apart there."""
+    found = record(SIXTEEN)
+    between = [f"{cost:.1f}" for cost in found["costs"]["wider"]]
+    given, own = (_at(found["tables"]["target"], found["best"][name]) for name in ("proxy", "target"))
+    return (
+        f"A run of the target costs {found['costs']['target'][0]:.1f} times as much as one of the proxy, those between "
+        f"{' and '.join(between)} times. The proxy's best point costs the target "
+        f"{100 * (statistics.fmean(given) / statistics.fmean(own) - 1):.2f} %; at the target's own best its "
+        f"{len(own)} seeds are {100 * (max(own) / min(own) - 1):.2f} % apart. The numbers are searches of "
+        f"{found['seeds']} that arrived, and the median of all, in runs of the proxy:"
+    )
+
+
+def cheaper_by_the_proxy() -> str:
+    """Whether the median search on the proxy arrives for less than the same on the target, within each goal."""
+    found, said, fails = record(SIXTEEN)["searches"]["target"], [], False
+    for goal in found["TPE"]["goals"]:
+        proxy, target = (
+            found[name]["goals"][goal]["median"] for name in ("TPE, halving", "TPE, halving, on the target")
+        )
+        if proxy is None and target is None:
+            said.append(f"neither comes within {goal}")
+            continue
+        cheaper = proxy is not None and (target is None or proxy < target)
+        fails |= not cheaper
+        costs = " against ".join(each if each == "never" else f"{each} runs" for each in map(_median, (proxy, target)))
+        said.append(f"{'holds' if cheaper else 'fails'} within {goal} ({costs})")
+    return f"**{'failed' if fails else 'passed'}**: {', '.join(said)}"
+
+
 def _median(cost: float | None) -> str:
     return "never" if cost is None else f"{cost:.1f}"
 
@@ -35,8 +79,8 @@ def said_of_families() -> str:
     for family, what in FAMILIES.items():
         found = _family(family)
         best_ = {name: value for name, value in found["best"]["proxy"].items() if name != "loss"}
-        own = [_last_at(table, best_) for table in found["tables"]["proxy"]]
-        cost = _last_at(found["tables"]["target"][0], best_) / found["best"]["target"]["loss"] - 1
+        own = _at(found["tables"]["proxy"], best_)
+        cost = _at(found["tables"]["target"], best_)[0] / found["best"]["target"]["loss"] - 1
         table = found["tables"]["proxy"][0]
         apart = abs(own[0] / own[1] - 1)
         said.append(
@@ -111,8 +155,10 @@ def _values(point: Mapping[str, float], table: Sequence[Mapping[str, Any]]) -> s
     return ", ".join(words)
 
 
-def _last_at(table: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -> float:
-    return next(last_loss(each) for each in table if all(each[name] == value for name, value in values.items()))
+def _at(tables: Sequence[Sequence[Mapping[str, Any]]], best: Mapping[str, float]) -> list[float]:
+    """The last losses of the tables that have the values."""
+    values = {name: value for name, value in best.items() if name != "loss"}
+    return [last_loss(each) for table in tables for each in table if values.items() <= each.items()]
 
 
 def _family(name: str) -> dict[str, Any]:

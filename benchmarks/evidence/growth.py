@@ -103,17 +103,19 @@ def experts() -> Rows:
 OPTIMIZERS = {
     "optimizers": {"Muon": "optimizers/muon.json", "Lion": "optimizers/lion.json"},
     "optimizers-64": {name: f"optimizers/{name.lower()}-64.json" for name in ("Muon", "Lion", "SOAP")},
+    "momentum": {"Muon": "optimizers/muon-momentum.json"},
 }
 """By the name of the table: other optimizers than AdamW, and their records."""
 
 
 def optimizers(table: str) -> Rows:
-    """The learning rate over width, of other optimizers than AdamW."""
+    """The learning rate, or the momentum, over width, of other optimizers than AdamW."""
     found = {name: record(path) for name, path in OPTIMIZERS[table].items()}
     sizes = [str(each["size"]) for each in found["Muon"]["sizes"]]
     least, largest = sizes[0], sizes[-1]
-    moves = [f"octaves from {least} to {largest}", f"{least}'s best tried rate costs {largest}"]
-    rows = [["optimizer", "", f"best rate at {', '.join(sizes)}", *moves, "lowest loss", "verdict"]]
+    what = "rate" if found["Muon"]["over"] == "lr" else "1 - momentum"
+    moves = [f"octaves from {least} to {largest}", f"{least}'s best tried {what} costs {largest}"]
+    rows = [["optimizer", "", f"best {what} at {', '.join(sizes)}", *moves, "lowest loss", "verdict"]]
     for name, each in found.items():
         for kind, line in each["lines"].items():
             first = line["rows"][0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.evidence import forecast, growth, ladders, limit, plane, searches, wide, width
+from benchmarks.evidence import families, forecast, growth, ladders, limit, plane, searches, wide, width
 from benchmarks.evidence.records import (
     LINES,
     LOWER,
@@ -209,6 +209,8 @@ CLAIMS = (
     *(Claim(what=f"{name}'s best rate stays over width", whose="this project",
             page="optimizers.md#from-hidden-size-64", path=f"optimizers/{name.lower()}-64.json")
       for name in ("Muon", "Lion", "SOAP")),
+    Claim(what="Muon's best 1 - momentum stays over width", whose=f"{_PAPER}, table 2",
+          page="optimizers.md#muons-momentum", path="optimizers/muon-momentum.json"),
     Claim(what="The best decay stays over width in fresh text (`independent`)", whose="Wang & Aitchison",
           page="weight-decay.md", path="stability-decay/independent.json"),
     Claim(what="The best decay stays over width in repeated text (`independent`)", whose="Wang & Aitchison",
@@ -238,6 +240,9 @@ CLAIMS = (
     Claim(what="Tuning a proxy is cheaper than tuning the target, on code", whose=f"{_PAPER}, figure 5",
           page="tuning-cost.md#against-tuning-the-target-directly", path=searches.TARGET,
           said=partial(_cheaper, searches.TARGET, (1.1, 0.5))),
+    Claim(what="TPE with halving on a proxy is cheaper than on a target whose runs cost sixteen times as much",
+          whose=f"{_PAPER}, figure 5", page="tuning-cost.md#a-target-of-sixteen-times-the-cost", path=families.SIXTEEN,
+          said=families.cheaper_by_the_proxy),
     Claim(what="TPE with halving on a proxy ends as low as random search on the target, on translation",
           whose="this project's configs", page="translation.md", path=searches.TRANSLATION,
           said=partial(_as_low, searches.TRANSLATION)),

@@ -166,8 +166,8 @@ def said_of_translation() -> str:
         f"A run of the target costs {_unit(TRANSLATION):.1f} times as much as one of the proxy. On the proxy random "
         f"search takes {shares['random', 5]} of its cost on the target to stay within 5 %, and {shares['random', 2.5]} "
         f"within 2.5 %; TPE takes {shares['TPE', 5]} and {shares['TPE', 2.5]} of its cost there. The proxy's best "
-        f"point costs the target {100 * _proxys_best(TRANSLATION):.1f} %. TPE with halving, which the large configs "
-        f"use, ends {100 * halving:.2f} % above the best, {_order(halving, random)} random search on the target "
+        f"point costs the target {100 * _proxys_best(TRANSLATION):.1f} %. TPE with halving "
+        f"ends {100 * halving:.2f} % above the best, {_order(halving, random)} random search on the target "
         f"({100 * random:.2f} %). The best output multiplier is {best_at[0]:g} on the proxy and {best_at[1]:g} on the "
         "target."
     )

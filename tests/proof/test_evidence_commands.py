@@ -190,18 +190,25 @@ def test_printed_searches_made_the_tables(folder: str, page: str) -> None:
         assert {list(point["losses"])[-1] for point in table} == {str(steps)}
 
 
-@pytest.mark.parametrize("family", ["llama", "moe"])
-def test_printed_searches_made_a_family_s_tables(family: str) -> None:
-    """Two seeds of the proxy and one of the target; and the replays have the printed seeds and budget."""
-    found, page = records.record(f"tuning-cost-{family}/cost.json"), commands(records.FOLDER / "tuning-cost.md")
+@pytest.mark.parametrize(
+    ("record", "runs", "seeds"),
+    [
+        ("tuning-cost-llama", "tuning-cost-llama", [1, 2, 1]),
+        ("tuning-cost-moe", "tuning-cost-moe", [1, 2, 1]),
+        ("tuning-cost-sixteen", "sixteen/", [1, 2, 3, 1, 2, 2, 3, 3, 1, 1]),
+    ],
+)
+def test_printed_searches_made_a_family_s_tables(record: str, runs: str, seeds: list[int]) -> None:
+    """Those of the proxy, then the target's, then those between; and the replays have the printed seeds and budget."""
+    found, page = records.record(f"{record}/cost.json"), commands(records.FOLDER / "tuning-cost.md")
     tunes = [Command(words[1:]) for words in page if words[:2] == ["mup-megatron", "tune"]]
-    tunes = [tune for tune in tunes if f"tuning-cost-{family}" in str(tune.config.run.dir)]
-    assert [tune.config.run.seed for tune in tunes] == [1, 2, 1]
-    for table, tune in zip([*found["tables"]["proxy"], *found["tables"]["target"]], tunes, strict=True):
+    tunes = [tune for tune in tunes if runs in str(tune.config.run.dir)]
+    assert [tune.config.run.seed for tune in tunes] == seeds
+    for table, tune in zip(itertools.chain(*found["tables"].values()), tunes, strict=True):
         space = {name: set(values.choice or ()) for name, values in tune.config.tuning.search.items()}
         assert {name: {point[name] for point in table} for name in space} == space
         assert {list(point["losses"])[-1] for point in table} == {str(tune.config.training.train_steps)}
-    (replayed,) = [words for words in page if "benchmarks.families" in words and words[-1].endswith(family)]
+    (replayed,) = [words for words in page if "benchmarks.families" in words and words[-1].endswith(record)]
     assert replayed[replayed.index("--seeds") + 1] == str(found["seeds"])
     assert float(replayed[replayed.index("--budget") + 1]) == found["budget"]
 

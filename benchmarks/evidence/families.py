@@ -52,6 +52,20 @@ def said_of_sixteen() -> str:
     )
 
 
+def said_of_telescoping() -> str:
+    """How many searches arrive through several widths, and at the narrowest alone; for docs/tuning.md."""
+    found = record(SIXTEEN)
+    through, alone = (
+        found["searches"]["target"][name]["goals"]["0.5 %"] for name in ("TPE, halving, telescoping", "TPE, halving")
+    )
+    return (
+        f"Of [{found['seeds']} replays](evidence/tuning-cost.md#a-target-of-sixteen-times-the-cost) for a wider target "
+        f"{through['arrived']} come within 0.5 % through {1 + len(found['costs']['wider'])} widths, the median after "
+        f"{_median(through['median'])} runs of the narrowest, and {alone['arrived']}, after "
+        f"{_median(alone['median'])}, at the narrowest alone."
+    )
+
+
 def cheaper_by_the_proxy() -> str:
     """Whether the median search on the proxy arrives for less than the same on the target, within each goal."""
     found, said, fails = record(SIXTEEN)["searches"]["target"], [], False

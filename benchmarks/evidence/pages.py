@@ -122,6 +122,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-families": families.said_of_families,
     "sixteen": families.of_sixteen,
     "said-of-sixteen": families.said_of_sixteen,
+    "said-of-telescoping": families.said_of_telescoping,
     "known-values": families.said_of_known_values,
     "gaussian-process": families.gaussian_process,
     "quality": searches.quality,

@@ -54,8 +54,8 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
     varying = [name for name in AXES if len({getattr(rung, name) for rung in fitted}) > 1]
     if len(fitted) <= len(varying) + 1:
         raise UserError(
-            f"ladder: only {len(fitted)} rungs have their best {name} between others that were tried; expected "
-            "--values nearer to it"
+            f"ladder: only {len(fitted)} of {len(curves)} rungs have their best {name} between others that were tried"
+            f"{_at_ends(name, curves, least)}; expected --values nearer to it"
         )
     points = [rung.octaves for rung in fitted]
     noise = _noise(least[rung].error for rung in fitted)
@@ -89,6 +89,16 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
         "verdict": (verdict := verdict_of(reasons, opened)),
         "passed": verdict == "passed",
     }
+
+
+def _at_ends(name: str, curves: Mapping[Rung, Curve], least: Mapping[Rung, Minimum]) -> str:
+    """At how many rungs the best is the lowest or the highest that was tried, and what moving it there gained."""
+    said = []
+    for edge, beside in (("low", 1), ("high", -2)):
+        gains = [1 - found.loss / curves[rung].means[beside] for rung, found in least.items() if found.edge == edge]
+        if gains:
+            said.append(f"at {len(gains)} it is the {edge}est, {100 * max(gains):.2g} % of loss below the next at most")
+    return f"; {', '.join(said)}" if said else ""
 
 
 def _noise(errors: Iterable[float | None]) -> float:

@@ -178,6 +178,21 @@ def test_a_largest_rung_beyond_what_was_tried_is_undecided() -> None:
     assert found["verdict"] != "passed"
 
 
+def test_how_flat_it_is_at_the_ends_where_no_law_can_be_fitted() -> None:
+    """By hand: of losses 4.2, 4.1 and 4 the last is 2.44 % below the one before; of the flat ones 0.025 %."""
+    values = [1.0, 2.0, 4.0]
+    steep, flat = [4.2, 4.1, 4.0], [4.0, 4.001, 4.002]
+    made = {rung: Curve(values=values, losses=[{1: loss} for loss in steep]) for rung in RUNGS}
+    made |= {rung: Curve(values=values, losses=[{1: loss} for loss in flat]) for rung in RUNGS[:2]}
+    with pytest.raises(UserError) as error:
+        laws(made)
+    assert str(error.value) == (
+        f"ladder: only 0 of {len(RUNGS)} rungs have their best rate between others that were tried; at 2 it is the "
+        f"lowest, 0.025 % of loss below the next at most, at {len(RUNGS) - 2} it is the highest, 2.4 % of loss below "
+        "the next at most; expected --values nearer to it"
+    )
+
+
 GRID, SEEDS = [1.0, 2.0, 4.0, 8.0, 16.0], [7, 8, 9]
 
 

@@ -59,10 +59,10 @@ def said_of_telescoping() -> str:
         found["searches"]["target"][name]["goals"]["0.5 %"] for name in ("TPE, halving, telescoping", "TPE, halving")
     )
     return (
-        f"Of [{found['seeds']} replays](evidence/tuning-cost.md#a-target-of-sixteen-times-the-cost) for a wider target "
-        f"{through['arrived']} come within 0.5 % through {1 + len(found['costs']['wider'])} widths, the median after "
-        f"{_median(through['median'])} runs of the narrowest, and {alone['arrived']}, after "
-        f"{_median(alone['median'])}, at the narrowest alone."
+        f"Of [{found['seeds']} replays](evidence/tuning-cost.md#a-target-of-sixteen-times-the-cost) through "
+        f"{1 + len(found['costs']['wider'])} widths {through['arrived']} come within 0.5 % of a wider target's lowest "
+        f"loss, and the median needs {_median(through['median'])} runs of the narrowest width. At the narrowest alone "
+        f"{alone['arrived']} do, and the median needs {_median(alone['median'])}."
     )
 
 

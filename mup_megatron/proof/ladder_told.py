@@ -28,24 +28,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         best += f" ± {rung['error']:.2f} octaves" if rung["error"] is not None else ""
         best += f", at the {rung['edge']} end of what was tried" if rung["edge"] else ""
         said.append(f"  {_where(rung, layers)}: loss {rung['loss']:.4f} at {over} {best}")
-    law = result[name]
-    terms = [f"{axis}^({law[axis]['exponent']:+.3f} ± {law[axis]['error']:.3f})" for axis in AXES if axis in law]
-    said.append(f"{name}: {2 ** law['constant']:.4g} · {' · '.join(terms)}, spread {law['spread']:.2f} octaves")
-    said += _bends(name, result["bends"])
-    said.append(f"loss: {result['loss']['said']}, spread {result['loss']['spread']:.4f}")
-    held = result["held_out"]
-    best, loss = held[name], held["loss"]
-    octaves = "beyond what was tried" if best["octaves"] is None else f"{best['octaves']:+.2f} octaves off"
-    said.append(
-        f"held out, {_where(held, layers)}: "
-        f"{over} {best['predicted']:.3g} ± {best['error']:.2f} octaves predicted, {octaves}; "
-        f"loss {loss['predicted']:.4f} ± {loss['error']:.4f} predicted, {loss['measured']:.4f} measured"
-    )
-    for rule, each in result["published"].items():
-        off = "not known" if each["octaves"] is None else f"{each['octaves']:+.2f} octaves off there"
-        said.append(
-            f"  {rule}, from the first rung: {off}; all rungs scatter by {each['scatter']:.2f} octaves about it"
-        )
+    if result[name] is not None:
+        said += _laws(result, name, layers)
     said += [f"dropped, too far from the minimum: {line}" for line in result["dropped"]]
     said += [f"failed: {line}" for line in result["failed"]]
     said += [*result["reasons"], *result["open"]]
@@ -53,12 +37,36 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     use = f"in a config: {keys}, or fitted, with its ladder.json as tuning.ladder"
     if not keys:
         use = f"no config takes these exponents; {_RULES[over]}"
+    tell = "the laws tell the largest rung's best" if result[name] is not None else "there is a law of the best"
     ends = {
         "passed": f"passed: the laws tell the largest rung; {use}",
         "failed": "failed: the laws do not tell the largest rung",
-        "undecided": f"undecided: whether the laws tell the largest rung's best {name} is not known",
+        "undecided": f"undecided: whether {tell} {name} is not known",
     }
     return [*said, ends[result["verdict"]]]
+
+
+def _laws(result: Mapping[str, Any], name: str, layers: bool) -> list[str]:
+    """The laws, and how they and those of others tell the largest rung."""
+    law = result[name]
+    terms = [f"{axis}^({law[axis]['exponent']:+.3f} ± {law[axis]['error']:.3f})" for axis in AXES if axis in law]
+    said = [f"{name}: {2 ** law['constant']:.4g} · {' · '.join(terms)}, spread {law['spread']:.2f} octaves"]
+    said += _bends(name, result["bends"])
+    said.append(f"loss: {result['loss']['said']}, spread {result['loss']['spread']:.4f}")
+    held = result["held_out"]
+    best, loss = held[name], held["loss"]
+    octaves = "beyond what was tried" if best["octaves"] is None else f"{best['octaves']:+.2f} octaves off"
+    said.append(
+        f"held out, {_where(held, layers)}: "
+        f"{result['over']} {best['predicted']:.3g} ± {best['error']:.2f} octaves predicted, {octaves}; "
+        f"loss {loss['predicted']:.4f} ± {loss['error']:.4f} predicted, {loss['measured']:.4f} measured"
+    )
+    for rule, each in result["published"].items():
+        off = "not known" if each["octaves"] is None else f"{each['octaves']:+.2f} octaves off there"
+        said.append(
+            f"  {rule}, from the first rung: {off}; all rungs scatter by {each['scatter']:.2f} octaves about it"
+        )
+    return said
 
 
 def _bends(name: str, bends: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mup_megatron.proof.laws import Law, bends, fit
+from mup_megatron.proof.laws import Law, bends, determined, fit
 from mup_megatron.proof.optimum import Curve, Minimum, least_loss, minimum
 from mup_megatron.proof.rungs import NAMES, Over, Rung
 from mup_megatron.proof.verdict import verdict_of
@@ -39,8 +39,13 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
         curves: of every rung, the largest last.
         over: what was varied.
 
+    Returns:
+        What ladder.json has of them. Rungs whose best value is the lowest or the highest that was tried are not fitted.
+        Where the others do not determine an exponent of every axis, the laws and `held_out` are None, `open` says why,
+        and the verdict is undecided.
+
     Raises:
-        UserError: a rung has no finite loss, or too few rungs have a minimum between the values that were tried.
+        UserError: a rung has no finite loss.
     """
     name = NAMES[over]
     for rung, curve in curves.items():
@@ -49,23 +54,8 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
                 f"ladder: {rung.name}: no {name} has a finite loss with every seed; expected lower --values"
             )
     least = {rung: minimum(curve) for rung, curve in curves.items()}
-    largest = list(curves)[-1]
-    fitted = [rung for rung in curves if rung != largest and least[rung].value is not None]
-    varying = [name for name in AXES if len({getattr(rung, name) for rung in fitted}) > 1]
-    if len(fitted) <= len(varying) + 1:
-        raise UserError(
-            f"ladder: only {len(fitted)} of {len(curves)} rungs have their best {name} between others that were tried"
-            f"{_at_ends(name, curves, least)}; expected --values nearer to it"
-        )
-    points = [rung.octaves for rung in fitted]
-    noise = _noise(least[rung].error for rung in fitted)
-    places = [math.log2(least[rung].value or 0) for rung in fitted]
-    best, bent = fit(points, places, noise), bends(points, places, noise)
     lowest = {rung: least_loss(curve) for rung, curve in curves.items()}
-    noise = _noise(_loss_error(curves[rung]) for rung in fitted)
-    loss = fit_loss_law(points, [lowest[rung] for rung in fitted], noise)
-    reasons, opened, held_out = _judge(name, largest, least[largest], lowest[largest], best, loss)
-    return {
+    measured = {
         "over": over,
         "rungs": [
             {
@@ -77,22 +67,46 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
             }
             for rung, curve in curves.items()
         ],
+        "bounds": BOUNDS,
+    }
+    largest = list(curves)[-1]
+    below = {rung: found for rung, found in least.items() if rung != largest}
+    fitted = [rung for rung, found in below.items() if found.value is not None]
+    varying = [axis for axis in AXES if len({getattr(rung, axis) for rung in curves}) > 1]
+    points = [rung.octaves for rung in fitted]
+    if not determined(points, varying):
+        no_law = (
+            f"no law of {' and '.join(varying)}: only {len(fitted)} of the {len(below)} rungs below the largest have "
+            f"their best {name} between others that were tried{_at_ends(curves, below)}; expected --values nearer to it"
+        )
+        no_laws: dict[str, Any] = {name: None, "bends": {}, "loss": None, "held_out": None, "published": {}, "keys": {}}
+        return measured | no_laws | _verdict([], [no_law])
+    noise = _noise(least[rung].error for rung in fitted)
+    places = [math.log2(least[rung].value or 0) for rung in fitted]
+    best, bent = fit(points, places, noise), bends(points, places, noise)
+    noise = _noise(_loss_error(curves[rung]) for rung in fitted)
+    loss = fit_loss_law(points, [lowest[rung] for rung in fitted], noise)
+    reasons, opened, held_out = _judge(name, largest, least[largest], lowest[largest], best, loss)
+    return {
+        **measured,
         name: best.as_json(),
         "bends": bent,
         "loss": loss.as_json() | {"said": str(loss)},
         "held_out": held_out,
         "published": published({rung: found.value for rung, found in least.items()}, over),
         "keys": _keys(best) if over == "lr" else {},
-        "bounds": BOUNDS,
-        "reasons": reasons,
-        "open": opened,
-        "verdict": (verdict := verdict_of(reasons, opened)),
-        "passed": verdict == "passed",
+        **_verdict(reasons, opened),
     }
 
 
-def _at_ends(name: str, curves: Mapping[Rung, Curve], least: Mapping[Rung, Minimum]) -> str:
-    """At how many rungs the best is the lowest or the highest that was tried, and what moving it there gained."""
+def _verdict(reasons: list[str], opened: list[str]) -> dict[str, Any]:
+    """Of what speaks against the laws and what is open, as ladder.json has it."""
+    verdict = verdict_of(reasons, opened)
+    return {"reasons": reasons, "open": opened, "verdict": verdict, "passed": verdict == "passed"}
+
+
+def _at_ends(curves: Mapping[Rung, Curve], least: Mapping[Rung, Minimum]) -> str:
+    """At how many rungs the best is the lowest or the highest that was tried, and what it gained over the next one."""
     said = []
     for edge, beside in (("low", 1), ("high", -2)):
         gains = [1 - found.loss / curves[rung].means[beside] for rung, found in least.items() if found.edge == edge]

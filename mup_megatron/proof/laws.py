@@ -1,6 +1,6 @@
 """Laws of a ladder: how they are fitted, and how far a measurement may lie from them.
 
-Public names: `Law`, `fit`, `bends`.
+Public names: `Law`, `determined`, `fit`, `bends`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Law:
         }
 
 
+def determined(points: Sequence[Mapping[str, float]], names: Sequence[str]) -> bool:
+    """Whether points determine a constant, a slope over each of `names`, and the spread about them."""
+    return _determined(_rows(points, names))
+
+
 def fit(points: Sequence[Mapping[str, float]], values: Sequence[float], noise: float) -> Law:
     """Least squares.
 
@@ -57,7 +62,7 @@ def fit(points: Sequence[Mapping[str, float]], values: Sequence[float], noise: f
         noise: standard error of one of these, from seeds. The spread about the law is at least that.
     """
     names = _varying(points)
-    rows = np.array([[1.0, *(point[name] for name in names)] for point in points])
+    rows = _rows(points, names)
     found, covariance, spread = _least_squares(rows, values, noise)
     errors = [math.sqrt(each) for each in covariance.diagonal()]
     return Law(names=names, coefficients=found.tolist(), errors=errors, covariance=covariance, spread=spread)
@@ -80,13 +85,23 @@ def bends(points: Sequence[Mapping[str, float]], values: Sequence[float], noise:
     """
     names, found = _varying(points), {}
     for name in names:
-        rows = np.array([[1.0, *(point[each] for each in names), point[name] ** 2] for point in points])
-        if len(rows) <= rows.shape[1] or np.linalg.matrix_rank(rows) < rows.shape[1]:  # a bend needs three sizes
+        rows = np.column_stack([_rows(points, names), [point[name] ** 2 for point in points]])
+        if not _determined(rows):  # a bend needs three sizes
             continue
         coefficients, covariance, _ = _least_squares(rows, values, noise)
         octaves, error = float(coefficients[-1]), math.sqrt(covariance[-1, -1])
         found[name] = {"octaves": octaves, "error": error, "told": abs(octaves) > 2 * error}
     return found
+
+
+def _rows(points: Sequence[Mapping[str, float]], names: Sequence[str]) -> Any:
+    """One point a row: 1 for the constant, then what goes with each slope."""
+    rows = [[1.0, *(point[name] for name in names)] for point in points]
+    return np.array(rows).reshape(len(points), 1 + len(names))
+
+
+def _determined(rows: Any) -> bool:
+    return len(rows) > rows.shape[1] and bool(np.linalg.matrix_rank(rows) == rows.shape[1])
 
 
 def _varying(points: Sequence[Mapping[str, float]]) -> list[str]:

@@ -1,5 +1,7 @@
 """The picture of a ladder: best rate or decay, and lowest loss, over tokens: a line per batch and model, laws dashed.
 
+A triangle is the lowest or highest value that was tried, where that was the best. A ladder may have found no law.
+
 Public name: `draw_ladder`.
 """
 
@@ -14,6 +16,7 @@ from mup_megatron.report.pictures import load_pyplot, save_figure
 from mup_megatron.tuning.loss_law import read_loss_law
 
 _SERIES = ("batch", "width", "layers")
+_ENDS = {"low": "v", "high": "^"}
 _LABELS = {"rate": "learning rate", "decay": "weight decay", "one_minus_beta2": "1 - β2"}
 
 
@@ -34,8 +37,7 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     series = sorted({_series(rung) for rung in result["rungs"]})
     varying = [place for place in range(len(_SERIES)) if len({each[place] for each in series}) > 1 or not place]
     colors = pyplot.get_cmap("viridis")
-    held, loss = result["held_out"], read_loss_law(result["loss"])
-    best = next(name for name in _LABELS if name in result)
+    held, best = result["held_out"] or {}, next(name for name in _LABELS if name in result)
     for number, factor in enumerate(series):
         color = colors(0.9 * (1 - number / max(1, len(series) - 1)))
         rungs = [rung for rung in result["rungs"] if _series(rung) == factor]
@@ -44,12 +46,17 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
         for panel, key in ((panels[0], "value"), (panels[1], "least")):
             shown = [(rung["tokens"], rung[key]) for rung in rungs if rung[key] is not None]
             panel.plot(*zip(*shown, strict=True), "o", color=color, ms=5, label=label) if shown else None
+        for rung in (each for each in rungs if each["edge"]):
+            panels[0].plot([rung["tokens"]], [rung["tried"]], _ENDS[rung["edge"]], color=color, ms=7)
+        if not held:
+            continue
         factors = [{**dict(zip(_SERIES, factor, strict=True)), "tokens": each} for each in tokens]
         panels[0].plot(tokens, [_value(result[best], each) for each in factors], "--", color=color, lw=1)
         octaves = [{name: math.log2(size) for name, size in each.items()} for each in factors]
-        panels[1].plot(tokens, [loss.at(each)[0] for each in octaves], "--", color=color, lw=1)
+        law = read_loss_law(result["loss"])
+        panels[1].plot(tokens, [law.at(each)[0] for each in octaves], "--", color=color, lw=1)
     for panel, key in ((panels[0], best), (panels[1], "loss")):
-        if held[key]["measured"] is not None:
+        if held and held[key]["measured"] is not None:
             panel.plot([held["tokens"]], [held[key]["measured"]], "*", color="0.1", ms=11, label="held out")
         panel.set_xscale("log", base=2)
         panel.set_xlabel("tokens of the run, × the config's own")

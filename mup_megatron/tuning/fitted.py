@@ -176,6 +176,8 @@ def _read(config: Config, path: Path) -> Fitted:
             f"{path}: a ladder over {found['over']}, and a config takes exponents of the rate alone; expected "
             "what mup-megatron ladder --over lr writes"
         )
+    if isinstance(found, dict) and "rungs" in found and found.get("rate", "") is None:
+        raise UserError(f"{path}: the ladder found no law of the rate; expected one that did; `open` says why not")
     if not isinstance(found, dict) or not isinstance(found.get("rate"), dict):
         raise UserError(f"{path}: not a ladder: it names no rate; expected what mup-megatron ladder writes")
     if not isinstance(family := found.get("family"), dict) or found.get("digest") != digest(family):

@@ -184,13 +184,41 @@ def test_how_flat_it_is_at_the_ends_where_no_law_can_be_fitted() -> None:
     steep, flat = [4.2, 4.1, 4.0], [4.0, 4.001, 4.002]
     made = {rung: Curve(values=values, losses=[{1: loss} for loss in steep]) for rung in RUNGS}
     made |= {rung: Curve(values=values, losses=[{1: loss} for loss in flat]) for rung in RUNGS[:2]}
-    with pytest.raises(UserError) as error:
-        laws(made)
-    assert str(error.value) == (
-        f"ladder: only 0 of {len(RUNGS)} rungs have their best rate between others that were tried; at 2 it is the "
-        f"lowest, 0.025 % of loss below the next at most, at {len(RUNGS) - 2} it is the highest, 2.4 % of loss below "
-        "the next at most; expected --values nearer to it"
+    found = laws(made)
+    assert found["open"] == [
+        f"no law of batch and tokens: only 0 of the {len(RUNGS) - 1} rungs below the largest have their best rate "
+        "between others that were tried; at 2 it is the lowest, 0.025 % of loss below the next at most, at "
+        f"{len(RUNGS) - 3} it is the highest, 2.4 % of loss below the next at most; expected --values nearer to it"
+    ]
+    assert (found["verdict"], found["reasons"]) == ("undecided", [])
+    assert [rung["edge"] for rung in found["rungs"]] == ["low"] * 2 + ["high"] * (len(RUNGS) - 2)
+    assert [found[name] for name in ("rate", "loss", "held_out")] == [None] * 3
+
+
+def test_no_law_leaves_an_axis_out(tmp_path: Path) -> None:
+    """Three rungs with a known best rate, all of the fewest tokens, do not tell what more tokens do to rate and loss.
+
+    Control: with the best rate of one rung of more tokens, they do, and the largest rung lies on the laws.
+    """
+    high = slice(4, None)  # from the rate on that is best at the first rung: more tokens want less
+    some = curves()
+    cut = {rung: Curve(values=curve.values[high], losses=curve.losses[high]) for rung, curve in some.items()}
+    found = laws({rung: some[rung] if rung.tokens == 1 else cut[rung] for rung in RUNGS})
+    assert found["open"][0].startswith(
+        f"no law of batch and tokens: only 3 of the {len(RUNGS) - 1} rungs below the largest"
     )
+    assert (found["verdict"], found["rate"]) == ("undecided", None)
+    known = {rung: some[rung] if rung.tokens == 1 or rung.batch == 1 else cut[rung] for rung in RUNGS[:-1]}
+    control = laws(known | {RUNGS[-1]: some[RUNGS[-1]]})
+    assert control["verdict"] == "passed"
+    assert control["held_out"]["rate"]["octaves"] == pytest.approx(0.0, abs=1e-9)
+    # What there is is told and drawn.
+    result = json.loads(json.dumps(found | {"seeds": 1, "seconds": 60.0, "dropped": [], "failed": []}))
+    said = lines(result)
+    assert said[2] == "  batch × 1, tokens × 2, width × 1: loss 3.7429 at lr 0.00391, at the low end of what was tried"
+    assert said[-2:] == [found["open"][0], "undecided: whether there is a law of the best rate is not known"]
+    assert not any("held out" in line for line in said)
+    assert draw_ladder(result, tmp_path / "ladder.png").stat().st_size > 10_000
 
 
 GRID, SEEDS = [1.0, 2.0, 4.0, 8.0, 16.0], [7, 8, 9]

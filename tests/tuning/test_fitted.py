@@ -244,6 +244,7 @@ def test_another_family_is_refused(ladder: Path, tmp_path: Path) -> None:
     [
         ({"family": None}, "does not say of which family it is"),
         ({"digest": "0"}, "does not say of which family it is, or its digest does not match"),
+        ({"rate": None}, "the ladder found no law of the rate; expected one that did"),
         ({"rate": []}, "not a ladder: it names no rate"),
         ({"over": "weight_decay"}, "a ladder over weight_decay, and a config takes exponents of the rate alone"),
         ({"verdict": "great"}, "verdict: expected what mup-megatron ladder writes there"),

@@ -359,14 +359,37 @@ def test_saved_and_loaded_by_plain_transformers(kind: str, tied: bool, tmp_path:
     assert rates(loaded, ours.MuAdamW(loaded.parameters(), lr=1e-2)) == rates(model, optimizer)
 
 
-def test_a_prepared_model_that_is_little_wider_is_not_prepared_twice(tmp_path: Path) -> None:
-    """At a ratio of 1.5 its matrices could be new; the final norm's gains, which have the tied head's A, tell it."""
-    base = config("Llama", 32, 2, tied=True)
-    prepared = ours.prepare_hf(build("Llama", config("Llama", 48, 3, tied=True)), base)
+@pytest.mark.parametrize(
+    ("sizes", "keys", "match"),
+    [
+        # α_output of a tied head is in the final norm's gains, and at the base nothing else has moved.
+        (((32, 2), (32, 2)), {"tied": True, "output_mult": 2.0}, r"^model\.norm\.weight: a norm's gains are 1 where"),
+        # At a ratio of 1.25 matrices are smaller by sqrt(1.25), 26 standard errors of 160² draws.
+        (
+            ((128, 4), (160, 5)),
+            {},
+            r"q_proj\.weight has the standard deviation 0\.018, and transformers",
+        ),
+    ],
+)
+def test_what_was_prepared_and_saved_is_not_prepared_twice(
+    sizes: Any, keys: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    mult = keys.pop("output_mult", 1.0)
+    base, given = (config("Llama", *size, **keys) for size in sizes)
+    prepared = ours.prepare_hf(build("Llama", given), base, output_mult=mult)
     prepared.save_pretrained(tmp_path)
     loaded = type(prepared).from_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"^model\.norm\.weight: a norm's gains are 1 where .* rescale_params=False"):
-        ours.prepare_hf(loaded, base)
+    with pytest.raises(UserError, match=f"{match}.* rescale_params=False"):
+        ours.prepare_hf(loaded, base, output_mult=mult)
+
+
+def test_a_padding_tokens_row_is_no_sign() -> None:
+    """Of 8 rows one of zeros makes the deviation 6.5 % smaller, 8 standard errors of 8 · 1024 draws."""
+    base, given = (config("Llama", width, 2, vocab_size=8, pad_token_id=0) for width in (512, 1024))
+    model = build("Llama", given)
+    assert not model.model.embed_tokens.weight[0].any()
+    ours.prepare_hf(model, base)
 
 
 def test_a_readout_by_hand_is_lost_on_disk(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import is_moe_param
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 
 from mup_megatron.deepspeed.schedule import refuse_auto
 from mup_megatron.mup.in_place import check_infshapes
@@ -47,9 +47,13 @@ def groups_of_config(
     given = list(parameters) if parameters is not None else trained(model)
     flat = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
     check_infshapes(model, flat)
+    experts = any(map(is_moe_param, flat)) and not any("moe" in part for part in given if isinstance(part, dict))
     if kind in _MU:
         del settings["optimizer"]
-        optimizer = _MU[kind](given, **keys)
+        try:
+            optimizer = _MU[kind](_experts_apart(given) if experts else given, **keys)
+        except TypeError as error:
+            raise UserError(f"optimizer.params of {block['type']}: {error}") from None
         return optimizer, optimizer.param_groups
     if kind not in _CONFIG_RULES:
         raise UserError(
@@ -67,11 +71,21 @@ def groups_of_config(
         raise UserError("optimizer.params.lr: missing; the rate at the base is what the groups' rates follow from")
     eps = float(keys.get("eps", _EPS)) if kind in _ADAMS else None
     groups = [group for group in split_groups(given, _CONFIG_RULES[kind], keys, eps=eps) if group["params"]]
-    if any(map(is_moe_param, flat)) and not any("moe" in group for group in groups):
-        for number, group in enumerate(groups):
-            # deepspeed.moe takes experts out of the groups by `name`: those of two groups of one name became one group.
-            group["name"] = f"{group.get('name', 'group')} {number}"
-    return None, groups
+    return None, _named_apart(groups) if experts else groups
+
+
+def _experts_apart(given: list[Any]) -> list[dict[str, Any]]:
+    """Groups that have experts alone or none, as ZeRO wants them of an optimizer that DeepSpeed does not build."""
+    groups = [dict(part) for part in given] if isinstance(given[0], dict) else [{"params": given}]
+    apart = split_params_into_different_moe_groups_for_optimizer(_named_apart(groups))
+    return [group for group in apart if group["params"]]
+
+
+def _named_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, each with a name of its own: of those of one name deepspeed.moe makes one group of experts."""
+    for number, group in enumerate(groups):
+        group["name"] = f"{group.get('name', 'group')} {number}"
+    return groups
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -387,10 +386,14 @@ class Experts(nn.Module):
         return self.readout(hidden + output).square().mean() + 0.01 * loss
 
 
-def experts_of_config(rank: Rank, *, stage: int, named: bool) -> dict[str, tuple[float, float]]:
-    """One step of `Experts` of width 128 over 32 under the config's AdamW: each weight's rate and epsilon.
+def experts_of_config(rank: Rank, *, stage: int, named: bool, kind: str = "AdamW") -> dict[str, tuple[float, float]]:
+    """One step of `Experts` of width 128 over 32 under the config's optimizer: each weight's rate and epsilon.
 
-    `named`: in two groups of one name, which DeepSpeed asks for where groups are given.
+    Args:
+        rank: that runs it.
+        stage: of ZeRO.
+        named: in two groups of one name, which DeepSpeed asks for where groups are given.
+        kind: of the optimizer.
     """
     from deepspeed.utils import groups as deepspeeds
 
@@ -404,7 +407,8 @@ def experts_of_config(rank: Rank, *, stage: int, named: bool) -> dict[str, tuple
     )
     given = [{"params": part, "name": "all"} for part in (experts, others)] if named else None
     try:
-        config = settings(stage, rank.world_size, optimizer=copy.deepcopy(ADAMW))
+        keys = {key: value for key, value in ADAMW["params"].items() if kind == "AdamW" or key != "torch_adam"}
+        config = settings(stage, rank.world_size, optimizer={"type": kind, "params": keys})
         engine, *_ = initialize(model=net, model_parameters=given, config=config)
         found = {
             names[id(parameter)]: (group["lr"], group["eps"])

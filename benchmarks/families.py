@@ -42,6 +42,8 @@ TPE_HALVING = Method("tpe", "successive_halving")
 DIRECT = {"random": Method("random"), "TPE": Method("tpe"), "TPE, halving": TPE_HALVING}
 """Searches that are replayed on the target too."""
 
+ON_TARGET = ", on the target"
+
 REFINED = 4.0
 """How far a telescoping search goes about the values of the width before, as `tuning.prior_factor`."""
 
@@ -130,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", type=Path, nargs="+", help="run.dir of a table of the target, one per seed")
     parser.add_argument("--wider", type=Path, nargs="+", default=[], help="run.dir of tables between, narrowest first")
     parser.add_argument("--again", type=Path, metavar="FILE", help="cost.json of an earlier replay, instead of these")
+    parser.add_argument("--config", type=Path, help="of --again's tables; that of its folder's name unless given")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="searches, of those that are known")
     parser.add_argument("--seeds", type=int, default=100, help="searches of each kind")
     parser.add_argument("--budget", type=float, default=60.0, help="whole runs, after which a search ends")
@@ -142,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         earlier = json.loads(asked.again.read_text(encoding="utf-8"))
         tables = {name: [Table.again(each) for each in found] for name, found in earlier["tables"].items()}
         units = earlier.get("costs", {})
-        config = load_config(Path(f"configs/proof/{asked.again.parent.name}.yaml"))
+        config = load_config(asked.config or Path(f"configs/proof/{asked.again.parent.name}.yaml"))
     else:
         runs = {"proxy": asked.proxy, "target": asked.target, "wider": asked.wider}
         records = {
@@ -196,7 +199,7 @@ def jobs(
         unit = units["target"][0]
         whole = [table for table in tables["target"] if len(table.losses) == len(tables["target"][0].losses)]
         direct = Stage(whole, unit, unit * budget)
-        found |= {f"{name}, on the target": ([direct], method) for name, method in DIRECT.items()}
+        found |= {f"{name}{ON_TARGET}": ([direct], method) for name, method in DIRECT.items()}
     if wider := tables.get("wider"):
         share = budget / (1 + len(wider))
         between = [Stage([table], each, share) for table, each in zip(wider, units["wider"], strict=True)]
@@ -205,18 +208,28 @@ def jobs(
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Of a result, by each judge, what the median search needed within each goal; at the right those that never are."""
+    """Of a result, by each judge, what the median search needed within each goal; at the right those that never are.
+
+    What a search of the target finds is judged by the target alone.
+    """
     pyplot = load_pyplot()
     judges = ("proxy", "target")
-    figure, all_axes = pyplot.subplots(1, len(judges), figsize=(9.6, 4.4), sharey=True, layout="constrained")
+    figure, all_axes = pyplot.subplots(
+        1, len(judges), figsize=(9.6, 4.4), sharex=True, sharey=True, layout="constrained"
+    )
     names = list(result["searches"]["proxy"])
     all_ = (told for judge in judges for told in result["searches"][judge].values())
     never = 2 * max(result["budget"], *(goal["median"] or 0 for told in all_ for goal in told["goals"].values()))
     for axes, judge in zip(all_axes, judges, strict=True):
+        of_judge = {
+            place: result["searches"][judge][name]["goals"]
+            for place, name in enumerate(names)
+            if judge == "target" or not name.endswith(ON_TARGET)
+        }
         for goal, marker in zip((f"{100 * goal:g} %" for goal in GOALS), ("o", "D"), strict=True):
-            needed = [told["goals"][goal]["median"] or never for told in result["searches"][judge].values()]
+            needed = [goals[goal]["median"] or never for goals in of_judge.values()]
             axes.plot(
-                needed, range(len(names)), marker, label=f"within {goal}", ms=6, mfc="none" if marker == "D" else None
+                needed, list(of_judge), marker, label=f"within {goal}", ms=6, mfc="none" if marker == "D" else None
             )
         axes.axvline(result["budget"], color="0.4", lw=1, ls="--")
         axes.text(never, -1.0, "never", ha="center", fontsize=8, color="0.4")

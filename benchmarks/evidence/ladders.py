@@ -10,25 +10,28 @@ from typing import Any
 from benchmarks.evidence.records import Rows, best, record
 from mup_megatron.proof.ladder_verdict import published
 from mup_megatron.proof.laws import bends
-from mup_megatron.proof.rungs import Rung
+from mup_megatron.proof.rungs import NAMES, Rung
+from mup_megatron.report.ladder import LABELS
 from mup_megatron.rules.horizon_rules import PUBLISHED
 from mup_megatron.tuning.loss_law import AXES
 
 RATE = "ladder/ladder.json"
+BETA = "ladder/beta2.json"
 
 
-def ladder() -> Rows:
-    """Best rate and loss of every rung, the last of which no law has seen."""
-    found = record(RATE)
-    axes = [axis for axis in AXES if axis in found["rate"]]
-    rows = [[*axes, "steps", "best rate", "loss there", ""]]
+def ladder(path: str = RATE) -> Rows:
+    """Best value and loss of every rung, the last of which no law has seen."""
+    found = record(path)
+    name = NAMES[found.get("over", "lr")]
+    axes = [axis for axis in AXES if len({rung.get(axis, 1) for rung in found["rungs"]}) > 1]
+    rows = [[*axes, "steps", f"best {LABELS[name]}", "loss there", ""]]
     for rung in found["rungs"]:
         error = "" if rung["error"] is None else f" ± {rung['error']:.2f} octaves"
         steps = found["steps"][f"batch-{rung['batch']}-tokens-{rung['tokens']}-width-{rung['width']}"]
         cells = [*(f"× {rung[axis]}" for axis in axes), str(steps), f"{best({'minimum': rung})}{error}"]
         held = found["held_out"] if rung is found["rungs"][-1] else None
-        rate = f"{held['rate']['predicted']:.2g} ± {held['rate']['error']:.2f} octaves" if held else ""
-        said = f"predicted: {rate}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
+        value = f"{held[name]['predicted']:.2g} ± {held[name]['error']:.2f} octaves" if held else ""
+        said = f"predicted: {value}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
         rows.append([*cells, f"{rung['least']:.3f}", said])
     return rows
 

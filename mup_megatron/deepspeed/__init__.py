@@ -18,7 +18,7 @@ import deepspeed
 import torch
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
-from mup_megatron.deepspeed.optimizer import groups_of_config, trained
+from mup_megatron.deepspeed.optimizer import empty_frozen, groups_of_config, trained
 from mup_megatron.deepspeed.refused import Replaced, refuse
 from mup_megatron.deepspeed.schedule import guard, per_group
 from mup_megatron.engines.deepspeed_mpu import adapted, sum_sequence_parallel_gradients
@@ -83,12 +83,15 @@ def initialize(
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         optimizer = _client(model, optimizer, model_parameters, lr_scheduler)
+        if settings.get("zero_optimization", {}).get("stage"):
+            empty_frozen(optimizer)
         groups = optimizer.param_groups
     elif "optimizer" in settings:
         optimizer, model_parameters = groups_of_config(model, settings, model_parameters)
         groups = model_parameters
     groups = [group for group in groups if group["params"]]  # DeepSpeed takes the empty ones out
-    stepped = [parameter for group in groups for parameter in group["params"]]  # DeepSpeed puts partitions there
+    # Before DeepSpeed puts partitions there; what is frozen it leaves out.
+    stepped = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
     if groups and lr_scheduler is None:
         per_group(settings, groups)
     sum_sequence_parallel_gradients(model)

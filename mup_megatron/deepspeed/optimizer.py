@@ -1,10 +1,11 @@
 """Optimizer groups in µP for the block of DeepSpeed's config that names an optimizer.
 
-Public names: `groups_of_config`, `trained`. An optimizer is split by mup/in_place.py.
+Public names: `groups_of_config`, `trained`, `empty_frozen`. An optimizer is split by mup/in_place.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,7 +45,11 @@ def groups_of_config(
     block = settings["optimizer"] or {}
     kind, keys = str(block.get("type", "")).lower(), dict(block.get("params") or {})
     refuse_auto("optimizer.params", keys)
-    given = list(parameters) if parameters is not None else trained(model)
+    given: list[Any] = list(parameters) if parameters is not None else trained(model)
+    if given and isinstance(given[0], dict):
+        given = [{**part, "params": _trained(part["params"])} for part in given]
+    else:
+        given = _trained(given)
     flat = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
     check_infshapes(model, flat)
     experts = any(map(is_moe_param, flat)) and not any("moe" in part for part in given if isinstance(part, dict))
@@ -90,4 +95,16 @@ def _named_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters that have gradients: what DeepSpeed takes where it is told nothing."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _trained(model.parameters())
+
+
+def _trained(parameters: Iterable[Any]) -> list[Any]:
+    """Those that are, of parameters or of pairs with their names."""
+    return [each for each in parameters if (each[1] if isinstance(each, tuple) else each).requires_grad]
+
+
+def empty_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Empties groups of frozen parameters alone, which µP's split may have made, and with which ZeRO cannot begin."""
+    for group in optimizer.param_groups:
+        if not _trained(group["params"]):
+            group["params"] = []

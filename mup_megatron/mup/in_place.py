@@ -25,6 +25,8 @@ _RULES: dict[str, formulas.UpdateRule] = {
     **dict.fromkeys(("Lion", "FusedLion", "DeepSpeedCPULion"), "adam"),
     "SGD": "sgd",
 }
+_PACKAGES = ("torch", "apex", "deepspeed", "transformer_engine", "bitsandbytes", "lion_pytorch", "mup_megatron")
+"""Whose classes have the rules of their names. Others' do not: GaLore's AdamW steps in a subspace."""
 
 
 def is_parametrized(optimizer: torch.optim.Optimizer) -> bool:
@@ -33,8 +35,9 @@ def is_parametrized(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> formulas.UpdateRule | None:
-    """How an optimizer's rate scales, by the name of its class; None where that is not known."""
-    return next((_RULES[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _RULES), None)
+    """How an optimizer's rate scales, by the class that it is of or derives from; None where that is not known."""
+    known = (kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] in _PACKAGES)
+    return next((_RULES[kind.__name__] for kind in known if kind.__name__ in _RULES), None)
 
 
 def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +55,10 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     """
     name, rule = type(optimizer).__name__, rule_of(optimizer)
     if rule is None:
-        raise UserError(f"optimizer: there is no rule for {name}; expected one of {', '.join(sorted(_RULES))}")
+        raise UserError(
+            f"optimizer: there is no rule for {name} of {type(optimizer).__module__}; expected one of "
+            f"{', '.join(sorted(_RULES))}, of {', '.join(_PACKAGES)}, or a class that derives from one"
+        )
     # torch's Adagrad makes its state before the first step.
     if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise UserError(f"optimizer: {name} has state already; expected one that has not stepped yet")
@@ -84,6 +90,8 @@ def adds_l2(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     coupled = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
     if isinstance(optimizer, torch.optim.AdamW):
         return False
+    if type(optimizer).__name__ == "DeepSpeedCPUAdagrad":  # whose class is there where its kernel is
+        return True
     return isinstance(optimizer, (*coupled, torch.optim.Adagrad)) and not group.get("decoupled_weight_decay", False)
 
 

@@ -105,6 +105,13 @@ def split_groups(
         for parameter in entries:
             infshape = infshape_of(parameter)
             ratios = infshape.ratios
+            if rule == "sgd" and len(set(ratios.m_outs.values())) > 1:
+                blocks = ", ".join(f"{block} {float(m):g}" for block, m in ratios.m_outs.items())
+                raise UserError(
+                    f"optimizer: SGD needs one learning rate per tensor, and the blocks of one of shape "
+                    f"{tuple(parameter.shape)} grow by different factors ({blocks}); expected Adam, or blocks that "
+                    "grow together"
+                )
             lr = formulas.learning_rate(rule, m_in=ratios.m_in, m_out=ratios.m_out, forward=ratios.forward)
             epsilon = formulas.ONE if eps is None else formulas.epsilon(m_out=ratios.m_out, forward=ratios.forward)
             kind = infshape.ninf() if rule == "sgd" or infshape.ninf() == 2 else 0

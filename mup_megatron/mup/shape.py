@@ -245,14 +245,28 @@ def _check_tied(model: torch.nn.Module) -> None:
     """Refuses a MuReadout that was given an embedding's weight: its values do not shrink with width as a layer's do."""
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for name, module in model.named_modules():
-        if isinstance(module, MuReadout) and not isinstance(module, MuSharedReadout) and id(module.weight) in embedded:
-            weight = module.weight.detach()
-            # torch draws a layer's with 1/sqrt(3 fan_in), an embedding's with 1.
-            if not weight.is_meta and float(weight.float().square().mean()) * module.in_features > 1:
-                raise UserError(
-                    f"{name}: has an embedding's weight, which would be rescaled as a layer's; expected "
-                    "MuSharedReadout(embedding.weight)"
-                )
+        if (
+            not isinstance(module, MuReadout)
+            or isinstance(module, MuSharedReadout)
+            or id(module.weight) not in embedded
+        ):
+            continue
+        if not _drawn_as_a_layers(module.weight.detach().float(), module.in_features):
+            raise UserError(
+                f"{name}: has an embedding's weight, which would be rescaled as a layer's; expected "
+                "MuSharedReadout(embedding.weight)"
+            )
+
+
+def _drawn_as_a_layers(weight: torch.Tensor, fan_in: int) -> bool:
+    """Whether torch drew it for a Linear, between plus and minus fan_in^-1/2: not for an embedding, of any deviation.
+
+    Of a normal draw the largest value lies beyond that bound, or the mean square far below a third of its square.
+    """
+    if weight.is_meta:
+        return True
+    squares = weight.square() * fan_in
+    return float(squares.max()) <= 1.01 and float(squares.mean()) > 0.25
 
 
 def _check_drawn(model: torch.nn.Module, infshape: Any) -> None:

@@ -2,7 +2,7 @@
 
 A triangle is the lowest or highest value that was tried, where that was the best. A ladder may have found no law.
 
-Public name: `draw_ladder`.
+Public names: `draw_ladder`, `LABELS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from mup_megatron.tuning.loss_law import read_loss_law
 
 _SERIES = ("batch", "width", "layers")
 _ENDS = {"low": "v", "high": "^"}
-_LABELS = {"rate": "learning rate", "decay": "weight decay", "one_minus_beta2": "1 - β2"}
+LABELS = {"rate": "learning rate", "decay": "weight decay", "one_minus_beta2": "1 - β2"}
+"""What a ladder varies, in a reader's words, by its name in ladder.json (`rungs.NAMES`)."""
 
 
 def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
@@ -37,7 +38,7 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     series = sorted({_series(rung) for rung in result["rungs"]})
     varying = [place for place in range(len(_SERIES)) if len({each[place] for each in series}) > 1 or not place]
     colors = pyplot.get_cmap("viridis")
-    held, best = result["held_out"] or {}, next(name for name in _LABELS if name in result)
+    held, best = result["held_out"] or {}, next(name for name in LABELS if name in result)
     for number, factor in enumerate(series):
         color = colors(0.9 * (1 - number / max(1, len(series) - 1)))
         rungs = [rung for rung in result["rungs"] if _series(rung) == factor]
@@ -65,8 +66,8 @@ def draw_ladder(result: Mapping[str, Any], path: Path) -> Path:
     panels[0].set_yscale("log", base=2)
     panels[0].yaxis.set_major_locator(LogLocator(2, subs=(1.0, 2**0.25, 2**0.5, 2**0.75)))
     panels[0].yaxis.set_major_formatter("{x:.3g}")
-    panels[0].set_ylabel(f"best {_LABELS[best]}")
-    panels[1].set_ylabel(f"loss at the best {_LABELS[best]} (nats per token)")
+    panels[0].set_ylabel(f"best {LABELS[best]}")
+    panels[1].set_ylabel(f"loss at the best {LABELS[best]} (nats per token)")
     panels[0].set_title(
         f"{result['verdict']} ({result['seeds']} seed{'s' if result['seeds'] > 1 else ''})", loc="left", fontsize=10
     )

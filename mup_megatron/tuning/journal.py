@@ -9,13 +9,14 @@ replay. So every line is compared with the form that Optuna writes, before Optun
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from optuna.distributions import json_to_distribution
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mup_megatron.config import Config
@@ -169,7 +170,7 @@ class Journal(JournalFileBackend):
     def __init__(self, path: Path) -> None:
         with suppress(FileNotFoundError):  # Optuna's own opening would wait for ever for who writes a pipe
             check_regular(path, _MOST_BYTES)
-        super().__init__(str(path))
+        super().__init__(str(path), _Lock(path))
         self._path, self._file = path, _identity(path)
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
@@ -207,6 +208,33 @@ class Journal(JournalFileBackend):
         )
 
 
+class _Lock(JournalFileSymlinkLock):
+    """Of who writes. A last line that is unfinished then was left by a full disk, or by one killed while writing."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def acquire(self) -> bool:
+        """Waits for the lock, and cuts the unfinished line off, to which the next one would be glued."""
+        taken = super().acquire()
+        try:
+            _cut_unfinished(self._path)
+        except BaseException:
+            self.release()
+            raise
+        return taken
+
+
+def _cut_unfinished(journal: Path) -> None:
+    with journal.open("rb+") as file:
+        if not file.seek(0, os.SEEK_END):
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.truncate(read_bytes(journal, _MOST_BYTES).rfind(b"\n") + 1)
+
+
 _ADVICE = "; put a copy of the file back, or remove its folder to start the study again"
 
 
@@ -229,6 +257,5 @@ def mend(journal: Path) -> None:
     Nobody may be writing.
     """
     Path(f"{journal}.lock").unlink(missing_ok=True)
-    if journal.is_file() and (content := read_bytes(journal, _MOST_BYTES)) and not content.endswith(b"\n"):
-        with journal.open("rb+") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    if journal.is_file():
+        _cut_unfinished(journal)

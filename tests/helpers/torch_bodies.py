@@ -362,6 +362,27 @@ def megatrons(rank: Rank, *, config: Any, mpu: bool = True, hooked: bool = False
     return {"rules": rules, "expected": expected, "losses": losses}
 
 
+def half_frozen(rank: Rank, *, stage: int, client: bool) -> dict[str, bool]:
+    """One step of `Model` with a frozen first layer, of whose parameters all are given: which tensors moved."""
+    from mup_megatron.deepspeed import initialize
+
+    net = model()
+    net.fc1.requires_grad_(False)
+    parameters = [*net.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LR) if client else None
+    named = {} if client else {"optimizer": ADAMW}
+    engine, *_ = initialize(
+        model=net, optimizer=optimizer, model_parameters=parameters, config=settings(stage, rank.world_size, **named)
+    )
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    (batch,) = batches(1, rank.rank, rank.world_size)
+    engine.backward(loss_of(engine, batch))
+    engine.step()
+    moved = [not torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True)]
+    engine.destroy()
+    return dict(zip([name for name, _ in net.named_parameters()], moved, strict=True))
+
+
 class Experts(nn.Module):
     """A layer of deepspeed.moe's experts between two linear ones; returns a loss."""
 

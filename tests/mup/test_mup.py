@@ -247,6 +247,11 @@ def test_a_readout_with_an_embeddings_weight() -> None:
     with pytest.raises(UserError, match=r"^readout: has an embedding's weight, .* MuSharedReadout\(embedding\.weight"):
         ours.set_base_shapes(net, Tied(64, given=True), delta=Tied(128, given=True))
     assert torch.equal(net.embedding.weight, before)
+    for width in (256, 768, 1024):  # an embedding of GPT-2's deviation, which at 833 has a layer's mean square
+        net = Tied(width, given=True)
+        nn.init.normal_(net.embedding.weight, std=0.02)
+        with pytest.raises(UserError, match=r"^readout: has an embedding's weight"):
+            ours.set_base_shapes(net, Tied(64, given=True), delta=Tied(128, given=True))
     net = Tied(256, given=False)
     before = net.readout.weight.detach().clone()
     ours.set_base_shapes(net, Tied(64, given=False), delta=Tied(128, given=False))

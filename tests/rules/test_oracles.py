@@ -17,7 +17,9 @@ from packaging.version import Version
 
 from mup_megatron.config import Config
 from mup_megatron.model.build import parametrize, unsharded_model
+from mup_megatron.mup import MuSGD, set_base_shapes, split_in_place
 from mup_megatron.rules.table import Parametrization
+from mup_megatron.util.errors import UserError
 from tests.helpers.configs import VOCABULARY, make
 
 # Everything ×4: hidden 32 to 128, FFN 64 to 256, heads 2 to 8 (groups as many), head size 16.
@@ -48,6 +50,25 @@ def test_infinite_shapes(architecture: str) -> None:
         assert [(dim.base_dim, dim.dim) for dim in parameter.infshape] == [
             (dim.base_dim, dim.dim) for dim in ours.shapes[name].infshape
         ], name
+
+
+@pytest.mark.parametrize("place", [False, True])
+def test_sgd_on_blocks_that_grow_apart(place: bool) -> None:
+    """Queries grow, keys and values do not: their rates by hand are 1 and 1/4. Control: where all grow, it is one."""
+
+    def build_and_split(**groups: int) -> None:
+        config = make({**PROPORTIONAL, "model": {**PROPORTIONAL["model"], **groups}}, "llama")
+        model = build(config)
+        base, delta = build(config, **config.base.sizes), build(config, **config.base.enlarged().sizes)
+        set_base_shapes(model, base, delta=delta, rescale_params=False)
+        if place:
+            split_in_place(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        else:
+            MuSGD(model.parameters(), lr=1.0)
+
+    with pytest.raises(UserError, match=r"different factors \(query 4, key 1, value 1\); expected Adam"):
+        build_and_split(num_query_groups=2)
+    build_and_split()
 
 
 @pytest.mark.parametrize("architecture", ["gpt3", "llama"])

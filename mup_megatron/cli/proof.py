@@ -234,12 +234,15 @@ def stability(
     from mup_megatron.report.stability import draw_stability
 
     factors, grows, others = _factors(sizes, "--sizes"), _growth(growth or []), compare or (None if beside else ())
+    names = dict.fromkeys(word.strip() for word in over.split(",") if word.strip())
+    if not names:
+        raise UserError("--over: names nothing; expected a hyperparameter or several, e.g. lr,init_method_std")
     asked = [
         question(
             settings, name, across,
             values=values, factors=factors, seeds=seeds, least=least, others=others, growth=grows,
         )
-        for name in dict.fromkeys(word.strip() for word in over.split(",") if word.strip())
+        for name in names
     ]  # fmt: skip
 
     def body(grid: Grid) -> str:

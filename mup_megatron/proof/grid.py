@@ -79,7 +79,7 @@ def ended(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
 
 
 def comparable(config: Config) -> Config:
-    """The config as a run of a grid: on one process, on shared data, evaluated at the end.
+    """The config as a run of a grid: on one process, on shared data, evaluated at the end by its loss.
 
     Raises:
         ConfigError: it has nothing to validate on, or every run would be refused.
@@ -90,7 +90,7 @@ def comparable(config: Config) -> Config:
         raise config.error("data.split", f"{config.data.split} holds nothing to validate on; expected 98,2,0")
     config = resolve(one_process(config), 1).config
     there = {"data.dir": str(data_directory(config)), "training.eval_interval": config.training.train_steps}
-    return derive(config, there)
+    return derive(config, {**there, "tuning.objective": "loss"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +270,11 @@ def _digest(job: Job) -> str:
     for section, keys in _PLACES.items():
         data[section] = {name: value for name, value in data[section].items() if name not in keys}
     plain = {key: value for key, value in data.items() if key not in ("slurm", "tuning", "watch")}
-    over = said(job.config)  # of `tuning:` the rules over batch and tokens take the trials' own
-    return digest(plain if over is None else {**plain, "horizon": over})
+    if (over := said(job.config)) is not None:  # of `tuning:` the rules over batch and tokens take the trials' own
+        plain["horizon"] = over
+    if job.config.tuning.command:  # the script, and options of it that no key of the config says
+        plain["command"] = job.config.tuning.command
+    return digest(plain)
 
 
 def _read(directory: Path, job: Job) -> Outcome | None:

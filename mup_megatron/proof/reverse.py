@@ -53,7 +53,9 @@ def small_model(config: Config) -> Config:
         raise config.error(
             f"model.{missing[0]}", "missing; base: names it, and the small model is made by swapping both"
         )
-    keys = {f"base.{name}": size for name, size in large.items()}
+    # Layers and experts are the large model's in both: no rule over them moves anything.
+    others = {name: given[name] for name in config.base.sizes if name not in small}
+    keys = {f"base.{name}": size for name, size in (large | others).items()}
     keys |= {f"model.{name}": size for name, size in small.items()}
     return derive(config, {**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
 

@@ -7,6 +7,7 @@ Public names: `plan`, `Plan`, `priced`, `flops_per_token`, `attention_flops`, `r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from mup_megatron.rules.shapes import Init
 from mup_megatron.rules.table import WORD_EMBEDDINGS, Parametrization
 from mup_megatron.tuning.memory import activation_bytes, state_bytes
 from mup_megatron.tuning.shares import shares
-from mup_megatron.tuning.space import STEPS, WIDTH, proxy_config, rungs, tuning_steps, values_of, without_fitted
+from mup_megatron.tuning.space import (
+    STEPS,
+    WIDTH,
+    proxy_config,
+    rungs,
+    trials_by_bracket,
+    tuning_steps,
+    values_of,
+    without_fitted,
+)
 from mup_megatron.tuning.speed import process_speed
 from mup_megatron.util.errors import ConfigError
 from mup_megatron.util.progress import short_bytes, short_count
@@ -175,11 +185,10 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
     tuning, steps = config.tuning, tuning_steps(config)
     proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
     stops = rungs(config)
-    # A share 1/r of those that reach a rung goes on.
-    expected, going = 0.0, 1.0
-    for before, step in zip([0, *stops], [*stops, steps], strict=True):
-        expected += going * (step - before)
-        going /= tuning.reduction_factor
+    searched = sum(
+        count * _expected(stops[bracket:], steps, tuning.reduction_factor)
+        for bracket, count in trials_by_bracket(config).items()
+    )
     repetitions = tuning.repeat_best * tuning.repeat_seeds
     whole = repetitions + tuning.descent.trials  # of which halving stops none
     proxy_parametrization, target_parametrization = (priced(one, vocab_size) for one in (proxy, config))
@@ -189,13 +198,22 @@ def plan(config: Config, vocab_size: int, workers: int, *, measure: bool = False
         steps=steps,
         rungs=stops,
         workers=workers,
-        tuning=_cost(proxy_parametrization, tuning.trials * expected + whole * steps, workers, measure),
+        tuning=_cost(proxy_parametrization, searched + whole * steps, workers, measure),
         most=_cost(proxy_parametrization, (tuning.trials + whole) * steps, workers, False),
         target=_cost(target_parametrization, config.training.train_steps, workers, measure),
         state=None if layout is None else state_bytes(target_parametrization, layout),
         activations=None if layout is None else activation_bytes(target_parametrization, layout),
         descent=tuning.descent.trials,
     )
+
+
+def _expected(stops: Sequence[int], steps: int, factor: int) -> float:
+    """Steps of a trial on average: of those that reach a rung, a share 1/factor goes on."""
+    expected, going = 0.0, 1.0
+    for before, step in zip([0, *stops], [*stops, steps], strict=True):
+        expected += going * (step - before)
+        going /= factor
+    return expected
 
 
 def priced(config: Config, vocab_size: int) -> Parametrization:

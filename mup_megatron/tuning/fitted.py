@@ -1,6 +1,6 @@
 """What a ladder has measured, as a config and a transfer record take it: exponents, span, verdict, law of the loss.
 
-Public names: `Fitted`, `facts`, `measured`, `sizes_of`, `ladder_of`, `beside_others`, `settled`, `told`.
+Public names: `Fitted`, `facts`, `measured`, `sizes_of`, `SIZES`, `ladder_of`, `beside_others`, `settled`, `told`.
 
 `mup-megatron ladder` (proof/) writes ladder.json, with `facts` of the runs in it. A config names the file
 (`tuning.ladder`), or takes the record's copy. `settled` puts the numbers in the place of `fitted`. It refuses a ladder
@@ -29,7 +29,8 @@ MOST_BEYOND = 8.0
 """How many times the largest rung, or below the smallest, an exponent is taken for without being asked."""
 
 _MOST_DIFFERENCES = 8
-_NAMES = {"batch": "tokens of a step", "tokens": "tokens of the run", "width": "width", "layers": "layers"}
+SIZES = {"batch": "tokens of a step", "tokens": "tokens of the run", "width": "width", "layers": "layers"}
+"""What the sizes of `sizes_of` are, in words."""
 _SCHEDULE = ("training.lr_schedule", "training.min_lr_ratio")
 _Size = Annotated[int, Field(gt=0, le=2**63)]
 
@@ -118,7 +119,7 @@ def facts(config: Config, rungs: Sequence[Config], factors: Mapping[str, float])
             "largest": max(each[name] for each in sizes),
             "own": round(sizes[0][name] / factors.get(name, 1)),
         }
-        for name in _NAMES
+        for name in SIZES
     }
     return {"digest": digest(family), "family": family, "span": span, "measured": measured(config)}
 
@@ -301,7 +302,7 @@ def _beyond(config: Config, found: Fitted) -> Iterator[_Beyond]:
                 where = f"above the ladder's largest, {reach.largest:,}"
                 where = where if above > 1.0 else f"below the ladder's smallest, {reach.smallest:,}"
                 by = f"{times:.3g} times ({math.log2(times):.1f} octaves)"
-                yield _Beyond(axis, times, f"{who} {_NAMES[axis]}, {round(size):,}, {_LIE[axis]} {by} {where}")
+                yield _Beyond(axis, times, f"{who} {SIZES[axis]}, {round(size):,}, {_LIE[axis]} {by} {where}")
 
 
 _LIE = {"batch": "lie", "tokens": "lie", "width": "lies", "layers": "lie"}

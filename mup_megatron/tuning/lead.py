@@ -34,6 +34,7 @@ from mup_megatron.util.errors import UserError
 from mup_megatron.util.progress import Progress, time_left
 
 if TYPE_CHECKING:
+    from mup_megatron.tuning.lease import Leases
     from mup_megatron.tuning.outcome import Choice, Trial
     from mup_megatron.tuning.study import Study
 
@@ -56,6 +57,7 @@ def tune(setup: Setup, rank: Rank, meeting: Meeting, progress: Progress) -> None
         UserError: bad input, or a rank that was lost.
         Stopped: SIGTERM.
     """
+    from mup_megatron.tuning.lease import Leases
     from mup_megatron.tuning.study import Study
     from mup_megatron.tuning.worker import work
 
@@ -71,9 +73,16 @@ def tune(setup: Setup, rank: Rank, meeting: Meeting, progress: Progress) -> None
 
         work(config, Study(config), rank, done)
         return
+    heartbeat, joined = _Heartbeat(meeting, rank), Leases(Path(config.run.dir) / "tuning", config.tuning.lease_timeout)
+    joined.end()
     study = Study.create(config)
     meeting.tell("study", "")
-    leader = _Leader(study, progress, _Heartbeat(meeting, rank).listen)
+
+    def listen() -> None:
+        heartbeat.listen()
+        _take_back(study, progress, joined)
+
+    leader = _Leader(study, progress, listen)
     try:
         work(config, study, rank, leader.done, progress.say)
     finally:
@@ -182,17 +191,13 @@ class _Member:
         if self.recorded():
             return True
         if self._leader is None and (study := self._study) is not None and self._try_to_lead():
-            self._leader = _Leader(study, self.progress, lambda: self._take_back(study))
+            self._leader = _Leader(study, self.progress, lambda: _take_back(study, self.progress))
         return self._leader is not None and self._leader.done()
 
     def announce(self) -> None:
         """Says which trials ended."""
         if self._leader is not None:
             self._leader.announce()
-
-    def _take_back(self, study: Study) -> None:
-        for name in study.take_back():
-            self.progress.say(f"{name}: its worker is gone; it waits for another one")
 
     def _try_to_lead(self) -> bool:
         if not self.leads and time.monotonic() - self._tried > _LEAD_SECONDS:
@@ -201,6 +206,11 @@ class _Member:
                 self._held.enter_context(own_run_directory(self._directory, Rank(), ".pipeline.lock"))
                 self.leads = True
         return self.leads
+
+
+def _take_back(study: Study, progress: Progress, joined: Leases | None = None) -> None:
+    for name in study.take_back(joined):
+        progress.say(f"{name}: its worker is gone; it waits for another one")
 
 
 class _Heartbeat:

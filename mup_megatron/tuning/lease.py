@@ -79,6 +79,15 @@ class Leases:
         self._held.discard(path)
         path.unlink(missing_ok=True)
 
+    def end(self) -> None:
+        """Ends every lease: for a launch that begins, when those that are there are of workers gone."""
+        for path in self._directory.glob("*@*"):
+            path.unlink(missing_ok=True)
+
+    def held(self) -> set[str]:
+        """Trials that some worker has a lease of, alive or gone."""
+        return {path.name.partition("@")[0] for path in self._directory.glob("*@*")}
+
     def lost(self, running: Iterable[str]) -> list[str]:
         """Of the running trials, those whose worker has been silent for too long; for the leader alone.
 

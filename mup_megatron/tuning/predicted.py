@@ -8,7 +8,7 @@ from typing import Any
 
 from mup_megatron.config import Config
 from mup_megatron.tuning.family import differences
-from mup_megatron.tuning.fitted import Fitted, measured, sizes_of
+from mup_megatron.tuning.fitted import SIZES, Fitted, measured, sizes_of
 from mup_megatron.tuning.loss_law import AXES, read_loss_law
 
 
@@ -21,7 +21,7 @@ def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
 
     Returns:
         {"loss", "error"} (nats; the standard error of a new measurement), or {"why_not"} where its loss and the
-        ladder's are of other text or another depth; None without a ladder.
+        ladder's are of other text, or of a size that the ladder did not vary; None without a ladder.
     """
     if found is None:
         return None
@@ -29,9 +29,13 @@ def predicted(config: Config, found: Fitted | None) -> dict[str, Any] | None:
     law = read_loss_law(found.loss)
     if {"layers", "power_of_layers"} & law.terms.keys():  # its rungs were of several depths
         here, there = ({**each, "model.num_layers": None} for each in (here, there))
-    if differing := differences(there, here, "in the ladder", "in the config"):
+    sizes, differing = sizes_of(config), differences(there, here, "in the ladder", "in the config")
+    for axis in ("batch", "tokens", "width"):  # of which a law has no term where all rungs have one size
+        reach = getattr(found.span, axis)
+        if reach.smallest == reach.largest != sizes[axis]:
+            differing.append(f"{SIZES[axis]}: {reach.largest:,} in the ladder, {sizes[axis]:,} in the config")
+    if differing:
         return {"why_not": "; ".join(differing)}
-    sizes = sizes_of(config)
     octaves = {axis: math.log2(sizes[axis] / getattr(found.span, axis).own) for axis in AXES}
     try:
         loss, error = law.at(octaves)

@@ -1,8 +1,8 @@
 """What may be tuned, and a config with values put in.
 
-Public names: `with_values`, `values_of`, `value_of`, `in_config`, `same`, `most`, `key_of`, `keys_of`,
-`check_over`, `check_overrides`, `proxy_config`, `without_fitted`, `distributions`, `one_process`, `stretched`, `short`,
-`WIDTH`, `STEPS`.
+Public names: `with_values`, `values_of`, `value_of`, `in_config`, `same`, `most`, `key_of`, `keys_of`, `check_over`,
+`check_overrides`, `proxy_config`, `bracket_of`, `trials_by_bracket`, `without_fitted`, `distributions`, `one_process`,
+`stretched`, `short`, `WIDTH`, `STEPS`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def short(value: Value) -> str:
 
 
 # Step counts of a schedule, which shrink and grow with the length of the run.
+# Brackets of hyperband over slots, 4 : 3 : 3 as Optuna shares them among three brackets at reduction factor 2. Trials
+# of bracket b may be stopped at the last 2 - b rungs only.
+_BRACKETS = (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
 _STEP_COUNTS = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
 
 
@@ -97,9 +100,10 @@ def check_over(config: Config, over: str) -> None:
 
 def check_overrides(config: Config, allowed: tuple[str, ...] = ()) -> None:
     """Raises ConfigError for a value on the command line that tuning would replace."""
-    if config.tuning.prior == "hparams":
-        return  # it is where the search begins
-    for name in config.tuning.search:
+    begins = config.tuning.prior == "hparams" and config.tuning.sampler != "grid"  # whose points are what they are
+    for name, dimension in config.tuning.search.items():
+        if begins and (dimension.choice is None or value_of(config, name) in dimension.choice):
+            continue  # it is where the search begins
         if config.is_overridden(key := key_of(name)) and key not in allowed:
             raise config.error(
                 key,
@@ -142,6 +146,20 @@ def rungs(config: Config) -> list[int]:
     interval = rung_interval(config)
     found = [interval, interval * config.tuning.reduction_factor]
     return [step for step in found if step < tuning_steps(config)]
+
+
+def bracket_of(config: Config, slot: int) -> int:
+    """Hyperband's bracket of a slot: how many of the first rungs its trials pass unjudged; 0 under another pruner."""
+    return _BRACKETS[slot % len(_BRACKETS)] if config.tuning.pruner == "hyperband" else 0
+
+
+def trials_by_bracket(config: Config) -> dict[int, int]:
+    """How many of the planned trials are in each bracket."""
+    found: dict[int, int] = {}
+    for slot in range(period := len(_BRACKETS)):
+        bracket = bracket_of(config, slot)
+        found[bracket] = found.get(bracket, 0) + len(range(slot, config.tuning.trials, period))
+    return found
 
 
 def rung_interval(config: Config) -> int:

@@ -29,16 +29,13 @@ from mup_megatron.tuning.objective import Objective, objective_of
 from mup_megatron.tuning.outcome import FINISHED, State, Trial, best, descent_of
 from mup_megatron.tuning.prior import first_trial
 from mup_megatron.tuning.sampler import points
-from mup_megatron.tuning.space import Value, proxy_config, rungs, values_of
+from mup_megatron.tuning.space import Value, bracket_of, proxy_config, rungs, values_of
 from mup_megatron.tuning.storage import Ended, StudyStorage
 from mup_megatron.util.errors import UserError
 
 _POLL_SECONDS = 0.2
 _MOST_LOST = 5
 _AHEAD = 64  # trials that wait, at least, while the plan has more
-# Brackets of hyperband over slots, 4 : 3 : 3 as Optuna shares them among three brackets at reduction factor 2. Trials
-# of bracket b may be stopped at the last 2 - b rungs only.
-_BRACKETS = (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
 
 
 def _deciding(config: Config) -> dict[str, Any]:
@@ -187,14 +184,20 @@ class Study:
         joint = {key: value for key, value in self._decided.items() if key not in later}
         return bool(later) and self._storage.decided() == joint
 
-    def take_back(self) -> list[str]:
-        """Gives trials back whose workers are gone; their names. For the worker that leads, where there are leases.
+    def take_back(self, joined: Leases | None = None) -> list[str]:
+        """Gives trials back whose workers are gone; their names. For the worker that leads.
 
         A trial that has taken too many workers with it has failed.
+
+        Args:
+            joined: leases of workers that joined a launch, whose own trials have none; None where every trial has one.
         """
+        leases = joined or self._leases
+        if leases is None or (joined is not None and not joined.held()):
+            return []
         running = {trial.name: trial for trial in self.trials() if trial.state == "running"}
         taken = []
-        for name in self._leases.lost(running) if self._leases else []:
+        for name in leases.lost(running if joined is None else running.keys() & joined.held()):
             trial = running[name]
             with suppress(Ended):  # its worker was slow, and ended it just now
                 self._storage.lose(trial, _MOST_LOST)
@@ -303,20 +306,18 @@ class Study:
         loss = loss if math.isfinite(loss) else math.inf
         tuning = self._config.tuning
         stops = rungs(self._config)
-        bracket = _BRACKETS[trial.slot % len(_BRACKETS)] if tuning.pruner == "hyperband" else 0
+        bracket = bracket_of(self._config, trial.slot)
         if trial.repeats or trial.varies is not None or step not in stops[bracket:]:
             return True
         while True:
             earlier = [
                 other
                 for other in self.trials()
-                if other.slot < trial.slot
-                and not other.repeats
-                and (tuning.pruner != "hyperband" or _BRACKETS[other.slot % len(_BRACKETS)] == bracket)
+                if other.slot < trial.slot and not other.repeats and bracket_of(self._config, other.slot) == bracket
             ]
             if all(step in other.reports or other.state in FINISHED for other in earlier):
                 break
-            if self._leases is not None and any(other.state == "waiting" for other in earlier):
+            if any(other.state == "waiting" for other in earlier):
                 raise Overtaken
             alive()
             time.sleep(_POLL_SECONDS)

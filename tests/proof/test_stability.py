@@ -18,7 +18,7 @@ from mup_megatron.config import Config, derive, load_config
 from mup_megatron.engines.setup.megatron import emerging_missing
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
-from mup_megatron.proof import stability
+from mup_megatron.proof import grid, stability
 from mup_megatron.proof.grid import Grid, Outcome
 from mup_megatron.proof.question import Question
 from mup_megatron.proof.question import question as ask_question
@@ -349,6 +349,25 @@ def test_the_exit_status(
     assert (tmp_path / "out" / "lr-width.png").stat().st_size > 10_000
 
 
+def test_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unset variable of a shell: nothing ran, and nothing passed."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path).model_dump()))
+    assert cli.run(["stability", str(tmp_path / "run.yaml"), "--over", ""]) == 2
+    assert "--over: names nothing; expected a hyperparameter or several" in capsys.readouterr().err
+
+
+def test_a_run_is_of_its_command(tmp_path: Path) -> None:
+    """Options of a script that no key of the config says make other runs; an objective of the search does not."""
+    config = config_of(tmp_path)
+    digests = [
+        grid._digest(grid.Job(name="run", config=derive(config, {"tuning.command": command})))
+        for command in ([], ["pretrain_gpt.py"], ["pretrain_gpt.py", "--reset-position-ids"])
+    ]
+    assert len(set(digests)) == 3
+    pairs = load_config("configs/t5/iwslt-like.yaml", {"training.eval_translations": 8, "tuning.objective": "bleu"})
+    assert grid.comparable(pairs).tuning.objective == "loss"
+
+
 @pytest.mark.slow
 def test_a_grid_is_trained_once(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run is `train` on one process with that config; then nothing runs again; other settings are refused."""
@@ -441,6 +460,16 @@ def test_reversing_swaps_model_and_base(tmp_path: Path) -> None:
     assert [(each.lr, each.init_std) for each in parametrize(at_base, 375).tensors.values()] == [
         (each.lr, each.init_std) for each in parametrize(large, 375).tensors.values()
     ]
+
+
+def test_reversing_leaves_no_rule_over_layers(tmp_path: Path) -> None:
+    """The small model has the large one's layers: by hand its branches are multiplied by 1, at any base.num_layers."""
+    deep = {"model__num_layers": 8, "base": {**MIXED["base"], "num_layers": 2}, "parametrization__depth": "completep"}
+    large = config_of(tmp_path, parametrization__name="standard", **deep)
+    assert parametrize(derive(large, {"parametrization.name": "mup"}), 375).forward.residual == 0.25  # control
+    small = small_model(large)
+    assert small.base.num_layers == 8
+    assert parametrize(small, 375).forward.residual == parametrize(large, 375).forward.residual == 1.0
 
 
 def test_how_far_a_curve_rises_above_its_lowest_point() -> None:

@@ -79,6 +79,14 @@ def test_the_plan_by_hand() -> None:
     assert "halved at 4 and 8; then 6 repetitions" in lines(config, found)[0]
 
 
+def test_the_plan_of_hyperband_by_hand() -> None:
+    """Of ten trials of 16 steps four are halved at 4 and 8 (8 steps on average), three at 8 alone (12), three never."""
+    keys = {"tuning__trials": 12, "tuning__train_steps": 16, "tuning__repeat_best": 0, "tuning__pruner": "hyperband"}
+    config = make(MIXED, "gpt3", proxy={"hidden_size": 64}, tuning__search=SEARCH, **keys)
+    found = plan(config, 375, 2)  # the eleventh and the twelfth are as the first two: 8 and 12
+    assert found.tuning.tokens == (4 * 8 + 3 * 12 + 3 * 16 + 8 + 12) * 8 * 32
+
+
 def test_no_pruner_no_rungs() -> None:
     config = make(MIXED, "gpt3", tuning__pruner="none", tuning__search=SEARCH)
     found = plan(config, 375, 1)

@@ -450,6 +450,17 @@ def test_a_ladder_over_layers_predicts_another_depth(tmp_path: Path) -> None:
     }
 
 
+def test_a_ladder_of_one_width_predicts_no_other(ladder: Path) -> None:
+    """Its law has no term of width, and would give every width of the family one loss and one narrow interval."""
+    config = taken(target_of(ladder))
+    assert "loss" in (predicted(config, ladder_of(config, None)) or {})
+    wide = taken(target_of(ladder, **{"model.hidden_size": 2 * config.model.hidden_size}))
+    width = config.model.hidden_size
+    assert predicted(wide, ladder_of(wide, None)) == {
+        "why_not": f"width: {width} in the ladder, {2 * width} in the config"
+    }
+
+
 @pytest.mark.parametrize(
     ("keys", "why_not"),
     [

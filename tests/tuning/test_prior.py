@@ -142,6 +142,12 @@ def test_a_value_on_the_command_line_is_the_prior(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hparams\.lr: 0\.004 is given, but tuning would take its place"):
         check_overrides(load_config(path, parse_overrides(["hparams.lr=0.004"])))
     check_overrides(load_config(path, parse_overrides(["hparams.lr=0.004", "tuning.prior=hparams"])))
+    # At what is none of the points of a grid, or none of the choices, nothing begins: it would be trained with nowhere.
+    grid = ["tuning.sampler=grid", "tuning.search={lr: {choice: [0.001, 0.004]}}"]
+    for words in (grid, ["tuning.search.lr={choice: [0.001, 0.003]}"]):
+        config = load_config(path, parse_overrides(["hparams.lr=0.004", "tuning.prior=hparams", *words]))
+        with pytest.raises(ConfigError, match=r"hparams\.lr: 0\.004 is given, but tuning would take its place"):
+            check_overrides(config)
 
 
 def test_where_a_search_began_is_no_other_value_of_its_record(tmp_path: Path) -> None:

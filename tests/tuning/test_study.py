@@ -280,6 +280,21 @@ def test_a_lock_that_a_killed_writer_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(Study.create(study_config(Path("run"))).trials()) == 8
 
 
+def test_a_line_that_a_full_disk_left_unfinished(tmp_path: Path) -> None:
+    """The next line would be glued to it, and the journal damaged for ever; who writes next cuts it off."""
+    config = study_config(tmp_path)
+    worker = Study.create(config, Leases(tmp_path / "tuning", 1.0))
+    journal, lost = tmp_path / "tuning" / "journal.log", b'{"op_code":7,"worker_id":"7e'
+    with journal.open("ab") as file:
+        file.write(lost)
+    trial = worker.claim()
+    assert trial is not None
+    worker.report(trial, 4, 5.0)
+    assert lost + b"{" not in journal.read_bytes()
+    assert joined(config, tmp_path).trials()[0].reports == {4: 5.0}
+    assert len(Study.create(config, Leases(tmp_path / "tuning", 1.0)).trials()) == 8
+
+
 def test_a_study_may_grow(tmp_path: Path) -> None:
     run_all(study_config(tmp_path), workers=1, seed=0)
     study = Study.create(study_config(tmp_path, tuning__trials=11))
@@ -478,6 +493,33 @@ def test_a_trial_of_a_worker_that_is_gone(tmp_path: Path) -> None:
         gone.check_held(lost)
 
 
+def test_a_launch_takes_back_what_a_joined_worker_had(tmp_path: Path) -> None:
+    """Its own trials have no lease and stay; while the joined worker lives, so does its trial."""
+    config = study_config(tmp_path)
+    leases = Leases(tmp_path / "tuning", 0.3)
+    (tmp_path / "tuning" / "leases" / "trial-000@of-a-worker-long-gone").touch()
+    leases.end()
+    launch = Study.create(config)
+    own = launch.claim()
+    worker = joined(config, tmp_path, 0.3)
+    theirs = worker.claim()
+    assert own is not None
+    assert theirs is not None
+
+    def taken(seconds: float) -> list[str]:
+        names, until = [], time.monotonic() + seconds
+        while time.monotonic() < until:
+            names += launch.take_back(leases)
+            time.sleep(0.05)
+        return names
+
+    assert taken(0.9) == []  # three leases long
+    silence(worker)
+    assert taken(0.9) == [theirs.name]
+    assert {trial.name: trial.state for trial in launch.trials()}[own.name] == "running"
+    assert launch.claim() == next(trial for trial in launch.trials() if trial.name == theirs.name)
+
+
 def test_two_threads_of_a_worker_are_two_owners(tmp_path: Path) -> None:
     """The worker was silent, its trial was taken back, and its own other thread has it: the first one hears of it."""
     config = study_config(tmp_path, tuning__trials=1)
@@ -506,18 +548,19 @@ def test_a_trial_that_takes_its_workers_with_it(tmp_path: Path) -> None:
     assert joined(config, tmp_path).claim() is None
 
 
-def test_nobody_waits_for_a_trial_that_nobody_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch", [False, True])
+def test_nobody_waits_for_a_trial_that_nobody_runs(tmp_path: Path, launch: bool) -> None:
     """The only worker left waits at a rung for a trial of a lower slot that is taken back then: it takes that one."""
-    config = study_config(tmp_path)
-    leader = Study.create(config, Leases(tmp_path / "tuning", 0.3))
-    gone, left = joined(config, tmp_path, 0.3), joined(config, tmp_path)
+    config, leases = study_config(tmp_path), Leases(tmp_path / "tuning", 0.3)
+    leader = Study.create(config, None if launch else leases)
+    gone, left = joined(config, tmp_path, 0.3), Study(config) if launch else joined(config, tmp_path)
     first, second = gone.claim(), left.claim()
     assert first is not None
     assert second is not None
     silence(gone)
 
     def alive() -> None:
-        leader.take_back()
+        leader.take_back(leases if launch else None)
 
     with pytest.raises(Overtaken):
         left.survives(second, 4, loss_of(second, 4), alive)

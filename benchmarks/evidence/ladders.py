@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.evidence.records import Rows, best, record
+from benchmarks.evidence.records import Rows, best, record, varying, verdict
 from mup_megatron.proof.ladder_verdict import published
 from mup_megatron.proof.laws import bends
 from mup_megatron.proof.rungs import NAMES, Rung
@@ -23,15 +23,17 @@ def ladder(path: str = RATE) -> Rows:
     """Best value and loss of every rung, the last of which no law has seen."""
     found = record(path)
     name = NAMES[found.get("over", "lr")]
-    axes = [axis for axis in AXES if len({rung.get(axis, 1) for rung in found["rungs"]}) > 1]
+    axes = varying(found)
     rows = [[*axes, "steps", f"best {LABELS[name]}", "loss there", ""]]
     for rung in found["rungs"]:
         error = "" if rung["error"] is None else f" ± {rung['error']:.2f} octaves"
         steps = found["steps"][f"batch-{rung['batch']}-tokens-{rung['tokens']}-width-{rung['width']}"]
         cells = [*(f"× {rung[axis]}" for axis in axes), str(steps), f"{best({'minimum': rung})}{error}"]
-        held = found["held_out"] if rung is found["rungs"][-1] else None
+        last = rung is found["rungs"][-1]
+        held = found["held_out"] if last else None
         value = f"{held[name]['predicted']:.2g} ± {held[name]['error']:.2f} octaves" if held else ""
         said = f"predicted: {value}, {held['loss']['predicted']:.3f} ± {held['loss']['error']:.3f}" if held else ""
+        said = verdict(found) if last and not held else said  # where there is no law
         rows.append([*cells, f"{rung['least']:.3f}", said])
     return rows
 
@@ -69,7 +71,7 @@ def said_of_ladder() -> str:
     order = "more than" if scatter > found["rate"]["spread"] else "not more than"
     return (
         f"The law of the loss is {found['loss']['said']}, with a spread of {found['loss']['spread']:.3f} nats. Of the "
-        f"largest rung, which neither law has seen, it is off by {100 * loss['share']:+.2f} % (bound "
+        f"unseen largest rung it is off by {100 * loss['share']:+.2f} % (bound "
         f"{100 * bounds['loss']:g} %), and the law of the rate by {rate['octaves']:+.2f} octaves (bound "
         f"{bounds['octaves']:g}). The rate's own error there is {rate['error']:.2f} octaves, so that part is partly "
         f"luck. About every published law the rungs scatter by {scatter:.2f} octaves or more, {order} about the fitted "

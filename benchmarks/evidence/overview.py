@@ -255,6 +255,8 @@ CLAIMS = (
           whose=f"{_PAPER}, appendix I", page="reverse.md", path="reverse/reverse.json", said=_same_order),
     Claim(what="A fitted law tells rate and loss of a larger rung", whose="this project", page="ladder.md",
           path="ladder/ladder.json"),
+    Claim(what="A fitted law tells the best 1 - β2 over batch and tokens", whose="this project",
+          page="ladder.md#adams-second-beta-apart", path=ladders.BETA),
     Claim(what="Published powers of batch and tokens tell the rate", whose="others", page="ladder.md",
           path="ladder/ladder.json", said=_published),
     *(Claim(what=f"Outputs, gradients and updates keep their size over width ({name})",

@@ -129,6 +129,7 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-quality": searches.said_of_quality,
     "ladder": ladders.ladder,
     "exponents": ladders.exponents,
+    "beta2": partial(ladders.ladder, ladders.BETA),
     "one-at-a-time": growth.one_at_a_time,
     "said-of-ladder": ladders.said_of_ladder,
     "reverse": searches.reverse,

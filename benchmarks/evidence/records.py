@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mup_megatron.tuning.loss_law import AXES
 from mup_megatron.util.provenance import KEYS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "evidence"
@@ -104,8 +105,8 @@ def asked(found: Mapping[str, Any]) -> str:
         return f"a search of hidden size {target}, by {proxy}"
     if "rungs" in found:
         least, largest = found["rungs"][0], found["rungs"][-1]
-        axes = [axis for axis in ("batch", "tokens", "width") if axis in found["rate"]]
-        return "laws of lr and loss, " + ", ".join(f"{axis} {least[axis]} to {largest[axis]} times" for axis in axes)
+        factors = (f"{axis} {least[axis]} to {largest[axis]} times" for axis in varying(found))
+        return f"laws of {found.get('over', 'lr')} and loss, {', '.join(factors)}"
     if "searches" in found:
         return "cost of a search"
     if "lines" in found:
@@ -177,6 +178,11 @@ def _between(found: Mapping[str, Any], row: Mapping[str, Any], value: float) -> 
     return sum(
         mean * math.prod(each / (each - own) for each in rest) for mean, own, rest in zip(means, x, others, strict=True)
     )
+
+
+def varying(found: Mapping[str, Any]) -> list[str]:
+    """In what the rungs of a ladder differ."""
+    return [axis for axis in AXES if len({rung.get(axis, 1) for rung in found["rungs"]}) > 1]
 
 
 def best(row: Mapping[str, Any]) -> str:

@@ -83,7 +83,7 @@ def initialize(
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         optimizer = _client(model, optimizer, model_parameters, lr_scheduler)
-        if settings.get("zero_optimization", {}).get("stage"):
+        if (settings.get("zero_optimization") or {}).get("stage"):
             empty_frozen(optimizer)
         groups = optimizer.param_groups
     elif "optimizer" in settings:

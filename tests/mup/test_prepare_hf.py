@@ -360,23 +360,18 @@ def test_saved_and_loaded_by_plain_transformers(kind: str, tied: bool, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "keys", "match"),
+    ("sizes", "tied", "mult", "match"),
     [
         # α_output of a tied head is in the final norm's gains, and at the base nothing else has moved.
-        (((32, 2), (32, 2)), {"tied": True, "output_mult": 2.0}, r"^model\.norm\.weight: a norm's gains are 1 where"),
+        (((32, 2), (32, 2)), True, 2.0, r"^model\.norm\.weight: a norm's gains are 1 where"),
         # At a ratio of 1.25 matrices are smaller by sqrt(1.25), 26 standard errors of 160² draws.
-        (
-            ((128, 4), (160, 5)),
-            {},
-            r"q_proj\.weight has the standard deviation 0\.018, and transformers",
-        ),
+        (((128, 4), (160, 5)), False, 1.0, r"q_proj\.weight has the standard deviation 0\.018, and transformers"),
     ],
 )
 def test_what_was_prepared_and_saved_is_not_prepared_twice(
-    sizes: Any, keys: dict[str, Any], match: str, tmp_path: Path
+    sizes: Any, tied: bool, mult: float, match: str, tmp_path: Path
 ) -> None:
-    mult = keys.pop("output_mult", 1.0)
-    base, given = (config("Llama", *size, **keys) for size in sizes)
+    base, given = (config("Llama", *size, tied=tied) for size in sizes)
     prepared = ours.prepare_hf(build("Llama", given), base, output_mult=mult)
     prepared.save_pretrained(tmp_path)
     loaded = type(prepared).from_pretrained(tmp_path)

@@ -450,10 +450,10 @@ def silence(study: Study) -> None:
     study._leases._held.clear()
 
 
-def taken_back(leader: Study, seconds: float) -> list[str]:
+def taken_back(leader: Study, seconds: float, joined: Leases | None = None) -> list[str]:
     names, until = [], time.monotonic() + seconds
     while time.monotonic() < until:
-        names += leader.take_back()
+        names += leader.take_back(joined)
         time.sleep(0.05)
     return names
 
@@ -505,17 +505,9 @@ def test_a_launch_takes_back_what_a_joined_worker_had(tmp_path: Path) -> None:
     theirs = worker.claim()
     assert own is not None
     assert theirs is not None
-
-    def taken(seconds: float) -> list[str]:
-        names, until = [], time.monotonic() + seconds
-        while time.monotonic() < until:
-            names += launch.take_back(leases)
-            time.sleep(0.05)
-        return names
-
-    assert taken(0.9) == []  # three leases long
+    assert taken_back(launch, 0.9, leases) == []  # three leases long
     silence(worker)
-    assert taken(0.9) == [theirs.name]
+    assert taken_back(launch, 0.9, leases) == [theirs.name]
     assert {trial.name: trial.state for trial in launch.trials()}[own.name] == "running"
     assert launch.claim() == next(trial for trial in launch.trials() if trial.name == theirs.name)
 

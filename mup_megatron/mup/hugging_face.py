@@ -46,11 +46,13 @@ class _Tensor:
             docs/parametrization.md has it; None for what has no fan-in that grows (embeddings, gains, biases).
         fold: which forward factor its values hold.
         deep: whether transformers divides its deviation by sqrt(2 · layers).
+        kind: what `set_per_tensor` calls it if it is a matrix with a fan-in that can grow, at every size.
     """
 
     fixed_fan_out: FixedFanOut | None = None
     fold: Fold | None = None
     deep: bool = False
+    kind: Literal["hidden", "router", "readout"] = "hidden"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,7 @@ class _Architecture:
 _VECTOR = _Tensor()
 _OUTPUT = _Tensor(fixed_fan_out="output_like")
 _HIDDEN = _Tensor(fixed_fan_out="hidden_like")  # of MLPs, and what goes into a norm
+_HEAD = _Tensor(fixed_fan_out="output_like", fold="head", kind="readout")
 
 _ATTENTION, _MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
 _TRUNK = {
@@ -75,11 +78,11 @@ _TRUNK = {
     "model.layers.*.input_layernorm": _VECTOR,
     "model.layers.*.post_attention_layernorm": _VECTOR,
     "model.norm": _Tensor(fold="final_norm"),
-    "lm_head": _Tensor(fixed_fan_out="output_like", fold="head"),
+    "lm_head": _HEAD,
 }
 _DENSE = {f"{_MLP}.{name}": _HIDDEN for name in ("gate_proj", "up_proj", "down_proj")}
 _EXPERTS = {
-    f"{_MLP}.gate": _OUTPUT,
+    f"{_MLP}.gate": _Tensor(fixed_fan_out="output_like", kind="router"),
     f"{_MLP}.experts.gate_up_proj": _HIDDEN,
     f"{_MLP}.experts.down_proj": _HIDDEN,
 }
@@ -101,7 +104,7 @@ _GPT2 = {
     f"{_BLOCK}.mlp.c_fc": _HIDDEN,
     f"{_BLOCK}.mlp.c_proj": _Tensor(fixed_fan_out="hidden_like", deep=True),
     "transformer.ln_f": _Tensor(fold="final_norm"),
-    "lm_head": _Tensor(fixed_fan_out="output_like", fold="head"),
+    "lm_head": _HEAD,
 }
 _ARCHITECTURES = {
     "GPT2LMHeadModel": _Architecture(attention=f"{_BLOCK}.attn", tensors=_GPT2),
@@ -183,7 +186,7 @@ def prepare_hf(
         tensor = _tensor_of(architecture, name)
         if is_transposed(modules[name.rpartition(".")[0]]):
             infshape.read_transposed()
-        _say_fixed_fan_out(infshape, tensor)
+        _say_what_it_is(infshape, tensor)
         attention = re.match(re.escape(architecture.attention).replace(r"\*", r"\d+"), name)
         softmax = attention_mult * _softmax(attention.group(), modules, bases) if attention else 1.0
         infshape.folded = _folded(tensor, infshape, softmax, output_mult, tied)
@@ -258,10 +261,14 @@ def _tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def _say_fixed_fan_out(infshape: InfShape, tensor: _Tensor) -> None:
-    """Marks a matrix from a dimension that grows to one that does not. The last two dimensions are the matrix."""
+def _say_what_it_is(infshape: InfShape, tensor: _Tensor) -> None:
+    """Marks a matrix with its kind, and one from a dimension that grows to one that does not with its init rule.
+
+    The last two dimensions are the matrix.
+    """
     if len(infshape) < 2 or tensor.fixed_fan_out is None:
         return
+    infshape.kind = tensor.kind
     fan_out, fan_in = infshape[-2:] if infshape.fan_in_idx == 1 else reversed(infshape[-2:])
     if fan_in.grows and not fan_out.grows:
         infshape.output_like = tensor.fixed_fan_out == "output_like"

@@ -46,6 +46,7 @@ class InfShape(tuple[InfDim, ...]):
             without a forward multiplier. Its init and rate shrink as 1/m instead.
         hidden_like: the same, but with the init of a matrix inside, which shrinks as m^-1/2 (rules/formulas.py, g = 1).
         folded: factor that the values hold in the forward pass's stead (rules/formulas.py, `Ratios`).
+        kind: what per_tensor.py calls a matrix of a known architecture; None where what grows says it.
         per_tensor: factors of its own on rate, decay and initial values (per_tensor.py); None where there are none.
         name: of the parameter, for messages; empty where it is not known.
         tensor: the TensorSpec of a megatron-core layer's parameter, joined with its base; None for other parameters.
@@ -57,6 +58,7 @@ class InfShape(tuple[InfDim, ...]):
     output_like: bool
     hidden_like: bool
     folded: Fraction
+    kind: str | None = None
     per_tensor: PerTensor | None = None
     name: str
     tensor: TensorShape | None

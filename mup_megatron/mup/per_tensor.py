@@ -7,8 +7,12 @@ pattern of parameter names, or a kind:
     embedding   weights of torch.nn.Embedding
     hidden      matrices whose fan-in and fan-out both grow
     readout     weights of MuReadout, and other matrices of which the fan-in alone grows
+    router      routers of what `prepare_hf` knows
     gains       gains of norms
     biases      biases
+
+Where `prepare_hf` knows the architecture, kinds do not follow what grows: readout is the untied head, and hidden every
+other matrix but embeddings and routers, at the base and with fixed heads too.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from mup_megatron.mup.layer import MuReadout
 from mup_megatron.mup.parameters import clean_names, infshape_of, scale_
 from mup_megatron.util.errors import UserError
 
-_KINDS = ("embedding", "hidden", "readout", "gains", "biases")
+_KINDS = ("embedding", "hidden", "readout", "router", "gains", "biases")
 _KEY = "per_tensor"
 
 
@@ -105,6 +109,8 @@ def _kind(module: torch.nn.Module, own: str, parameter: Any) -> str | None:
     if len(infshape) == 1:
         gain = own == "weight" and "norm" in type(module).__name__.lower()
         return "gains" if gain else "biases" if own.endswith("bias") else None
+    if infshape.kind is not None:
+        return infshape.kind
     if isinstance(module, MuReadout):
         return "readout"
     if len(infshape) < 2 or infshape.ninf() == 0:

@@ -154,7 +154,7 @@ def test_in_deepspeed(ranks: Ranks, stage: int, how: str) -> None:
         ({"attention": {"lr": 2.0}}, "per_tensor.attention: expected one of embedding, hidden, .* no kind of a plain"),
         (
             {"hiden": {"lr": 2.0}},
-            "per_tensor.hiden: expected one of embedding, hidden, readout, gains, biases, or a",
+            "per_tensor.hiden: expected one of embedding, hidden, readout, router, gains, biases, or a",
         ),
         ({"*.query.*": {"lr": 2.0}}, r"per_tensor.\*.query.\*: names no parameter of this model"),
         ({"hidden": {"lr": -1.0}}, "per_tensor.hidden.lr: Input should be greater than 0; expected numbers above 0"),

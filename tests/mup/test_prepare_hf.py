@@ -240,6 +240,35 @@ def test_fixed_sizes_by_hand() -> None:
             assert found[layer + name] == rate, name
 
 
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("fixed", [False, True], ids=["all grow", "fixed"])
+def test_kinds_of_tensors_are_the_architectures(kind: str, width: int, fixed: bool) -> None:
+    """By hand, for models below, at and above the base, and where key/value heads and the FFN do not grow."""
+    keys: dict[str, Any] = {} if not fixed else {"n_inner": 64}
+    if fixed and kind != "GPT2":
+        keys = {"num_key_value_heads": 2, "intermediate_size": 64}
+    model = ours.prepare_hf(
+        build(kind, config(kind, width, width // 8, **keys)), config(kind, 32, 4, **keys), rescale_params=True
+    )
+    found = {}
+    for name in ("embedding", "hidden", "router", "readout", "gains", "biases"):
+        if (name == "router" and kind != "Mixtral") or (name == "biases" and kind != "GPT2"):
+            with pytest.raises(UserError, match=f"per_tensor.{name}: names no parameter"):
+                ours.set_per_tensor(copy.deepcopy(model), {name: {"lr": 2.0}})
+        else:
+            for each in ours.set_per_tensor(copy.deepcopy(model), {name: {"lr": 2.0}}):
+                found[each] = name
+    expected = {
+        "wte": "embedding", "wpe": "embedding", "embed_tokens": "embedding", "lm_head": "readout", "gate": "router",
+        "ln_1": "gains", "ln_2": "gains", "ln_f": "gains", "norm": "gains", "q_norm": "gains", "k_norm": "gains",
+        "input_layernorm": "gains", "post_attention_layernorm": "gains",
+    }  # fmt: skip
+    for name, _ in model.named_parameters():
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        assert found[name] == ("biases" if name.endswith("bias") else expected.get(layer, "hidden")), name
+
+
 def test_epsilon_decay_and_alphas_by_hand() -> None:
     """epsilon · A/m_out and decay / rate, with the factor that the values hold: A is 1 over it."""
     model, _, base = case("Llama tied")

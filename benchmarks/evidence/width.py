@@ -219,9 +219,9 @@ def said_of_std() -> str:
     which = "less" if apart < together else "no less"
     return (
         f"With the embedding's deviation held, the hidden tensors' best one moves by {apart:.2f} octaves, {which} than "
-        f"the one of all tensors ({together:.2f}). Over all attention multipliers that were tried, no size's loss "
-        f"differs by more than {100 * _spread_of(FROM_128['attention multiplier']):.1f} %, and over 1 - β2 up to "
-        f"{_FLAT:g} by no more than {100 * _spread_of(FROM_128['1 - β2'], _FLAT):.1f} %."
+        f"the one of all tensors ({together:.2f}). Over attention multipliers up to {_FLAT['attention multiplier']:g} "
+        f"no size's loss differs by more than {_spread_of('attention multiplier')}, and over 1 - β2 up to "
+        f"{_FLAT['1 - β2']:g} by no more than {_spread_of('1 - β2')}."
     )
 
 
@@ -236,15 +236,16 @@ def schedules() -> Rows:
     return [*rows, ["verdict", verdict(found), *[""] * (len(rows[0]) - 2)]]
 
 
-_FLAT = 0.05  # the config's own value
+_FLAT = {"attention multiplier": 4.0, "1 - β2": 0.05}
+"""Up to where curves are flat: two octaves above the default, and the config's own value."""
 
 
-def _spread_of(path: str, most: float = math.inf) -> float:
-    """The largest share by which a size's losses differ, over all values that were tried, up to the largest."""
-    found = record(path)
-    count = sum(value <= most for value in found["values"])
+def _spread_of(what: str) -> str:
+    """The largest share by which a size's losses differ, over the values up to there."""
+    found = record(FROM_128[what])
+    count = sum(value <= _FLAT[what] for value in found["values"])
     means = [[statistics.fmean(each) for each in row["losses"][:count]] for row in found["lines"]["mup"]["rows"]]
-    return max(max(each) / min(each) - 1 for each in means)
+    return f"{100 * max(max(each) / min(each) - 1 for each in means):.1f} %"
 
 
 def mixed() -> Rows:

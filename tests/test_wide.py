@@ -96,7 +96,7 @@ def test_verdicts_follow_the_records(records: dict[str, Any]) -> None:
     Of the search by hand: differences of -0.33, -0.07 and -0.58 have an interval of 0.64, which holds 0.
     """
     assert [wide.ends_lower(name)[:8] for name in ("standard", "per_layer")] == ["**failed", "**undeci"]
-    said = wide.transfers_and_loses()
+    said = wide.transfers_and_loses(wide.DIRECT)
     assert said.startswith("**undecided**: with 16 draws a difference of -0.328 ± 0.639 nats")
     assert said.endswith("lower in every repetition with 1, 4, 16 draws")
     row = records[wide.PER_LAYER]["lines"]["per_layer"]["rows"][-1]
@@ -108,5 +108,5 @@ def test_verdicts_follow_the_records(records: dict[str, Any]) -> None:
     for each, word in ((0.5, "passed"), (-0.5, "failed")):
         for number, repetition in enumerate(records[wide.DIRECT]["repetitions"]):
             repetition["transferred"][2] = min(repetition["direct"]) - each - 0.01 * number
-        assert wide.transfers_and_loses().startswith(f"**{word}**")
-    assert wide.transfers_and_loses().endswith("lower in every repetition with 1, 4 draws")
+        assert wide.transfers_and_loses(wide.DIRECT).startswith(f"**{word}**")
+    assert wide.transfers_and_loses(wide.DIRECT).endswith("lower in every repetition with 1, 4 draws")

@@ -141,9 +141,10 @@ CLAIMS = (
           ("per_layer", wide.PER_LAYER, "1/sqrt(fan-in) with a rate per layer", "Everett et al."))),
     Claim(what="One rate serves every width with a rate per layer", whose="Everett et al.",
           page="wide.md#against-rivals", path=wide.PER_LAYER),
-    Claim(what="A proxy's values in µP end lower than a search of the target (\"µP transfers but loses\")",
-          whose="nanochat issue 644, mamba.py issue 48", page="wide.md#against-a-search-of-the-target",
-          path=wide.DIRECT, said=wide.transfers_and_loses),
+    *(Claim(what=f"A proxy's values in µP end lower than a search of hidden size {size} (\"µP transfers but loses\")",
+            whose="nanochat issue 644, mamba.py issue 48", page="wide.md#against-a-search-of-the-target",
+            path=path, said=partial(wide.transfers_and_loses, path))
+      for size, path in (("1,024", wide.DIRECT), ("512", wide.DIRECT_128))),
     Claim(what="The best rate of hidden size 128 is that of 1,024", whose=f"{_PAPER}, figure 1", page="width.md",
           path=width.ENGLISH),
     Claim(what="The same, where the embedding has a rate of its own", whose="this project", page="width.md",

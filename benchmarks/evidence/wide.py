@@ -12,7 +12,7 @@ from benchmarks.evidence.records import FOLDER, LINES, LOWER, Rows, best, cost, 
 from mup_megatron.report.stability import draw_stability
 
 RATES, FARTHEST, RIVALS, PER_LAYER = (f"wide/{name}.json" for name in ("lr-width", "to-4096", "rivals", "per-layer"))
-DIRECT = "wide/direct.json"
+DIRECT, DIRECT_128 = "wide/direct.json", "wide/direct-128.json"  # from 256 on a GPU, from 128 on two cores
 
 
 def _lines() -> dict[str, tuple[dict[str, Any], str]]:
@@ -118,9 +118,9 @@ def ends_lower(name: str) -> str:
     return f"**{LOWER[found.sign]}**: {told}, a difference of {found}"
 
 
-def directly() -> Rows:
+def directly(path: str) -> Rows:
     """The target's loss by the number of draws, both ways, with what they cost in runs of the target."""
-    found = record(DIRECT)
+    found = record(path)
     rows = [
         [
             "draws",
@@ -139,9 +139,9 @@ def directly() -> Rows:
     return rows
 
 
-def transfers_and_loses() -> str:
+def transfers_and_loses(path: str) -> str:
     """Whether what a proxy's search gives ends lower than the target's own search, with as many draws."""
-    rows = compared(record(DIRECT))
+    rows = compared(record(path))
     lower = [row for row in rows if max(a - b for a, b in zip(row["mup"], row["direct"], strict=True)) < 0]
     most = rows[-1]
     found = difference(most["mup"], most["direct"])

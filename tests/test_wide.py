@@ -90,6 +90,13 @@ def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return held
 
 
+def test_five_repetitions_decide() -> None:
+    """By hand: -0.193, -0.093, -0.233, -0.029 and -0.081 have mean -0.126, deviation 0.084; 2.776 · 0.084 / sqrt(5)."""
+    said = wide.transfers_and_loses(wide.DIRECT_128)
+    assert said.startswith("**passed**: with 16 draws a difference of -0.126 ± 0.105 nats, for 2.5 runs of the target")
+    assert said.endswith("lower in every repetition with 16 draws")
+
+
 def test_verdicts_follow_the_records(records: dict[str, Any]) -> None:
     """Each verdict turns where its record does: a rival that ends lower, one not told apart, a search that wins.
 

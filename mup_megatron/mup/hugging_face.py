@@ -46,7 +46,7 @@ class _Tensor:
             docs/parametrization.md has it; None for what has no fan-in that grows (embeddings, gains, biases).
         fold: which forward factor its values hold.
         deep: whether transformers divides its deviation by sqrt(2 · layers).
-        kind: what `set_per_tensor` calls it if it is a matrix with a fan-in that can grow, at every size.
+        kind: what `set_per_tensor` calls the matrix, whatever grows; embeddings, gains and biases do not need it.
     """
 
     fixed_fan_out: FixedFanOut | None = None

@@ -245,12 +245,10 @@ def test_fixed_sizes_by_hand() -> None:
 @pytest.mark.parametrize("fixed", [False, True], ids=["all grow", "fixed"])
 def test_kinds_of_tensors_are_the_architectures(kind: str, width: int, fixed: bool) -> None:
     """By hand, for models below, at and above the base, and where key/value heads and the FFN do not grow."""
-    keys: dict[str, Any] = {} if not fixed else {"n_inner": 64}
-    if fixed and kind != "GPT2":
-        keys = {"num_key_value_heads": 2, "intermediate_size": 64}
-    model = ours.prepare_hf(
-        build(kind, config(kind, width, width // 8, **keys)), config(kind, 32, 4, **keys), rescale_params=True
-    )
+    keys: dict[str, Any] = {}
+    if fixed:
+        keys = {"n_inner": 64} if kind == "GPT2" else {"num_key_value_heads": 2, "intermediate_size": 64}
+    model = ours.prepare_hf(build(kind, config(kind, width, width // 8, **keys)), config(kind, 32, 4, **keys))
     found = {}
     for name in ("embedding", "hidden", "router", "readout", "gains", "biases"):
         if (name == "router" and kind != "Mixtral") or (name == "biases" and kind != "GPT2"):

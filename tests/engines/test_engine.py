@@ -298,7 +298,9 @@ def test_an_ended_engine_leaves_no_threads(ranks: Ranks, parallel: dict[str, Any
     for _ in range(3 if parallel is FSDP2 else 2):  # DTensor's caches keep the first mesh, and its group
         ranks.run(2, bodies.train, config=config, steps=1)
         after.append(ranks.run(1, bodies.threads)[0])
-    assert after[-1] <= after[-2]  # fewer: a thread of an earlier test, in the same process, ended in between
+    (process, before), (same, count) = after[-2:]
+    assert process == same, f"a process with {before} threads was replaced"  # distributed.py, _MOST_THREADS
+    assert count <= before  # fewer: a thread of an earlier test, in the same process, ended in between
 
 
 @pytest.fixture(scope="module")

@@ -139,9 +139,9 @@ def initial(rank: Rank, *, config: Config) -> dict[str, Any]:
     return values(start(rank, config)[-1])
 
 
-def threads(rank: Rank) -> int:
-    """Threads of this process, most of them process groups'."""
-    return len(os.listdir("/proc/self/task"))
+def threads(rank: Rank) -> tuple[int, int]:
+    """This process, and how many threads it has, most of them process groups'."""
+    return os.getpid(), len(os.listdir("/proc/self/task"))
 
 
 def plain_and_ours(rank: Rank, *, config: Config, steps: int) -> dict[str, Any]:

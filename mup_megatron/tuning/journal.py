@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from optuna.distributions import json_to_distribution
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal import JournalFileBackend
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from mup_megatron.config import Config
+from mup_megatron.tuning.journal_lock import JournalLock
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import check_regular, read_bytes
 
@@ -195,7 +196,10 @@ class Journal(JournalFileBackend):
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Writes lines; see Optuna, which would begin a new file where this one was removed."""
         self._check_there()
-        super().append_logs(logs)
+        try:
+            super().append_logs(logs)
+        except FileNotFoundError:
+            raise self._gone() from None
 
     def _check_there(self) -> None:
         if _identity(self._path) != self._file:
@@ -208,18 +212,14 @@ class Journal(JournalFileBackend):
         )
 
 
-class _Lock(JournalFileSymlinkLock):
+class _Lock(JournalLock):
     """Of who writes. A last line that is unfinished then was left by a full disk, or by one killed while writing."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._path = path
 
     def acquire(self) -> bool:
         """Waits for the lock, and cuts the unfinished line off, to which the next one would be glued."""
         taken = super().acquire()
         try:
-            _cut_unfinished(self._path)
+            _cut_unfinished(self.journal)
         except BaseException:
             self.release()
             raise
@@ -248,7 +248,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def journal_path(config: Config) -> Path:
     """Where the study is kept, if it is kept in a journal."""
-    return Path(config.run.dir).resolve() / "tuning" / "journal.log"  # Optuna's lock is a link, which must not dangle
+    return Path(config.run.dir).resolve() / "tuning" / "journal.log"
 
 
 def mend(journal: Path) -> None:
@@ -256,6 +256,7 @@ def mend(journal: Path) -> None:
 
     Nobody may be writing.
     """
-    Path(f"{journal}.lock").unlink(missing_ok=True)
+    for lock in journal.parent.glob(f"{journal.name}.lock*"):
+        lock.unlink(missing_ok=True)
     if journal.is_file():
         _cut_unfinished(journal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from pathlib import Path
 
 from mup_megatron.config.training import Training
@@ -20,11 +21,23 @@ class Screen(Hook):
 
     def __init__(self, training: Training, progress: Progress) -> None:
         self._training, self._progress = training, progress
+        self._recent: deque[Step] = deque(maxlen=training.log_interval)
+        self._is_first = True
 
     def after_step(self, step: Step) -> None:
-        """Moves the bar, or writes a line at the interval."""
+        """Moves the bar, or writes a line at the interval, with the mean speed since the last one.
+
+        Telemetry and the reading of a loss make the steps that are told slower than the others. The first step of a
+        process, which allocates and compiles, counts for itself alone.
+        """
+        self._recent.append(step)
+        tokens = sum(each.tokens_per_second * each.seconds for each in self._recent)
+        speed = tokens / sum(each.seconds for each in self._recent)
         total, interval = self._training.train_steps, self._training.log_interval
-        self._progress.step(step.number, total, step.loss, step.tokens_per_second, interval)
+        self._progress.step(step.number, total, step.loss, speed, interval)
+        if self._is_first:
+            self._is_first = False
+            self._recent.clear()
 
     def after_evaluation(self, evaluation: Evaluation) -> bool:
         """Says loss, perplexity and BLEU."""

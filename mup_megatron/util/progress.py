@@ -68,7 +68,7 @@ class Progress:
             print(f"{line}\n", end="", flush=True)  # in one piece: several trials' threads say lines
 
     def step(self, done: int, total: int, loss: float, tokens_per_second: float, interval: int) -> None:
-        """One optimizer step done."""
+        """One optimizer step done; the speed is the mean over the last ones."""
         if not self._speaks:
             return
         line = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"

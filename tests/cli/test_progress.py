@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from mup_megatron.config.training import Training
+from mup_megatron.train.hooks import Step
+from mup_megatron.train.screen import Screen
 from mup_megatron.util.progress import Progress, time_left
 
 
@@ -57,3 +60,16 @@ def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stdout", Terminal())
     Progress(True).say("trial 3 done")
     assert [piece for piece in pieces if piece] == ["trial 3 done\n"]
+
+
+def test_a_line_tells_the_mean_speed_since_the_last_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step has 1,000 tokens. The first takes 10 s, every fifth 3 s, the others 0.5 s: five steps take 5 s."""
+    training = Training(global_batch_size=1, micro_batch_size=1, seq_length=1000, train_steps=15, log_interval=5)
+    screen = Screen(training, Progress(True))
+    for number in range(1, 16):
+        seconds = 10.0 if number == 1 else 3.0 if number % 5 == 0 else 0.5
+        speed = 1000 / seconds
+        of_step = {"loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "seconds": seconds, "tokens_per_second": speed}
+        screen.after_step(Step(number=number, tokens=1000 * number, **of_step))
+    told = [line.split("  ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["100 tokens/s", "889 tokens/s", "1,000 tokens/s", "1,000 tokens/s"]

@@ -7,6 +7,7 @@ from tests.mutants.mutant import mutant
 _SCALING = "tuning/test_scaling.py"
 _RECORD = "tuning/test_record.py"
 _STUDY = "tuning/test_study.py"
+_LEASE = "tuning/test_lease.py"
 
 MUTANTS = (
     mutant(
@@ -55,7 +56,7 @@ MUTANTS = (
         "tuning.study.Study.survives",
         "all(step in other.reports or other.state in FINISHED for other in earlier)",
         "True",
-        f"{_STUDY}::test_nobody_waits_for_a_trial_that_nobody_runs",
+        f"{_LEASE}::test_nobody_waits_for_a_trial_that_nobody_runs",
     ),
     mutant(
         "study: a lost trial is retried for ever",
@@ -63,7 +64,15 @@ MUTANTS = (
         "tuning.storage.StudyStorage.lose",
         "times < most",
         "True",
-        f"{_STUDY}::test_a_trial_that_takes_its_workers_with_it",
+        f"{_LEASE}::test_a_trial_that_takes_its_workers_with_it",
+    ),
+    mutant(
+        "study: a lock that was taken already",
+        "who replaces a killed writer does not look again whether another has",
+        "tuning.journal_lock.JournalLock._replace",
+        "self._holders() != [*gone, self._name]",
+        "False",
+        "tuning/test_journal_lock.py::test_of_two_that_wait_one_at_a_time_holds_it",
     ),
     mutant(
         "study: of other settings",
@@ -79,7 +88,7 @@ MUTANTS = (
         "tuning.outcome._in_order",
         "lambda candidate: (candidate.mean, candidate.slot)",
         "lambda candidate: (candidate.losses[0], candidate.slot)",
-        f"{_STUDY}::test_the_choice_by_hand",
+        "tuning/test_outcome.py::test_the_choice_by_hand",
     ),
     mutant(
         "fitted: a failed ladder",

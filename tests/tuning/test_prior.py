@@ -22,7 +22,7 @@ from mup_megatron.tuning.space import check_overrides, with_values
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.errors import ConfigError, UserError
 from tests.helpers.records import BUDGET, study_of
-from tests.tuning.test_study import study_config
+from tests.helpers.studies import study_config
 
 SEARCH = {
     "lr": {"log_uniform": [1e-4, 1e-1]},

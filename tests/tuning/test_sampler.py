@@ -11,7 +11,7 @@ import pytest
 
 from mup_megatron.tuning.sampler import points
 from mup_megatron.tuning.study import Study
-from tests.tuning.test_study import study_config
+from tests.helpers.studies import study_config
 
 SEARCH = {
     "lr": {"log_uniform": [1e-4, 1e-2]},

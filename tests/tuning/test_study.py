@@ -16,23 +16,10 @@ import sqlalchemy
 
 from mup_megatron.config import Config
 from mup_megatron.tuning import storage as storage_module
-from mup_megatron.tuning.lease import Leases, Lost, Overtaken
-from mup_megatron.tuning.outcome import Range, Trial, choose
+from mup_megatron.tuning.outcome import Trial
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.errors import UserError
-from tests.helpers.configs import MIXED, make
-
-SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}, "output_multiplier": {"log_uniform": [0.25, 4.0]}}
-
-
-def study_config(path: Path, **overrides: Any) -> Config:
-    keys = {"tuning__search": SEARCH, "tuning__trials": 8, "tuning__train_steps": 16, **overrides}
-    return make(MIXED, "gpt3", run__dir=str(path), **{"proxy": {"hidden_size": 64}, **keys})
-
-
-def loss_of(trial: Trial, step: int) -> float:
-    """A made-up loss that depends on nothing but the trial and the step."""
-    return 5 + abs(math.log(float(trial.values["lr"]) / 0.01)) / 3 - 0.01 * step + 0.001 * (trial.seed % 7)
+from tests.helpers.studies import SEARCH, loss_of, study_config
 
 
 def run_trial(study: Study, trial: Trial, pause: Any = lambda: None) -> None:
@@ -210,45 +197,6 @@ def test_the_plan_is_enqueued_as_it_is_needed(tmp_path: Path) -> None:
     assert [trial.values for trial in found] == study.points
 
 
-def test_a_trial_that_ends_while_it_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker was slow, no more; what it found stays, and the leader goes on."""
-    config = study_config(tmp_path)
-    leader = Study.create(config, Leases(tmp_path / "tuning", 0.2))
-    slow = joined(config, tmp_path, 0.2)
-    trial = slow.claim()
-    assert trial is not None
-    silence(slow)
-    assert slow._leases is not None
-    monkeypatch.setattr(slow._leases, "check", lambda _name: None)  # it has looked just before
-    leader.take_back()
-    time.sleep(0.3)
-    assert leader._leases is not None
-    lost = leader._leases.lost
-
-    def meanwhile(running: Any) -> list[str]:
-        found = lost(running)
-        slow.finish(trial, "complete", loss=2.0)
-        return found
-
-    monkeypatch.setattr(leader._leases, "lost", meanwhile)
-    assert leader.take_back() == []
-    assert (leader.trials()[0].state, leader.trials()[0].loss) == ("complete", 2.0)
-
-
-def test_what_a_lost_worker_had_waits_again(tmp_path: Path) -> None:
-    config = study_config(tmp_path)
-    study = Study.create(config)
-    lost = study.claim()
-    assert lost is not None
-    study.survives(lost, 4, 3.0)
-    assert study.trials()[0].state == "running"
-    again = Study.create(config)
-    assert [trial.state for trial in again.trials()] == ["waiting"] * 8
-    taken = again.claim()
-    assert taken is not None
-    assert (taken.slot, taken.values, taken.reports) == (0, lost.values, {4: 3.0})
-
-
 def test_a_study_of_other_settings_is_refused(tmp_path: Path) -> None:
     Study.create(study_config(tmp_path))
     with pytest.raises(UserError, match=r"tuning.train_steps: 16 then, 20 now"):
@@ -270,29 +218,6 @@ def test_whatever_decides_the_outcome_is_compared(tmp_path: Path, key: str, valu
     Study.create(study_config(tmp_path))
     with pytest.raises(UserError, match="this study was started with other settings"):
         Study.create(study_config(tmp_path, **{key: value}))
-
-
-def test_a_lock_that_a_killed_writer_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a relative folder, where Optuna's link would dangle and never be taken for stale."""
-    monkeypatch.chdir(tmp_path)
-    Study.create(study_config(Path("run")))
-    (tmp_path / "run" / "tuning" / "journal.log.lock").symlink_to("run/tuning/journal.log")
-    assert len(Study.create(study_config(Path("run"))).trials()) == 8
-
-
-def test_a_line_that_a_full_disk_left_unfinished(tmp_path: Path) -> None:
-    """The next line would be glued to it, and the journal damaged for ever; who writes next cuts it off."""
-    config = study_config(tmp_path)
-    worker = Study.create(config, Leases(tmp_path / "tuning", 1.0))
-    journal, lost = tmp_path / "tuning" / "journal.log", b'{"op_code":7,"worker_id":"7e'
-    with journal.open("ab") as file:
-        file.write(lost)
-    trial = worker.claim()
-    assert trial is not None
-    worker.report(trial, 4, 5.0)
-    assert lost + b"{" not in journal.read_bytes()
-    assert joined(config, tmp_path).trials()[0].reports == {4: 5.0}
-    assert len(Study.create(config, Leases(tmp_path / "tuning", 1.0)).trials()) == 8
 
 
 def test_a_study_may_grow(tmp_path: Path) -> None:
@@ -357,66 +282,6 @@ def test_storages_keep_the_same_contract(tmp_path: Path, storage: str) -> None:
     assert (found.state, found.loss, found.seconds, found.reason) == ("diverged", math.inf, 1.5, "loss is nan")
 
 
-def trial(slot: int, loss: float | None, *, seed: int = 7, state: Any = "complete", lr: float = 0.01) -> Trial:
-    return Trial(
-        id=slot,
-        slot=slot,
-        values={"lr": lr},
-        seed=seed,
-        repeats=seed != 7,
-        state=state,
-        loss=loss,
-        reports={} if loss is None else {16: loss},
-        seconds=1.0,
-        reason=None,
-        attempts=0,
-    )
-
-
-def test_the_choice_by_hand(tmp_path: Path) -> None:
-    trials = [
-        trial(0, 3.00, lr=0.02),
-        trial(0, 3.20, seed=8, lr=0.02),
-        trial(1, 3.05, lr=0.03),
-        trial(1, 3.07, seed=8, lr=0.03),
-        trial(2, 3.90, lr=0.01),
-        trial(3, 3.50, state="stopped", lr=0.04),
-        trial(4, math.inf, state="diverged", lr=0.9),
-        trial(5, None, state="failed", lr=0.05),
-    ]
-    choice = choose(study_config(tmp_path), trials)
-    # Means 3.10 and 3.06: the better single run is not the better candidate.
-    assert choice.slot == 1
-    assert choice.loss == pytest.approx(3.06)
-    # Deviations ±0.10 and ±0.01: sqrt((2·0.01 + 2·0.0001) / 2) = sqrt(0.0101).
-    assert choice.noise == pytest.approx(math.sqrt(0.0101))
-    # 0.04 apart, two standard errors are 2 · 0.1005 · sqrt(1/2 + 1/2) = 0.2010.
-    assert [(c.slot, c.within_noise) for c in choice.candidates] == [(1, False), (0, True)]
-    # Searched from 1e-3 to 1e-1. Below 0.03 log(3) was tried down to 0.01, log(10) was not; above all of it was.
-    assert choice.interior == {"lr": False}
-    assert choice.ranges == {"lr": Range(low=1e-3, high=1e-1, log=True)}
-    low = [trial(9, None, state="failed", lr=0.004)]  # log(7.5) and log(4)
-    assert choose(study_config(tmp_path), [*trials, *low]).interior == {"lr": True}
-    assert choice.as_json()["trials"][6]["loss"] is None
-
-
-def test_at_the_edge(tmp_path: Path) -> None:
-    trials = [trial(0, 3.0, lr=0.1), trial(1, 4.0, lr=0.01), trial(2, 4.0, lr=0.02, state="stopped")]
-    assert choose(study_config(tmp_path), trials).interior == {"lr": False}
-    assert choose(study_config(tmp_path), trials).noise is None
-
-
-def test_a_candidate_that_diverged_with_another_seed_is_not_chosen(tmp_path: Path) -> None:
-    trials = [trial(0, 3.0), trial(0, math.inf, seed=8, state="diverged"), trial(1, 3.5), trial(1, 3.5, seed=8)]
-    assert choose(study_config(tmp_path), trials).slot == 1
-
-
-def test_every_candidate_diverged_with_another_seed(tmp_path: Path) -> None:
-    trials = [trial(0, 3.0), trial(0, math.inf, seed=8, state="diverged")]
-    with pytest.raises(UserError, match="each of the best 2 trials diverged with another seed"):
-        choose(study_config(tmp_path), trials)
-
-
 def test_workers_that_learn_do_not_draw_the_same(tmp_path: Path) -> None:
     config = study_config(tmp_path, tuning__sampler="tpe")
     Study.create(config)
@@ -429,134 +294,3 @@ def test_a_database_that_is_not_there(tmp_path: Path) -> None:
         Study.create(study_config(tmp_path, tuning__storage="sqlite:////none/study.db"))
     with pytest.raises(UserError, match=r"tuning.storage: may hold .* with a driver of sqlite"):
         study_config(tmp_path, tuning__storage="nothing://here")
-
-
-def test_nothing_to_choose_from(tmp_path: Path) -> None:
-    trials = [trial(0, math.inf, state="diverged"), trial(1, None, state="failed")]
-    with pytest.raises(UserError, match="none of the 2 trials ended with a finite loss"):
-        choose(study_config(tmp_path), trials)
-
-
-def joined(config: Config, path: Path, seconds: float = 1.0) -> Study:
-    """The study as another worker sees it."""
-    study = Study.join(config, Leases(path / "tuning", seconds))
-    assert study is not None
-    return study
-
-
-def silence(study: Study) -> None:
-    """The worker is gone: nothing touches its leases any more."""
-    assert study._leases is not None
-    study._leases._held.clear()
-
-
-def taken_back(leader: Study, seconds: float, joined: Leases | None = None) -> list[str]:
-    names, until = [], time.monotonic() + seconds
-    while time.monotonic() < until:
-        names += leader.take_back(joined)
-        time.sleep(0.05)
-    return names
-
-
-def test_a_study_is_joined_once_it_is_there(tmp_path: Path) -> None:
-    config = study_config(tmp_path)
-    assert Study.join(config, Leases(tmp_path / "tuning", 1.0)) is None
-    Study.create(config, Leases(tmp_path / "tuning", 1.0))
-    assert len(joined(config, tmp_path).trials()) == 8
-    with pytest.raises(UserError, match="started with other settings"):
-        joined(study_config(tmp_path, tuning__train_steps=32), tmp_path)
-
-
-def test_a_trial_of_a_worker_that_is_gone(tmp_path: Path) -> None:
-    """It is taken back once, by its lease alone; those of workers that live stay theirs, however long they take."""
-    config = study_config(tmp_path)
-    leader = Study.create(config, Leases(tmp_path / "tuning", 1.0))
-    gone, slow = joined(config, tmp_path), joined(config, tmp_path)
-    lost, kept = gone.claim(), slow.claim()
-    assert lost is not None
-    assert kept is not None
-    assert taken_back(leader, 2.0) == []  # longer than the lease
-    silence(gone)
-    assert taken_back(leader, 2.0) == [lost.name]
-    slow.check_held(kept)
-    with pytest.raises(Lost):  # it was only slow, and lets go
-        gone.check_held(lost)
-    with pytest.raises(Lost):
-        gone.survives(lost, 4, 1.0)
-    with pytest.raises(Lost):  # what it found counts no more
-        gone.finish(lost, "complete", loss=1.0)
-    assert next(trial for trial in leader.trials() if trial.name == lost.name).state == "waiting"
-    again = slow.claim()
-    assert again is not None
-    assert again.name == lost.name
-    with pytest.raises(Lost):  # the new owner's lease is not the old one's
-        gone.check_held(lost)
-
-
-def test_a_launch_takes_back_what_a_joined_worker_had(tmp_path: Path) -> None:
-    """Its own trials have no lease and stay; while the joined worker lives, so does its trial."""
-    config = study_config(tmp_path)
-    leases = Leases(tmp_path / "tuning", 0.3)
-    (tmp_path / "tuning" / "leases" / "trial-000@of-a-worker-long-gone").touch()
-    leases.end()
-    launch = Study.create(config)
-    own = launch.claim()
-    worker = joined(config, tmp_path, 0.3)
-    theirs = worker.claim()
-    assert own is not None
-    assert theirs is not None
-    assert taken_back(launch, 0.9, leases) == []  # three leases long
-    silence(worker)
-    assert taken_back(launch, 0.9, leases) == [theirs.name]
-    assert {trial.name: trial.state for trial in launch.trials()}[own.name] == "running"
-    assert launch.claim() == next(trial for trial in launch.trials() if trial.name == theirs.name)
-
-
-def test_two_threads_of_a_worker_are_two_owners(tmp_path: Path) -> None:
-    """The worker was silent, its trial was taken back, and its own other thread has it: the first one hears of it."""
-    config = study_config(tmp_path, tuning__trials=1)
-    leader = Study.create(config, Leases(tmp_path / "tuning", 0.2))
-    first = joined(config, tmp_path, 0.2)
-    second = first.again()
-    lost = first.claim()
-    assert lost is not None
-    silence(first)
-    assert taken_back(leader, 0.5) == [lost.name]
-    assert second.claim() is not None
-    with pytest.raises(Lost):
-        first.check_held(lost)
-
-
-def test_a_trial_that_takes_its_workers_with_it(tmp_path: Path) -> None:
-    config = study_config(tmp_path, tuning__trials=1)
-    leader = Study.create(config, Leases(tmp_path / "tuning", 0.2))
-    for _ in range(5):
-        worker = joined(config, tmp_path, 0.2)
-        assert worker.claim() is not None
-        silence(worker)
-        assert len(taken_back(leader, 0.5)) == 1
-    [trial] = leader.trials()
-    assert (trial.state, trial.reason) == ("failed", "its worker was lost, 5 times")
-    assert joined(config, tmp_path).claim() is None
-
-
-@pytest.mark.parametrize("launch", [False, True])
-def test_nobody_waits_for_a_trial_that_nobody_runs(tmp_path: Path, launch: bool) -> None:
-    """The only worker left waits at a rung for a trial of a lower slot that is taken back then: it takes that one."""
-    config, leases = study_config(tmp_path), Leases(tmp_path / "tuning", 0.3)
-    leader = Study.create(config, None if launch else leases)
-    gone, left = joined(config, tmp_path, 0.3), Study(config) if launch else joined(config, tmp_path)
-    first, second = gone.claim(), left.claim()
-    assert first is not None
-    assert second is not None
-    silence(gone)
-
-    def alive() -> None:
-        leader.take_back(leases if launch else None)
-
-    with pytest.raises(Overtaken):
-        left.survives(second, 4, loss_of(second, 4), alive)
-    left.finish(second, "waiting")
-    again = left.claim()
-    assert again is not None
-    assert again.slot == first.slot

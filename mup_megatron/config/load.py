@@ -138,18 +138,29 @@ def override(data: dict[str, Any], key: str, value: Any, source: str | None) -> 
     through a value."""
     *sections, last = [part.strip('"') for part in _split(key)]
     for depth, name in enumerate(sections):
-        inner = data.setdefault(name, {})
+        inner, path = data.get(name), sections[: depth + 1]
         if inner is None:
-            inner = data[name] = {}
-        if isinstance(inner, list) and depth == len(sections) - 1 and last.isdigit() and int(last) < len(inner):
+            listed = _default(path) if last.isdigit() else None
+            inner = data[name] = list(listed) if isinstance(listed, list) else {}
+        if isinstance(inner, list) and depth == len(sections) - 1 and last.isdigit():
+            if int(last) >= len(inner):
+                raise ConfigError(".".join(path), f"has {len(inner)} entries, so {key} cannot be set", source)
             data[name] = [value if place == int(last) else each for place, each in enumerate(inner)]
             return
         if not isinstance(inner, dict):
-            raise ConfigError(
-                ".".join(sections[: depth + 1]), f"has no keys of its own, so {key} cannot be set", source
-            )
+            raise ConfigError(".".join(path), f"has no keys of its own, so {key} cannot be set", source)
         data = inner
     data[last] = value
+
+
+def _default(path: list[str]) -> Any:
+    """What the schema has at a path where nothing is given; None where it has no such key."""
+    kind: Any = Config
+    for name in path[:-1]:
+        known = getattr(kind, "model_fields", {}).get(name)
+        kind = known.annotation if known else None
+    known = getattr(kind, "model_fields", {}).get(path[-1])
+    return known.default if known else None
 
 
 _HINTS = {"data.corpus": "; text of your own goes under data.files, such as data: {files: [my.txt]} without corpus"}

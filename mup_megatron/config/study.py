@@ -182,8 +182,8 @@ class Tuning(Section):
     """What trials are compared by: the evaluation `loss`, or `bleu` of training.eval_translations validation pairs.
     A study looks for the smallest number, so `loss` in its files is then 100 - BLEU; people are shown BLEU."""
     pruner: Literal["hyperband", "successive_halving", "none"] = "successive_halving"
-    """When trials stop early: at steps/r² and steps/r unless among the best 1/r so far (`successive_halving`), the same
-    in three brackets (`hyperband`), or never."""
+    """When trials stop early: at steps/r², rounded down, and at r times as many, unless among the best 1/r so far
+    (`successive_halving`), the same in three brackets (`hyperband`), or never."""
     reduction_factor: Annotated[int, Field(ge=2)] = 2
     """r of the pruner. Unit: a ratio."""
     repeat_best: Repetitions = 2

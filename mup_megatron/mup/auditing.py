@@ -25,7 +25,7 @@ from mup_megatron.audit.update import (
 )
 from mup_megatron.mup.audited_groups import AGREES, NAMES, Group, compared, decay_of, expected_values
 from mup_megatron.mup.audited_readouts import Readouts
-from mup_megatron.mup.in_place import adds_l2
+from mup_megatron.mup.optim import check_decay
 from mup_megatron.mup.parameters import clean_names
 from mup_megatron.rules import formulas
 from mup_megatron.util.errors import UserError
@@ -65,9 +65,13 @@ def audit(
 
     Returns:
         What is found, which is empty until the first step is done.
+
+    Raises:
+        UserError: an optimizer of Adam's kind adds a weight decay to the gradient.
     """
     questions = ModelAudit(model, optimizer, parameters)
     if action != "off":
+        check_decay(optimizer)
         # GradScaler has a fused optimizer step on gradients that are no numbers, which then changes nothing.
         steps = first_steps(
             questions,
@@ -239,7 +243,7 @@ class ModelAudit:
             after,
             lr=lr,
             eps=float(group.get("eps", 0.0)),
-            decay=0.0 if rule == "adam" and adds_l2(self._optimizer, group) else decay,
+            decay=decay,
             betas=group.get("betas", (0.0, 0.0)),
             updates=updates if group.get("bias_correction", True) else 2**31,
         )

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from mup_megatron.mup.foreign import is_transposed
-from mup_megatron.mup.infshape import InfShape
+from mup_megatron.mup.infshape import InfDim, InfShape
 from mup_megatron.mup.parameters import global_shape, infshape_of, scale_
 from mup_megatron.mup.shape import apply_infshapes, check_not_rescaled, zip_infshapes
 from mup_megatron.rules import formulas
@@ -184,10 +184,14 @@ def prepare_hf(
     modules, bases = dict(model.named_modules()), dict(base.named_modules())
     for name, infshape in infshapes.items():
         tensor = _tensor_of(architecture, name)
+        attention = re.match(re.escape(architecture.attention).replace(r"\*", r"\d+"), name)
+        if attention:
+            infshape = infshapes[name] = _with_heads(
+                name, infshape, *(each[attention.group()] for each in (bases, modules))
+            )
         if is_transposed(modules[name.rpartition(".")[0]]):
             infshape.read_transposed()
         _say_what_it_is(infshape, tensor)
-        attention = re.match(re.escape(architecture.attention).replace(r"\*", r"\d+"), name)
         softmax = attention_mult * _softmax(attention.group(), modules, bases) if attention else 1.0
         infshape.folded = _folded(tensor, infshape, softmax, output_mult, tied)
     if rescale_params:
@@ -259,6 +263,29 @@ def _check_config(model: Any, base_config: Any) -> None:
 
 def _tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+_HEADS = {
+    "q_proj": ("num_attention_heads", 0),
+    "k_proj": ("num_key_value_heads", 0),
+    "v_proj": ("num_key_value_heads", 0),
+    "o_proj": ("num_attention_heads", 1),
+}
+"""By layer, which heads a dimension holds, and the dimension: its size is heads times head size."""
+
+
+def _with_heads(name: str, infshape: InfShape, base: Any, attention: Any) -> InfShape:
+    """A dimension of heads grows where their number or their size does, whatever the product.
+
+    Half as many heads of twice the size are as many rows as before, and grow with ratio 1.
+    """
+    key, at = _HEADS.get(name.split(".")[-2], ("", 0))
+    if not key or at >= len(infshape) or infshape[at].grows:
+        return infshape
+    if (getattr(base.config, key), base.head_dim) == (getattr(attention.config, key), attention.head_dim):
+        return infshape
+    size = infshape[at].dim
+    return InfShape((InfDim(size, size) if each == at else dim for each, dim in enumerate(infshape)), infshape.name)
 
 
 def _say_what_it_is(infshape: InfShape, tensor: _Tensor) -> None:

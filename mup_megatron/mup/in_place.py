@@ -1,18 +1,16 @@
 """Optimizer groups in µP for an optimizer that somebody else built: torch's, Apex's, DeepSpeed's.
 
-Public names: `split_in_place`, `is_parametrized`, `check_infshapes`, `rule_of`, `adds_l2`. Hugging Face's Trainer and
-DeepSpeed build optimizers from settings of their own; the groups are split afterwards, and the optimizer stays the same
-object.
+Public names: `split_in_place`, `is_parametrized`, `check_infshapes`, `rule_of`. Hugging Face's Trainer and DeepSpeed
+build optimizers from settings of their own; the groups are split afterwards, and the optimizer stays the same object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mup_megatron.mup.optim import MULTIPLIER, split_groups, watched
+from mup_megatron.mup.optim import MULTIPLIER, check_decay, split_groups, watched
 from mup_megatron.mup.parameters import clean_names
 from mup_megatron.rules import formulas
 from mup_megatron.util.errors import UserError
@@ -67,12 +65,7 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
             f"optimizer: initial_accumulator_value of {name}: no rule scales what it adds to squares of gradients; "
             "expected 0"
         )
-    for group in optimizer.param_groups:
-        if group.get("weight_decay") and adds_l2(optimizer, group):
-            raise UserError(
-                f"optimizer: {name} adds its weight decay of {group['weight_decay']} to the gradient, whose scale then "
-                "decides what is left of it; expected AdamW, or weight_decay=0"
-            )
+    check_decay(optimizer)
     check_infshapes(model, [parameter for group in optimizer.param_groups for parameter in group["params"]])
     eps = optimizer.defaults.get("eps") if rule == "adam" else None
     groups = split_groups(optimizer.param_groups, rule, optimizer.defaults, eps=eps)
@@ -81,18 +74,6 @@ def split_in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         if group["params"]:
             optimizer.add_param_group(group)
     watched(optimizer)
-
-
-def adds_l2(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of Adam's kind takes a group's weight decay as a part of the gradient."""
-    if hasattr(optimizer, "adam_w_mode"):  # Apex's and DeepSpeed's
-        return not optimizer.adam_w_mode
-    coupled = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
-    if isinstance(optimizer, torch.optim.AdamW):
-        return False
-    if type(optimizer).__name__ == "DeepSpeedCPUAdagrad":  # whose class is there where its kernel is
-        return True
-    return isinstance(optimizer, (*coupled, torch.optim.Adagrad)) and not group.get("decoupled_weight_decay", False)
 
 
 def check_infshapes(model: torch.nn.Module, parameters: list[Any]) -> None:

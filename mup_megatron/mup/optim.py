@@ -1,15 +1,15 @@
 """Optimizers in µP by microsoft/mup's names: torch's own, over groups whose rates follow the rules.
 
-Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`, `watched`, `other_ratio`. Another optimizer that normalises
-each coordinate of the gradient is `MuAdam(params, impl=Optimizer, ...)`, one that does not `MuSGD(params,
-impl=Optimizer, ...)`.
+Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`, `watched`, `other_ratio`, `check_decay`, `adds_l2`. Another
+optimizer that normalises each coordinate of the gradient is `MuAdam(params, impl=Optimizer, ...)`, one that does not
+`MuSGD(params, impl=Optimizer, ...)`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -40,11 +40,14 @@ def MuAdam(params: Any, impl: Any = torch.optim.Adam, **kwargs: Any) -> Any:  # 
 
     Raises:
         UserError: a parameter has no infinite shape, or more than two dimensions that grow; a group is µP's already, or
-            has no rate.
+            has no rate; `impl` adds a weight decay to the gradient, or its step follows the size of whole tensors.
 
     Its steps warn where a schedule has set rates that are no longer in µP's ratios.
     """
-    return watched(impl(split_groups(params, "adam", kwargs, eps=None), **kwargs))
+    optimizer = impl(split_groups(params, "adam", kwargs, eps=None), **kwargs)
+    _check_coordinates(optimizer)
+    check_decay(optimizer)
+    return watched(optimizer)
 
 
 def MuAdamW(params: Any, **kwargs: Any) -> Any:
@@ -119,7 +122,8 @@ def split_groups(
             split.setdefault((kind, lr, epsilon, own.lr, own.weight_decay), []).append(parameter)
         for (_, lr, epsilon, own_lr, own_decay), parameters in sorted(split.items(), key=lambda item: -item[0][0]):
             group = {**base, "params": parameters, MULTIPLIER: float(lr) * own_lr, SOURCE: number}
-            group["lr"] = scaled(base["lr"], lr) * own_lr
+            for key in {"lr", "initial_lr"} & set(base):  # a schedule was built on the groups already
+                group[key] = scaled(base[key], lr) * own_lr
             group["weight_decay"] = scaled(base["weight_decay"], formulas.weight_decay("independent", lr)) * own_decay
             if eps is not None:
                 group["eps"] = scaled(base.get("eps", eps), epsilon)
@@ -128,6 +132,49 @@ def split_groups(
                 group["param_names"] = [named[id(parameter)] for parameter in parameters]
             result.append(group)
     return result
+
+
+_OF_WHOLE_TENSORS = ("Adafactor", "LAMB", "Lamb", "FusedLAMB", "FusedLamb", "LARS", "Muon")
+"""Optimizers whose step is that of no single coordinate: by class name, as they are of several packages."""
+
+
+def _check_coordinates(optimizer: Any) -> None:
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    scales = optimizer.defaults.get("scale_parameter", True)  # transformers' Adafactor can leave it
+    if scales and not set(names).isdisjoint(_OF_WHOLE_TENSORS):
+        raise UserError(
+            f"optimizer: the step of {names[0]} follows the size of whole tensors, for which MuAdam has no rule; "
+            "expected Adam, AdamW, or another that divides each coordinate of the gradient by its own size"
+        )
+
+
+def check_decay(optimizer: Any) -> None:
+    """No optimizer of Adam's kind may take a decay as a part of the gradient.
+
+    Over width the gradient of a matrix inside falls as 1/m, its weights as m^-1/2, and its decay grows as m: what is
+    added would overtake the gradient as m^3/2.
+
+    Raises:
+        UserError: it does.
+    """
+    for group in optimizer.param_groups:
+        if group.get("weight_decay") and adds_l2(optimizer, group):
+            raise UserError(
+                f"optimizer: {type(optimizer).__name__} adds its weight decay to the gradient, whose scale then "
+                "decides what is left of it; expected AdamW, or weight_decay=0"
+            )
+
+
+def adds_l2(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of Adam's kind takes a group's weight decay as a part of the gradient."""
+    if hasattr(optimizer, "adam_w_mode"):  # Apex's and DeepSpeed's
+        return not optimizer.adam_w_mode
+    coupled = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop)
+    if isinstance(optimizer, torch.optim.AdamW):
+        return False
+    if type(optimizer).__name__ == "DeepSpeedCPUAdagrad":  # whose class is there where its kernel is
+        return True
+    return isinstance(optimizer, (*coupled, torch.optim.Adagrad)) and not group.get("decoupled_weight_decay", False)
 
 
 def watched(optimizer: Any) -> Any:

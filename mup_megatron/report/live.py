@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import ALARMS, METRICS, TELEMETRY
-from mup_megatron.config import Config, load_config
+from mup_megatron.config import Config, derive, load_config
 from mup_megatron.report.parts import read_json
 from mup_megatron.telemetry.alarms import READINGS
 from mup_megatron.telemetry.band import BandOfTarget, band_of, with_updates
@@ -76,7 +76,7 @@ class Live:
         forecast: of the loss at the end, in words; empty where there is none.
         read: step of the last reading; None before the first.
         rows: the series that are nearest to the bounds of their band, or outside.
-        has_band: whether there is one.
+        no_band: what keeps the rows from having one, in words; empty where there is one.
         alarms: the last ones, newest first.
     """
 
@@ -91,7 +91,7 @@ class Live:
     forecast: str = ""
     read: int | None = None
     rows: list[Row] = field(default_factory=list)
-    has_band: bool = False
+    no_band: str = ""
     alarms: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -110,7 +110,8 @@ class Watched:
             raise UserError(f"{directory}: neither {METRICS} nor {TELEMETRY} is there; expected the folder of a run")
         self._directory = directory
         path = directory / "config.yaml"
-        self._config: Config | None = load_config(str(path)) if path.exists() else None
+        # A run that was moved, or is looked at from another working directory, is no longer at its `run.dir`.
+        self._config = derive(load_config(str(path)), {"run.dir": str(directory)}) if path.exists() else None
         self._band = None if self._config is None else _band_of(self._config)
         self._losses: _Losses | None = None
         self._predicted = _predicted(directory / "explain.json")
@@ -136,9 +137,15 @@ class Watched:
             forecast=self._forecast(total),
             read=read,
             rows=rows,
-            has_band=self._band is not None,
+            no_band="" if self._band is not None else self._no_band(),
             alarms=alarms[::-1][:_WORST],
         )
+
+    def _no_band(self) -> str:
+        config = self._config
+        if config is None or not (config.watch.band or config.tuning.record) or config.band_path.exists():
+            return "no band of a proxy"
+        return f"its band {config.band_path} is not there"
 
     def _forecast(self, steps: int | None) -> str:
         """By the proxy's curves, and by a ladder's law where there was one."""
@@ -288,8 +295,8 @@ def _head(live: Live) -> list[str]:
     said = [f"{live.name}  step {live.step:,}{of}{loss}{evaluated}{speed}{live.left}"]
     if live.read is None:
         said.append("no reading yet (run.telemetry_interval)")
-    elif not live.has_band:
-        said.append(f"read at step {live.read:,}; no band of a proxy, so only alarms are shown")
+    elif live.no_band:
+        said.append(f"read at step {live.read:,}; {live.no_band}, so only alarms are shown")
     else:
         said.append(f"read at step {live.read:,}; the {len(live.rows)} series that are nearest to their bounds:")
     return [*said, live.forecast]

@@ -140,7 +140,7 @@ def tuning_steps(config: Config) -> int:
 
 
 def rungs(config: Config) -> list[int]:
-    """Steps at which a trial may be stopped: train_steps / r² and / r, r the reduction factor; empty without pruner."""
+    """Steps at which a trial may be stopped: steps / r², rounded down, and r times as many; empty without pruner."""
     if config.tuning.pruner == "none":
         return []
     interval = rung_interval(config)

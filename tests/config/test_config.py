@@ -278,6 +278,19 @@ def test_override_through_a_value() -> None:
         changed(run__dir__x=3)
 
 
+def test_override_of_one_entry(tmp_path: Path) -> None:
+    """Also of a list that the file leaves at its default."""
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(GOOD))
+    assert "betas" not in path.read_text()
+    assert load_config(path, {"optimizer.betas.1": 0.5}).optimizer.betas == [0.9, 0.5]
+    assert load_config(path).optimizer.betas == [0.9, 0.95]  # the default itself stays
+    with pytest.raises(ConfigError, match=r"optimizer\.betas: has 2 entries, so optimizer\.betas\.7 cannot be set"):
+        load_config(path, {"optimizer.betas.7": 0.5})
+    with pytest.raises(ConfigError, match=r"optimizer\.beta: unknown key; did you mean optimizer\.betas\?"):
+        load_config(path, {"optimizer.beta.1": 0.5})
+
+
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the config: No such file"):
         load_config(tmp_path / "none.yaml")

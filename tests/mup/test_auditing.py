@@ -51,7 +51,6 @@ def two_groups(net: Any) -> Any:
 HEALTHY: dict[str, tuple[Callable[[Any], Any], int]] = {
     "AdamW": (split(torch.optim.AdamW, **ADAMW), 0),
     "MuAdamW": (mu(mup.MuAdamW, **ADAMW), 0),
-    "MuAdam with L2": (mu(mup.MuAdam, **ADAMW), 0),
     "Adam": (split(torch.optim.Adam, lr=LR, eps=EPS), 0),
     "AdamW, maximizing": (split(torch.optim.AdamW, maximize=True, **ADAMW), 0),
     "AdamW, one tensor after the other": (split(torch.optim.AdamW, foreach=False, **ADAMW), 0),

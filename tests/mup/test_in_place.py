@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from mup_megatron import mup
 from mup_megatron.mup import MuAdamW
 from mup_megatron.mup.in_place import split_in_place
 from mup_megatron.mup.optim import other_ratio
@@ -98,3 +99,20 @@ def test_named_parameters_keep_their_names() -> None:
         ]
         assert {id(parameter): name for parameter, name in found} == wanted
         assert {group["lr"] for group in optimizer.param_groups} == {LR, LR / 3, LR / 4}
+
+
+def test_a_schedule_that_was_there_before() -> None:
+    """One that is built on the groups afterwards begins at each group's own rate; at the second step it halves all."""
+    net = bodies.model(mup)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    split_in_place(net, optimizer)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert len(set(rates)) > 1
+    assert [group["initial_lr"] for group in optimizer.param_groups] == rates
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    bodies.train(net, optimizer, 1)
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [rate / 2 for rate in rates]
+    assert other_ratio(optimizer) is None

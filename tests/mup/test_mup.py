@@ -63,7 +63,8 @@ MODELS = {"block": bodies.model, "convolutions": convolutions}
 def run(mu: Any, kind: str, name: str, build: Any = None) -> tuple[list[float], list[Any], list[np.ndarray]]:
     """Losses of 20 steps, groups, and weights afterwards."""
     net = (build or MODELS[kind])(mu)  # type: ignore[operator]
-    optimizer = getattr(mu, name)(net.parameters(), lr=RATES[name], weight_decay=0.1)
+    decay = 0.0 if name == "MuAdam" else 0.1  # Adam adds it to the gradient, which is refused here
+    optimizer = getattr(mu, name)(net.parameters(), lr=RATES[name], weight_decay=decay)
     names = {id(parameter): key for key, parameter in net.named_parameters()}
     groups = [
         (group["lr"], group["weight_decay"], [names[id(p)] for p in group["params"]])
@@ -131,6 +132,20 @@ def test_groups_given_by_hand() -> None:
 
     assert groups(ours) == groups(theirs)
     assert groups(ours)[0] == (3e-3 / 4, 0.2 * 4, (0.8, 0.9), [(96, 32)])
+
+
+@pytest.mark.parametrize(
+    ("impl", "keys", "match"),
+    [
+        (torch.optim.Adam, {"weight_decay": 0.1}, "^optimizer: Adam adds its weight decay to the gradient"),
+        (torch.optim.RMSprop, {"weight_decay": 0.1}, "^optimizer: RMSprop adds its weight decay to the gradient"),
+        (torch.optim.Adafactor, {}, "^optimizer: the step of Adafactor follows the size of whole tensors"),
+    ],
+)
+def test_what_no_rule_holds_for_is_refused(impl: Any, keys: dict[str, Any], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        ours.MuAdam(bodies.model(ours).parameters(), impl, lr=0.1, **keys)
+    ours.MuAdam(bodies.model(ours).parameters(), torch.optim.NAdam, lr=0.1, decoupled_weight_decay=True, **keys)
 
 
 def test_another_optimizer() -> None:

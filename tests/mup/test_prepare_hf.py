@@ -240,6 +240,33 @@ def test_fixed_sizes_by_hand() -> None:
             assert found[layer + name] == rate, name
 
 
+@pytest.mark.parametrize(
+    ("key_value_heads", "size", "std"), [(1, 32, 1 / 2), (2, 32, 1 / 2), (4, 32, 1 / 2), (8, 16, 1 / 2), (4, 16, 1 / 4)]
+)
+def test_heads_that_move_while_their_product_stays(key_value_heads: int, size: int, std: float) -> None:
+    """Four heads of 16 at the base are 64 rows, as two of 32 are: these grow, and four of 16 alone do not."""
+    heads = 128 // size
+    base = config("Llama", 32, 4, num_key_value_heads=4, head_dim=16)
+    model = build("Llama", config("Llama", 128, heads, num_key_value_heads=key_value_heads, head_dim=size))
+    before = values(model)
+    ours.prepare_hf(model, base)
+    after, found = values(model), rates(model, ours.MuAdamW(model.parameters(), lr=1.0))
+    for name in ("k_proj", "v_proj"):
+        weight = f"model.layers.1.self_attn.{name}.weight"
+        assert torch.equal(after[weight], before[weight] * std), weight
+        assert found[weight] == 1 / 4
+
+
+def test_query_heads_that_move_while_their_product_stays() -> None:
+    """Two heads of 32 for four of 16: m_in = 4 gives 1/2, and the softmax, whose scale is 16/32 of it, sqrt(1/2)."""
+    base = config("Llama", 32, 4, num_key_value_heads=1, head_dim=16)
+    model = build("Llama", config("Llama", 128, 2, num_key_value_heads=1, head_dim=32))
+    before = values(model)
+    after = values(ours.prepare_hf(model, base))
+    query = "model.layers.1.self_attn.q_proj.weight"
+    torch.testing.assert_close(after[query], before[query] * (1 / 2) * math.sqrt(1 / 2), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen3", "Mixtral"])
 @pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("fixed", [False, True], ids=["all grow", "fixed"])
@@ -603,3 +630,12 @@ def test_another_head_has_no_rate() -> None:
         model.resize_token_embeddings(VOCABULARY + 8)
     with pytest.raises(UserError, match=r"no infinite shape on .*lm_head\.weight"):
         ours.split_in_place(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def test_adafactor_without_the_size_of_the_weights() -> None:
+    model = ours.prepare_hf(build("Llama", config("Llama", 64, 4)), config("Llama", 32, 4))
+    keys: dict[str, Any] = {"impl": transformers.Adafactor, "lr": 1e-2, "relative_step": False}
+    with pytest.raises(UserError, match=r"^optimizer: the step of Adafactor follows the size of whole tensors"):
+        ours.MuAdam(model.parameters(), **keys)
+    found = rates(model, ours.MuAdam(model.parameters(), scale_parameter=False, **keys))
+    assert found["model.layers.0.mlp.up_proj.weight"] == 5e-3

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mup_megatron import cli
 from mup_megatron.report.live import Watched, bars, lines_of, page_of
@@ -16,7 +18,7 @@ from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import cut_lines
 from tests.helpers.commands import mup
 from tests.helpers.distributed import Ranks
-from tests.telemetry.test_alarms import STEPS, alarms_of, bands
+from tests.telemetry.test_alarms import STEPS, alarms_of, bands, config_of
 
 __all__ = ["bands"]
 
@@ -60,6 +62,28 @@ def test_a_run_with_an_alarm(ranks: Ranks, tmp_path: Path, bands: Any, capfd: py
     assert_explained(run, alarm, capfd)
     assert cli.run(["watch", str(run), "--once", "--html", str(tmp_path / "live.html")]) == 0
     assert (tmp_path / "live.html").read_text() == page
+
+
+def test_the_band_is_the_watched_runs_own(bands: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was moved, or is seen from elsewhere: what lies at its old place is another run's."""
+    run, old = tmp_path / "moved", tmp_path / "runs" / "target"
+    run.mkdir()
+    old.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "seconds": 1.0, "tokens_per_second": 10.0}\n')
+    (old / "transfer.band.json").write_text("of another run")
+    monkeypatch.chdir(tmp_path)
+
+    def said(**keys: Any) -> str:
+        config = config_of(run, "gpt3", **keys).model_dump()
+        config["run"]["dir"] = "runs/target"
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        return Watched(run).now().no_band
+
+    assert said() == "no band of a proxy"
+    shutil.copy(bands("gpt3"), run / "transfer.band.json")
+    assert said() == ""
+    assert said(watch__band="gone.json") == "its band gone.json is not there"
+    assert said(watch__band="moved/transfer.band.json") == ""
 
 
 def assert_above_in_three_bins(run: Path) -> None:

@@ -297,7 +297,7 @@ def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
             "tuning.search.one_minus_momentum: moves nothing here: lion has no momentum; expected another optimizer",
         ),
         (["optimizer.betas.1=1.0"], "optimizer.betas.1: expected a number < 1.0, found 1.0"),
-        (["optimizer.betas.2=0.9"], "optimizer.betas: has no keys of its own, so optimizer.betas.2 cannot be set"),
+        (["optimizer.betas.2=0.9"], "optimizer.betas: has 2 entries, so optimizer.betas.2 cannot be set"),
         (["tuning.search.lr.log_uniform=null", "tuning.search.lr.uniform=[-1,1]"], "-1.0 is no value of lr"),
         (["proxy.kv_channels=16"], "proxy.kv_channels: kv_channels differs from the base without being declared"),
         (["tuning.micro_batch_size=3"], "tuning.micro_batch_size: 3 does not divide"),

@@ -24,6 +24,7 @@ from benchmarks.evidence.records import (
     verdict,
 )
 from benchmarks.quality import TWICE
+from benchmarks.translation import OWN, TUNED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,12 @@ def _ends_lower(one: str, other: str) -> str:
     """Whether a model of figure 6 ends lower than another."""
     found = searches.compared(one, other)
     return f"**{LOWER[found.sign]}**: {found} bits per byte"
+
+
+def _translates_better(other: str) -> str:
+    """Whether the proxy's values end with more BLEU than another model."""
+    found = searches.in_bleu(other)
+    return f"**{LOWER[-found.sign]}**: {found} BLEU"
 
 
 def _same_order() -> str:
@@ -238,6 +245,9 @@ CLAIMS = (
     Claim(what="Tuning a proxy is cheaper than tuning the target, on translation", whose=f"{_PAPER}, figure 5",
           page="translation.md", path=searches.TRANSLATION,
           said=partial(_cheaper, searches.TRANSLATION, (5, 1))),
+    *(Claim(what=f"A proxy's values translate better than {what}", whose=f"{_PAPER}, figure 5",
+            page="translation.md#bleu-after-longer-runs", path=searches.BLEU, said=partial(_translates_better, model))
+      for what, model in {"a standard parametrization tuned on the target": TUNED, "the target's own": OWN}.items()),
     Claim(what="Tuning a proxy is cheaper than tuning the target, on code", whose=f"{_PAPER}, figure 5",
           page="tuning-cost.md#against-tuning-the-target-directly", path=searches.TARGET,
           said=partial(_cheaper, searches.TARGET, (1.1, 0.5))),

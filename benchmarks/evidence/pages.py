@@ -144,6 +144,8 @@ MADE: dict[str, Callable[[], Rows | str]] = {
     "said-of-target": searches.said_of_target,
     "searches-translation": partial(searches.judged_by_target, searches.TRANSLATION, (5, 2.5, 1)),
     "said-of-translation": searches.said_of_translation,
+    "bleu": searches.bleu,
+    "said-of-bleu": searches.said_of_bleu,
 }
 """By name, what makes the part: rows of a table, its head first, or a paragraph."""
 

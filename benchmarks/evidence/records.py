@@ -98,6 +98,8 @@ def asked(found: Mapping[str, Any]) -> str:
         return f"reverse transfer, hidden size {large} by {small}"
     if "kernels" in found:
         return f"features and losses over width, {span(found)}"
+    if "rates" in found:
+        return "BLEU with values that searches found"
     if "runs" in found:
         return "transferred values against tuned and default ones"
     if "repetitions" in found:

@@ -134,13 +134,13 @@ def split_groups(
     return result
 
 
-_OF_WHOLE_TENSORS = ("Adafactor", "LAMB", "Lamb", "FusedLAMB", "FusedLamb", "LARS", "Muon")
+_OF_WHOLE_TENSORS = ("Adafactor", "LAMB", "Lamb", "FusedLAMB", "FusedLamb", "LARS", "Muon", "Shampoo", "SOAP")
 """Optimizers whose step is that of no single coordinate: by class name, as they are of several packages."""
 
 
 def _check_coordinates(optimizer: Any) -> None:
     names = [kind.__name__ for kind in type(optimizer).__mro__]
-    scales = optimizer.defaults.get("scale_parameter", True)  # transformers' Adafactor can leave it
+    scales = getattr(optimizer, "defaults", {}).get("scale_parameter", True)  # transformers' Adafactor can leave it
     if scales and not set(names).isdisjoint(_OF_WHOLE_TENSORS):
         raise UserError(
             f"optimizer: the step of {names[0]} follows the size of whole tensors, for which MuAdam has no rule; "

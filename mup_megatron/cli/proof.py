@@ -175,7 +175,8 @@ def _factors(words: str, option: str) -> list[int]:
 
 
 @app.command(
-    epilog="Exit status: 0 passed, 1 failed, 3 undecided (the best value lies beyond those tried), 2 bad input. "
+    epilog="Exit status: 0 passed, 1 failed, 3 undecided (the best value lies beyond those tried, or beside a run that "
+    "diverged), 2 bad input. "
     "Example: mup-megatron stability configs/demo.yaml --over lr --across width --sizes 1,2,4 --seeds 3"
 )
 def stability(

@@ -40,7 +40,8 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
         over: what was varied.
 
     Returns:
-        What ladder.json has of them. Rungs whose best value is the lowest or the highest that was tried are not fitted.
+        What ladder.json has of them. Rungs whose best value is the lowest or the highest that was tried, or has a run
+        beside it that diverged, are not fitted.
         Where the others do not determine an exponent of every axis, the laws and `held_out` are None, `open` says why,
         and the verdict is undecided.
 
@@ -136,8 +137,13 @@ def _judge(
     off = None if found.value is None else math.log2(found.value) - predicted
     share = lowest / expected - 1
     reasons, opened = [], []
-    if off is None:
+    if off is None and found.edge:
         opened.append(f"{largest.name}: the best {name} lies beyond those tried")
+    elif off is None:
+        opened.append(
+            f"{largest.name}: a run beside the best {name} ({found.tried:g}) diverged or failed; expected --values "
+            "nearer to it"
+        )
     elif abs(off) > max(BOUNDS["octaves"], 2 * error):
         reasons.append(f"{largest.name}: the best {name} is {off:+.2f} octaves from the predicted one")
     elif abs(off) > BOUNDS["octaves"]:

@@ -57,7 +57,9 @@ def small_model(config: Config) -> Config:
     others = {name: given[name] for name in config.base.sizes if name not in small}
     keys = {f"base.{name}": size for name, size in (large | others).items()}
     keys |= {f"model.{name}": size for name, size in small.items()}
-    return derive(config, {**keys, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
+    # A folder of its own, since the large run's checkpoints are not of this model; the same text.
+    own = {"run.dir": str(Path(config.run.dir) / "reverse" / "small"), "data.dir": str(data_directory(config))}
+    return derive(config, {**keys, **own, "parametrization.name": "mup", "run.name": f"{config.run.name}, reversed"})
 
 
 def reverse(config: Config, rates: Sequence[float], seeds: int, grid: Grid, *, compare: bool) -> dict[str, Any]:

@@ -25,6 +25,8 @@ NAMES: dict[Over, str] = {"lr": "rate", "weight_decay": "decay", "one_minus_beta
 """What the value of a ladder is called in words and in its JSON, by the hyperparameter that it varies."""
 _MORE = 4
 """Doublings of an axis that a ladder which is too small is told to add, at most; and one."""
+_CLOSE = 0.01
+"""Share of a rung's tokens by which rounded steps may miss them without a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,18 +118,20 @@ class Rung:
 def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Rung, Config]:
     """Every rung's config, the largest last.
 
-    Rules over batch and tokens are off, and each rung is evaluated on as many sequences as the others.
+    Rules over batch and tokens are off, and each rung is evaluated on as many sequences as the others: on as many as
+    the config says, or more, so that every batch divides them.
 
     Args:
         config: the run.
         asked: the factors.
-        say: takes a line about rungs that are left out.
+        say: takes a line about rungs that are left out, and about those whose steps are not as many tokens as asked.
 
     Raises:
         UserError: a rung makes no config, or too few are left, or the largest is not, or what is varied moves nothing.
     """
     check_over(config, asked.over)
-    found, short = {}, []
+    found, short, off = {}, [], []
+    evaluations = _multiple(config.training.eval_steps, math.lcm(*asked.batch))
     for (width, layers), model in _models(derive(config, without_rules(config)), asked).items():
         for batch in asked.batch:
             for tokens in asked.tokens:
@@ -136,9 +140,14 @@ def rungs(config: Config, asked: Ladder, say: Callable[[str], None]) -> dict[Run
                 if steps < asked.min_steps:
                     short.append(f"{rung.name} ({steps})")
                 else:
-                    found[rung] = _sized(model, rung, steps)
+                    found[rung] = _sized(model, rung, steps, evaluations)
+                    share = steps * batch / (config.training.train_steps * tokens)
+                    if abs(share - 1) > _CLOSE:
+                        off.append(f"{rung.name} ({steps}, {share:.2f} of its tokens)")
     if short:
         say(f"left out, with fewer than {asked.min_steps} steps: {', '.join(short)}")
+    if off:
+        say(f"warning: steps are rounded, and the laws take the tokens for whole: {', '.join(off)}; raise --min-steps")
     _check(config, asked, found)
     return found
 
@@ -165,11 +174,15 @@ def _grown(config: Config, factors: Sequence[int], axis: Axis) -> dict[int, Conf
     return dict(zip(factors, (member.config for member in found), strict=True))
 
 
-def _sized(model: Config, rung: Rung, steps: int) -> Config:
-    training = model.training
+def _multiple(number: int, of: int) -> int:
+    """The least multiple that is not less."""
+    return -(-number // of) * of
+
+
+def _sized(model: Config, rung: Rung, steps: int, evaluations: int) -> Config:
     size = {
-        "training.global_batch_size": training.global_batch_size * rung.batch,
-        "training.eval_steps": math.ceil(training.eval_steps / rung.batch),
+        "training.global_batch_size": model.training.global_batch_size * rung.batch,
+        "training.eval_steps": evaluations // rung.batch,
     }
     try:
         return comparable(derive(stretched(model, steps), size))

@@ -254,14 +254,22 @@ def _line(held: Mapping[int, Curve], sizes: Mapping[int, int], asked: Question) 
 
 
 def _open(small: Mapping[str, Any], large: Mapping[str, Any], asked: Question) -> list[str]:
-    """At which of the two sizes the optimum lies beyond what was tried."""
+    """At which of the two sizes the optimum is not known: it lies beyond what was tried, or runs beside it diverged."""
     ends = {"low": "lowest", "high": "highest"}
-    return [
-        f"{row['size']}: the {ends[row['minimum']['edge']]} {asked.over} that was tried is the best; expected --values "
-        "beyond"
-        for row in (small, large)
-        if row["minimum"]["edge"]
-    ]
+    found = []
+    for row in (small, large):
+        least = row["minimum"]
+        if least["edge"]:
+            found.append(
+                f"{row['size']}: the {ends[least['edge']]} {asked.over} that was tried is the best; expected --values "
+                "beyond"
+            )
+        elif least["value"] is None and not isinstance(least["tried"], str):
+            found.append(
+                f"{row['size']}: a run beside the best {asked.over} ({least['tried']:g}) diverged or failed; expected "
+                "--values nearer to it"
+            )
+    return found
 
 
 def _reasons(
@@ -318,6 +326,6 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         {
             "passed": f"passed: {best} stays",
             "failed": f"failed: {best} does not stay",
-            "undecided": f"undecided: {best} lies beyond the values that were tried, so whether it stays is not known",
+            "undecided": f"undecided: whether {best} stays is not known",
         }[result["verdict"]],
     ]

@@ -100,7 +100,7 @@ def jobs(stage: Stage, config: Config, arguments: Sequence[str], environment: Ma
         resolve_layout(config, config.slurm.nodes * processes(config, environment))
     if stages == ["tune", "pretrain"]:
         # An array ends well if its record is there, whatever became of a worker; without it the target says so.
-        record = ["tuning.run=never", f"tuning.record={json.dumps(str(config.record_path))}"]
+        record = ["tuning.run=never", f"tuning.record={json.dumps(str(config.record_path), ensure_ascii=False)}"]
         return [
             _job("tune", config, arguments, environment),
             _job("pretrain", config, [*arguments, *record], environment),

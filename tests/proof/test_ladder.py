@@ -172,6 +172,21 @@ def test_noise_is_no_pass() -> None:
     assert laws(curves(noise=0.05, seeds=3))["verdict"] == "passed"
 
 
+def test_a_largest_rung_beside_whose_best_a_run_diverged_is_undecided() -> None:
+    held = curves()
+    largest = list(held)[-1]
+    place = held[largest].best
+    losses = [dict(each) for each in held[largest].losses]
+    losses[place + 1] = dict.fromkeys(losses[place + 1], math.inf)
+    held[largest] = Curve(values=held[largest].values, losses=losses)
+    found = laws(held)
+    assert found["open"] == [
+        f"{largest.name}: a run beside the best rate ({held[largest].values[place]:g}) diverged or failed; expected "
+        "--values nearer to it"
+    ]
+    assert found["verdict"] != "passed"
+
+
 def test_a_largest_rung_beyond_what_was_tried_is_undecided() -> None:
     found = laws(curves(octaves=9.0))
     assert found["open"] == ["batch-4-tokens-8-width-1: the best rate lies beyond those tried"]
@@ -279,6 +294,27 @@ def test_short_rungs_are_left_out_and_all_see_as_much_of_the_evaluation(config_o
         assert training.eval_steps * training.global_batch_size == 16 * 8
     with pytest.raises(UserError, match="--min-steps 201: leaves out batch-4-tokens-4-width-1"):
         rungs(config_of_ladder, Ladder(**{**vars(asked), "min_steps": 201}), said.append)
+
+
+def test_every_batch_divides_what_is_evaluated(config_of_ladder: Any) -> None:
+    """By hand: 5 batches of 8 are 40 sequences, which batches of 24 do not divide; 6 of 8 are 2 of 24."""
+    config = derive(config_of_ladder, {"training.eval_steps": 5})
+    asked = Ladder(batch=[1, 3], tokens=[1, 3, 9], width=[], values=[1.0, 2.0, 4.0], seeds=1)
+    made = rungs(config, asked, lambda _line: None)
+    assert {rung.batch: each.training.eval_steps for rung, each in made.items()} == {1: 6, 3: 2}
+
+
+def test_rounded_steps_are_told(config_of_ladder: Any) -> None:
+    """Of 10 steps a batch x 4 takes 2.5: 2 are 0.8 of the tokens, and 5 of 5 all of them."""
+    config = derive(config_of_ladder, {"training.train_steps": 10})
+    asked = Ladder(batch=[1, 2, 4], tokens=[1, 2, 4], width=[], values=[1.0, 2.0, 4.0], seeds=1)
+    said: list[str] = []
+    rungs(config, asked, said.append)
+    (line,) = said
+    assert line == (
+        "warning: steps are rounded, and the laws take the tokens for whole: batch-4-tokens-1-width-1 (2, 0.80 of its "
+        "tokens); raise --min-steps"
+    )
 
 
 @pytest.fixture

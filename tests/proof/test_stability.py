@@ -20,6 +20,7 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.proof import grid, stability
 from mup_megatron.proof.grid import Grid, Outcome
+from mup_megatron.proof.optimum import Curve
 from mup_megatron.proof.question import Question
 from mup_megatron.proof.question import question as ask_question
 from mup_megatron.proof.reverse import rise, small_model
@@ -298,9 +299,7 @@ def test_edges_and_divergence(tmp_path: Path) -> None:
         "512: the highest lr that was tried is the best;",
     ]
     said = stability.lines(edge)
-    assert said[-1] == (
-        "undecided: mup's best lr lies beyond the values that were tried, so whether it stays is not known"
-    )
+    assert said[-1] == "undecided: whether mup's best lr stays is not known"
     assert not any("does not stay" in line for line in said)
     # The small model's best is 8e-3; the large one's is 1.6e-2 or beyond, an octave higher at least.
     beyond = result_of(config, asked(config, values="4e-3,8e-3,1.6e-2"), bowl({"mup": 1, "standard": 0}))
@@ -462,6 +461,28 @@ def test_reversing_swaps_model_and_base(tmp_path: Path) -> None:
     ]
 
 
+def test_a_minimum_beside_a_run_that_diverged_is_not_known(tmp_path: Path) -> None:
+    """The same minima with a finite loss beside the small one's: by hand it moves by more than an octave, and fails."""
+    values, asks = (1e-3, 4e-3, 1.6e-2, 6.4e-2), "1e-3,4e-3,1.6e-2,6.4e-2"
+    config = config_of(tmp_path)
+    question = asked(config, values=asks, factors=[1, 4], seeds=1, others=[])
+
+    def found(highest: float) -> dict[str, Any]:
+        small, large = (5.0, 4.5, 4.0, highest), (5.0, 3.5, 3.51, 4.0)
+        held = {
+            factor: Curve(values=values, losses=[{7: loss} for loss in losses])
+            for factor, losses in ((1, small), (4, large))
+        }
+        return stability.judge({"mup": held}, {1: 64, 4: 256}, question)
+
+    open_ = found(math.inf)
+    assert (open_["verdict"], open_["lines"]["mup"]["reasons"]) == ("undecided", [])
+    assert open_["lines"]["mup"]["open"] == [
+        "64: a run beside the best lr (0.016) diverged or failed; expected --values nearer to it"
+    ]
+    assert found(4.2)["lines"]["mup"]["reasons"] == ["the best lr moves by -1.44 octaves to 256"]
+
+
 def test_reversing_leaves_no_rule_over_layers(tmp_path: Path) -> None:
     """The small model has the large one's layers: by hand its branches are multiplied by 1, at any base.num_layers."""
     deep = {"model__num_layers": 8, "base": {**MIXED["base"], "num_layers": 2}, "parametrization__depth": "completep"}
@@ -490,9 +511,9 @@ def test_the_reverse_command(tmp_path: Path) -> None:
     assert [len(curve["losses"]) for curve in found["curves"] if curve["lr"] == 4e-3] == [6, 6, 6]
     assert set(KEYS) <= set(found["provenance"])
     assert (tmp_path / "out" / "reverse.png").stat().st_size > 10_000
-    again = mup("train", tmp_path / "out" / "reverse.yaml", "hparams.lr=4e-3", f"run.dir={tmp_path / 'again'}")
+    again = mup("train", tmp_path / "out" / "reverse.yaml", "hparams.lr=4e-3")
     assert again.returncode == 0, again.stderr
-    assert losses(tmp_path / "again") == pytest.approx(found["curves"][0]["losses"], rel=1e-5)
+    assert losses(tmp_path / "reverse" / "small") == pytest.approx(found["curves"][0]["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("words", "said"), [(["--rates", "x"], "--rates: x: expected positive numbers")])

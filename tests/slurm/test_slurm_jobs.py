@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mup_megatron import cli
-from mup_megatron.config import load_config
+from mup_megatron.config import load_config, parse_overrides
 from mup_megatron.slurm import job as batch
 from mup_megatron.slurm import node
 from mup_megatron.slurm.submit import STAGE, Job, jobs
@@ -55,6 +55,15 @@ def test_what_a_config_asks_for(tmp_path: Path) -> None:
     # The target takes what the array found, or says that it is not there.
     assert pretrain.arguments[1:] == ["tuning.run=never", f'tuning.record="{tmp_path}/run/transfer.json"']
     assert "--dependency=afterany:7" in pretrain.command("7")
+
+
+def test_the_records_path_is_read_as_it_is(tmp_path: Path) -> None:
+    """The word that the job gets is an override, which is YAML; JSON's own form of this sign is no YAML."""
+    folder = tmp_path / "a 'b' \U0001f600"
+    folder.mkdir()
+    _, pretrain = planned(folder, slurm={"nodes": 2, "gpus_per_node": 4})
+    given = parse_overrides(pretrain.arguments[1:])
+    assert given["tuning.record"] == f"{folder}/run/transfer.json"
 
 
 def test_the_environment_comes_before_the_config(tmp_path: Path) -> None:

@@ -256,20 +256,35 @@ def _line(held: Mapping[int, Curve], sizes: Mapping[int, int], asked: Question) 
 def _open(small: Mapping[str, Any], large: Mapping[str, Any], asked: Question) -> list[str]:
     """At which of the two sizes the optimum is not known: it lies beyond what was tried, or runs beside it diverged."""
     ends = {"low": "lowest", "high": "highest"}
-    found = []
-    for row in (small, large):
-        least = row["minimum"]
-        if least["edge"]:
-            found.append(
-                f"{row['size']}: the {ends[least['edge']]} {asked.over} that was tried is the best; expected --values "
-                "beyond"
-            )
-        elif least["value"] is None and not isinstance(least["tried"], str):
-            found.append(
-                f"{row['size']}: a run beside the best {asked.over} ({least['tried']:g}) diverged or failed; expected "
-                "--values nearer to it"
-            )
-    return found
+    found = [
+        f"{row['size']}: the {ends[row['minimum']['edge']]} {asked.over} that was tried is the best; expected --values "
+        "beyond"
+        for row in (small, large)
+        if row["minimum"]["edge"]
+    ]
+    beside = [row for row in (small, large) if _is_beside_divergence(row["minimum"])]
+    if found or not beside:
+        return found
+    (low, high), (lowest, highest) = (_between(row["minimum"], asked.values) for row in (small, large))
+    if max(abs(math.log2(highest / low)), abs(math.log2(lowest / high))) <= BOUNDS["octaves"]:
+        return []
+    return [
+        f"{row['size']}: a run beside the best {asked.over} ({row['minimum']['tried']:g}) diverged or failed; expected "
+        "--values nearer to it"
+        for row in beside
+    ]
+
+
+def _is_beside_divergence(least: Mapping[str, Any]) -> bool:
+    return least["value"] is None and not least["edge"] and not isinstance(least["tried"], str)
+
+
+def _between(least: Mapping[str, Any], values: Sequence[Any]) -> tuple[float, float]:
+    """What an optimum lies between: itself where it is known, else the values that were tried beside the best one."""
+    if not _is_beside_divergence(least):
+        return least["value"], least["value"]
+    place = values.index(least["tried"])
+    return values[place - 1], values[place + 1]
 
 
 def _reasons(

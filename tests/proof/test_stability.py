@@ -312,7 +312,12 @@ def test_edges_and_divergence(tmp_path: Path) -> None:
         return math.inf if run.value > 8e-3 and run.factor == 8 else bowl({"mup": 0, "standard": 0})(run)
 
     partly = result_of(config, asked(config), diverges)
-    assert partly["passed"]  # the best value itself is tried and finite; what lies beyond is not
+    assert partly["lines"]["mup"]["open"] == [
+        "512: a run beside the best lr (0.008) diverged or failed; expected --values nearer to it"
+    ]
+    # Of values a quarter of an octave apart the best is known well enough: it is between those beside it.
+    near = ",".join(f"{8e-3 * 2 ** (step / 4):.9g}" for step in range(-4, 5))
+    assert result_of(config, asked(config, values=near), diverges)["passed"]
     assert partly["lines"]["mup"]["rows"][-1]["losses"][-1] == [None] * 3
     with pytest.raises(UserError, match="mup, width 512: no value of lr has a finite loss"):
         result_of(config, asked(config), lambda run: math.inf if run.factor == 8 else 3.0)
@@ -513,7 +518,7 @@ def test_the_reverse_command(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "reverse.png").stat().st_size > 10_000
     again = mup("train", tmp_path / "out" / "reverse.yaml", "hparams.lr=4e-3")
     assert again.returncode == 0, again.stderr
-    assert losses(tmp_path / "reverse" / "small") == pytest.approx(found["curves"][0]["losses"], rel=1e-5)
+    assert losses(tmp_path / "run" / "reverse" / "small") == pytest.approx(found["curves"][0]["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("words", "said"), [(["--rates", "x"], "--rates: x: expected positive numbers")])

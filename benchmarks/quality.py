@@ -107,11 +107,13 @@ def make_text(folder: Path, tasks: int) -> None:
     _write(folder / "train.jsonl", [{"text": text} for at, text in enumerate(documents) if at % HELD_OUT])
 
 
-def _mup_megatron(*arguments: str) -> None:
+def mup_megatron(*arguments: str) -> None:
+    """Runs the command line."""
     subprocess.run([sys.executable, "-m", "mup_megatron", *arguments], check=True)  # noqa: S603
 
 
-def _words(values: Mapping[str, Any]) -> list[str]:
+def overrides_of(values: Mapping[str, Any]) -> list[str]:
+    """Overrides of a config, as the command line takes them."""
     return [f"{key}={value}" for key, value in values.items()]
 
 
@@ -140,7 +142,7 @@ def searched(model: str, workers: int) -> dict[str, Any] | None:
         }
     record = given["run.dir"] / "transfer.json"
     if not record.is_file():
-        _mup_megatron("tune", CONFIG, *_words(given), "--nproc-per-node", str(workers))
+        mup_megatron("tune", CONFIG, *overrides_of(given), "--nproc-per-node", str(workers))
     found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
     values = {f"hparams.{name}": found["values"][name] for name in found["tuned"]}
     budget = found["budget"]
@@ -162,11 +164,11 @@ def judge(model: str, found: Mapping[str, Any] | None, seed: int) -> dict[str, A
     run = RUNS / f"{model.replace(', ', '-').replace(' ', '-')}-{seed}"
     figures = run / "figures.json"
     if not figures.exists():
-        _mup_megatron("train", CONFIG, *_words({**values, "run.dir": run, "run.seed": seed}))
+        mup_megatron("train", CONFIG, *overrides_of({**values, "run.dir": run, "run.seed": seed}))
         files = [
             text for option, file in TASKS.items() for text in (f"--{option}", str(RUNS / "text" / f"{file}.jsonl"))
         ]
-        _mup_megatron("evaluate", str(run), *files, "--batch-size", "32", "--output", str(figures))
+        mup_megatron("evaluate", str(run), *files, "--batch-size", "32", "--output", str(figures))
     return {
         "model": model,
         "seed": seed,

@@ -15,13 +15,13 @@ import concurrent.futures
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.records import FOLDER, Difference, difference
+from benchmarks.quality import mup_megatron, overrides_of
 from benchmarks.tuning_cost import Table
 from mup_megatron.config import load_config
 from mup_megatron.data.record import tokens_digest
@@ -41,14 +41,6 @@ MODELS = {PROXY: "proxy", OWN: "target", TUNED: "standard"}
 """Of the tables: the name of a run's folder."""
 
 
-def _mup_megatron(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "mup_megatron", *arguments], check=True)  # noqa: S603
-
-
-def _words(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={value}" for key, value in values.items()]
-
-
 def found_in_tables() -> dict[str, dict[str, float]]:
     """Values in µP that are best on the proxy, and on the target."""
     tables = json.loads((FOLDER / TABLES).read_text(encoding="utf-8"))["tables"]
@@ -61,7 +53,7 @@ def tuned_rate(workers: int) -> dict[str, Any]:
     if not path.is_file():
         choice = f"{{lr: {{choice: [{', '.join(map(str, RATES))}]}}}}"
         given = {"run.dir": RUNS / "rates", **TARGET, **STANDARD, "tuning.trials": len(RATES), "tuning.search": choice}
-        _mup_megatron("tune", CONFIG, *_words(given), "--nproc-per-node", str(workers))
+        mup_megatron("tune", CONFIG, *overrides_of(given), "--nproc-per-node", str(workers))
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -83,7 +75,7 @@ def judge(model: str, values: Mapping[str, float], seed: int) -> dict[str, Any]:
         **{f"hparams.{name}": each for name, each in values.items()},
     }
     if _last(run) is None:
-        _mup_megatron("train", CONFIG, *_words({**given, "run.dir": run, "run.seed": seed}))
+        mup_megatron("train", CONFIG, *overrides_of({**given, "run.dir": run, "run.seed": seed}))
     if (last := _last(run)) is None:
         raise SystemExit(f"{run}: no evaluation after the last step")
     return {"model": model, "seed": seed, "values": given, "loss": last["eval_loss"], "bleu": last["bleu"]}

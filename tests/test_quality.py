@@ -96,7 +96,7 @@ def test_a_model_is_searched_as_it_is_trained(monkeypatch: pytest.MonkeyPatch, t
         (folder / "transfer.json").write_text(json.dumps(record))
 
     monkeypatch.setattr(quality, "RUNS", tmp_path)
-    monkeypatch.setattr(quality, "_mup_megatron", mup_megatron)
+    monkeypatch.setattr(quality, "mup_megatron", mup_megatron)
     found = {model: quality.searched(model, 1) for model in quality.MODELS}
     assert found["defaults"] is None
     assert found["transferred"] == found["transferred, twice the parameters"] == found["tuned"]

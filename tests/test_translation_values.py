@@ -45,7 +45,7 @@ def test_a_model_is_trained_once_and_judged_after_its_last_step(
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     monkeypatch.setattr(translation, "RUNS", tmp_path)
-    monkeypatch.setattr(translation, "_mup_megatron", mup_megatron)
+    monkeypatch.setattr(translation, "mup_megatron", mup_megatron)
     for model, name in ((TUNED, "standard"), (PROXY, "mup")):
         for _ in range(2):
             found = translation.judge(model, {"lr": 0.25}, seed=2)
@@ -66,7 +66,7 @@ def test_the_rate_is_searched_on_the_target(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "rates" / "transfer.json").write_text('{"values": {"lr": 0.5}}')
 
     monkeypatch.setattr(translation, "RUNS", tmp_path)
-    monkeypatch.setattr(translation, "_mup_megatron", mup_megatron)
+    monkeypatch.setattr(translation, "mup_megatron", mup_megatron)
     assert translation.tuned_rate(1) == translation.tuned_rate(1) == {"values": {"lr": 0.5}}
     (words,) = asked
     config = derive(load_config(translation.CONFIG), parse_overrides([word for word in words if "=" in word]))

@@ -49,7 +49,7 @@ class Waiter(threading.Thread):
 
     def __init__(self, lock: JournalFileSymlinkLock, *, hurry: bool) -> None:
         super().__init__(daemon=True)
-        self._lock, self._hurry, self._now, self._late_looks = lock, hurry, 0.0, 0
+        self._lock, self._hurry, self._now, self.late_looks = lock, hurry, 0.0, 0
         self._gate, self._ends, self._ready = threading.Event(), threading.Event(), threading.Event()
         self.held, self.stays, self.error = threading.Event(), False, ""
 
@@ -77,7 +77,7 @@ class Waiter(threading.Thread):
                 self._gate.wait()
             self._now += LOOK
         else:
-            self._late_looks += 1
+            self.late_looks += 1
             time.sleep(0.001)
 
     def wait_until_ready(self) -> None:
@@ -85,9 +85,15 @@ class Waiter(threading.Thread):
         assert self._ready.wait(10)
 
     def go_on(self) -> None:
-        """Has it lose its patience; returns when it holds the lock, or has looked and found that it has to wait."""
+        """Has it lose its patience, and settle."""
         self._gate.set()
-        while not self.held.is_set() and self._late_looks < 3:
+        self.settle()
+
+    def settle(self) -> None:
+        """Until it holds the lock, or has looked and found that it has to wait."""
+        until = time.monotonic() + 10
+        while not self.held.is_set() and self.late_looks < 3:
+            assert time.monotonic() < until
             time.sleep(0.0005)
 
     def any_holds(self, other: Waiter) -> bool:
@@ -127,7 +133,7 @@ def both_held(make: Make, journal: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
                     made.append(name)  # noqa: B023
                     if len(made) == at + 1:  # noqa: B023
                         second.go_on()  # noqa: B023
-                        first.stays = second.held.is_set()  # noqa: B023
+                        first.stays, first.late_looks = second.held.is_set(), 0  # noqa: B023
                 return call(*args, **more)
 
             return before
@@ -139,7 +145,7 @@ def both_held(make: Make, journal: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
                 calls.setattr(os, name, wrapped(name, getattr(os, name)))
             first.start()
             assert first.any_holds(second)
-            first.held.wait(0.05)
+            first.settle()
         both = first.held.is_set() and second.held.is_set()
         for waiter in (first, second) if first.held.is_set() else (second, first):
             waiter.end()

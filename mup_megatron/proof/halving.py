@@ -2,8 +2,8 @@
 
 Public names: `Wanted`, `wanted`, `NEAR`. The first seed trains every rate. Each later one trains only rates that are
 still near the minimum: the best by the seeds so far, the rates beside it, and all within `NEAR` of its loss. Where the
-best is the first or last rate, the next one is tried too. What is wanted follows from the losses alone, so that any
-number of commands on one folder come to the same runs.
+best is the first or last rate, the next one is tried too; where a rate beside the best diverged, the one between them
+is. What is wanted follows from the losses alone, so that any number of commands on one folder come to the same runs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mup_megatron.proof.ladder_verdict import BOUNDS
+
 NEAR = 0.01
 """Share of the lowest mean loss within which another rate may still turn out to be the best."""
 
-_BEYOND = 4
-"""How many rates beyond those that were asked for are tried at most."""
+_MORE = 4
+"""How many rates more than those that were asked for are tried at most."""
+
+_FINEST = BOUNDS["octaves"]
+"""Between the best rate and one that diverged another is tried where they are farther apart than this (octaves)."""
 
 Known = Mapping[tuple[float, int], float]
 """Loss by rate and seed; infinite where it diverged."""
@@ -51,7 +56,7 @@ def wanted(asked: Sequence[float], seeds: Sequence[int], known: Known, most: flo
         rates = values if count == 1 else _near(values, seeds[: count - 1], known)
         if missing := _missing(rates, so_far, known):
             return Wanted(values, missing)
-        while (step := _beyond(values, so_far, known, most)) is not None and len(values) < len(asked) + _BEYOND:
+        while (step := _next(values, so_far, known, most)) is not None and len(values) < len(asked) + _MORE:
             values = sorted([*values, step])
             if missing := _missing([step], so_far, known):
                 return Wanted(values, missing)
@@ -91,9 +96,12 @@ def _near(values: Sequence[float], seeds: Sequence[int], known: Known) -> list[f
     return [value for value in values if value in beside or means.get(value, bound + 1) <= bound]
 
 
-def _beyond(values: Sequence[float], seeds: Sequence[int], known: Known, most: float) -> float | None:
-    """The next rate to try where the best is the first or the last; None where it lies between others, or is none."""
-    best = _best(values, seeds, known)
+def _next(values: Sequence[float], seeds: Sequence[int], known: Known, most: float) -> float | None:
+    """The next rate to try: between the best and one beside it that diverged, else beyond the best; None if neither."""
+    best, means = _best(values, seeds, known), _means(values, seeds, known)
+    for beside in _around(values, best):
+        if means.get(beside) == math.inf and round(abs(math.log2(beside / best)), 6) > _FINEST:
+            return math.sqrt(best * beside)
     if best == values[0]:
         return values[0] ** 2 / values[1]
     above = values[-1] ** 2 / values[-2]

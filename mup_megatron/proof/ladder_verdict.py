@@ -78,7 +78,8 @@ def laws(curves: Mapping[Rung, Curve], over: Over = "lr") -> dict[str, Any]:
     if not determined(points, varying):
         no_law = (
             f"no law of {' and '.join(varying)}: only {len(fitted)} of the {len(below)} rungs below the largest have "
-            f"their best {name} between others that were tried{_at_ends(curves, below)}; expected --values nearer to it"
+            f"their best {name} between others that were tried{_not_between(curves, below)}; expected --values nearer "
+            "to it"
         )
         no_laws: dict[str, Any] = {name: None, "bends": {}, "loss": None, "held_out": None, "published": {}, "keys": {}}
         return measured | no_laws | _verdict([], [no_law])
@@ -106,13 +107,18 @@ def _verdict(reasons: list[str], opened: list[str]) -> dict[str, Any]:
     return {"reasons": reasons, "open": opened, "verdict": verdict, "passed": verdict == "passed"}
 
 
-def _at_ends(curves: Mapping[Rung, Curve], least: Mapping[Rung, Minimum]) -> str:
-    """At how many rungs the best is the lowest or the highest that was tried, and what it gained over the next one."""
+def _not_between(curves: Mapping[Rung, Curve], least: Mapping[Rung, Minimum]) -> str:
+    """At how many rungs the best is the lowest or the highest that was tried, or has a run beside it that diverged.
+
+    Of the ends also what the best gained over the next one.
+    """
     said = []
     for edge, beside in (("low", 1), ("high", -2)):
         gains = [1 - found.loss / curves[rung].means[beside] for rung, found in least.items() if found.edge == edge]
         if gains:
             said.append(f"at {len(gains)} it is the {edge}est, {100 * max(gains):.2g} % of loss below the next at most")
+    if diverged := sum(found.value is None and found.edge is None for found in least.values()):
+        said.append(f"at {diverged} a run beside it diverged or failed")
     return f"; {', '.join(said)}" if said else ""
 
 

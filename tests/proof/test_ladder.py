@@ -210,6 +210,16 @@ def test_how_flat_it_is_at_the_ends_where_no_law_can_be_fitted() -> None:
     assert [found[name] for name in ("rate", "loss", "held_out")] == [None] * 3
 
 
+def test_rungs_beside_a_run_that_diverged_are_counted_where_no_law_can_be_fitted() -> None:
+    losses = [4.1, 4.0, math.inf]
+    curve = Curve(values=[1.0, 2.0, 4.0], losses=[{1: loss} for loss in losses])
+    assert laws(dict.fromkeys(RUNGS, curve))["open"] == [
+        f"no law of batch and tokens: only 0 of the {len(RUNGS) - 1} rungs below the largest have their best rate "
+        f"between others that were tried; at {len(RUNGS) - 1} a run beside it diverged or failed; expected --values "
+        "nearer to it"
+    ]
+
+
 def test_no_law_leaves_an_axis_out(tmp_path: Path) -> None:
     """Three rungs with a known best rate, all of the fewest tokens, do not tell what more tokens do to rate and loss.
 
@@ -240,13 +250,19 @@ GRID, SEEDS = [1.0, 2.0, 4.0, 8.0, 16.0], [7, 8, 9]
 
 
 def trained(
-    least: float, level: dict[int, float], bend: float = 0.1, most: float = math.inf
+    least: float, level: dict[int, float], bend: float = 0.1, most: float = math.inf, cliff: float = math.inf
 ) -> dict[tuple[float, int], float]:
-    """What halving trains of parabolas in log2 of the rate, least at `least`; a seed's level moves all of its curve."""
+    """What halving trains of parabolas in log2 of the rate, least at `least`; from `cliff` on runs diverge.
+
+    A seed's level moves all of its curve.
+    """
     known: dict[tuple[float, int], float] = {}
     while runs := wanted(GRID, SEEDS, known, most).runs:
         assert not set(runs) & set(known)
-        known |= {(rate, seed): level[seed] + bend * (math.log2(rate) - least) ** 2 for rate, seed in runs}
+        known |= {
+            (rate, seed): level[seed] + bend * (math.log2(rate) - least) ** 2 if rate < cliff else math.inf
+            for rate, seed in runs
+        }
     return known
 
 
@@ -268,6 +284,21 @@ def test_the_next_rate_is_tried_at_either_end() -> None:
     assert max(trained(40.0, level)) == (256.0, 9)  # four beyond those asked for, and no more
     assert max(trained(40.0, level, most=63.0)) == (32.0, 9)  # where there is no larger one
     assert {rate for rate, _ in trained(2.0, level)} == set(GRID)
+
+
+def test_beside_a_rate_that_diverged_one_between_is_tried() -> None:
+    """Best at 4, and 8 diverges: the rate half an octave below 8 is tried, and then those beside the best are known.
+
+    Where nothing between trains, it ends at a quarter of an octave from what diverged, after two rates.
+    """
+    level = dict.fromkeys(SEEDS, 4.0)
+    found = {rate: loss for (rate, seed), loss in trained(2.0, level, cliff=8.0).items() if seed == SEEDS[-1]}
+    assert sorted(found) == pytest.approx([2.0, 4.0, 2**2.5])
+    assert math.isfinite(sum(found.values()))
+    near = {rate for rate, _ in trained(2.0, level, cliff=4.5)} - set(GRID)
+    assert sorted(near) == pytest.approx([2**2.25, 2**2.5])
+    # Negative control: a rate far above the best may diverge, and no more are tried.
+    assert {rate for rate, _ in trained(2.0, level, cliff=16.0)} == set(GRID)
 
 
 def test_a_best_rate_that_moves_is_followed() -> None:

@@ -70,7 +70,7 @@ class Live:
         steps: of the whole run; None where nothing tells.
         loss: of the last step, nats per token; None before the first.
         eval_loss: of the last evaluation.
-        tokens_per_second: of the last steps.
+        tokens_per_second: tokens of the last steps by their seconds.
         left: `, about 3 min left`, or nothing.
         curve: (step, loss) at evenly spaced places of the file.
         forecast: of the loss at the end, in words; empty where there is none.
@@ -123,6 +123,7 @@ class Watched:
         total = None if self._config is None else self._config.training.train_steps
         done = steps[-1]["step"] if steps else 0
         seconds = sum(line["seconds"] for line in recent)
+        tokens = sum(line["tokens_per_second"] * line["seconds"] for line in recent)
         alarms = list(json_lines(self._directory / ALARMS))
         read, rows = self._rows(total)
         return Live(
@@ -131,7 +132,7 @@ class Watched:
             steps=total,
             loss=steps[-1]["loss"] if steps else None,
             eval_loss=evaluations[-1]["eval_loss"] if evaluations else None,
-            tokens_per_second=sum(line["tokens_per_second"] for line in recent) / max(1, len(recent)),
+            tokens_per_second=tokens / seconds if seconds else 0.0,
             left=time_left(len(recent), seconds, (total or done) - done),
             curve=_curve(self._directory / METRICS),
             forecast=self._forecast(total),

@@ -131,6 +131,15 @@ def test_a_long_run_is_read_at_places(tmp_path: Path) -> None:
     assert "no band" in "\n".join(lines_of(live)) or "no reading yet" in "\n".join(lines_of(live))
 
 
+def test_the_speed_is_tokens_by_seconds(tmp_path: Path) -> None:
+    """Of 100 tokens in a second and 100 in four, 200 in five: 40 tokens/s, and not the mean of 100 and 25."""
+    steps = [{"step": n, "loss": 3.0, "seconds": s, "tokens_per_second": 100 / s} for n, s in ((1, 1.0), (2, 4.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    live = Watched(tmp_path).now()
+    assert live.tokens_per_second == pytest.approx(40.0)
+    assert "  40 tokens/s" in "\n".join(lines_of(live))
+
+
 def test_bars() -> None:
     assert bars([(1, 4.0), (2, 3.0), (3, 2.0)], 10) == "█▅▁"
     assert bars([(1, 4.0), (2, math.nan), (3, 2.0)], 10) == "█x▁"

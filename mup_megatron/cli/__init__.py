@@ -21,6 +21,7 @@ from mup_megatron.util.errors import DiskFull, UserError
 from mup_megatron.util.shipped import shipped_folder
 
 # They register their commands, which common.GROUPS puts into the order of the help.
+from mup_megatron.cli import before  # noqa: F401  # isort: skip
 from mup_megatron.cli import runs  # noqa: F401  # isort: skip
 from mup_megatron.cli import proof  # noqa: F401  # isort: skip
 from mup_megatron.cli import tools  # noqa: F401  # isort: skip
@@ -47,11 +48,11 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Runs a command line; returns its exit status. Process groups that it started are ended."""
     others = _has_groups()
-    before = typed.set(arguments)
+    token = typed.set(arguments)
     try:
         status = _status(arguments)
     finally:
-        typed.reset(before)
+        typed.reset(token)
     if _has_groups() and not others:
         from mup_megatron.parallel.runtime import stop_distributed
 

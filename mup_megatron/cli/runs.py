@@ -76,8 +76,10 @@ def train(
         from mup_megatron.util.progress import Progress
 
         setup = resolve(settings, rank.world_size)
-        refuse_untaken_record(setup.config, overrides or [])
+        untaken = refuse_untaken_record(setup.config, overrides or [])
         with Progress(rank.is_first) as progress:
+            if untaken:
+                progress.say(untaken)
             told = told_by_a_ladder(setup.config, progress) if rank.is_first else None
         begin = InitFrom(Path(init_from), new_embeddings) if init_from else None
         train_run(setup, rank, allow_change or [], init_from=begin, told=told)
@@ -168,7 +170,7 @@ def transfer(
     from mup_megatron.model.build import parametrize
     from mup_megatron.report.summary import print_transfer
     from mup_megatron.rules.horizon import moved
-    from mup_megatron.tuning.decide import apply_record
+    from mup_megatron.tuning.decide import apply_record, replaced
     from mup_megatron.tuning.fitted import ladder_of, told
     from mup_megatron.tuning.predicted import in_words, predicted
     from mup_megatron.tuning.recording import becomes, extrapolated
@@ -180,7 +182,8 @@ def transfer(
     if output:
         never = derive(transferred, {"tuning.run": "never"})
         write_output(Path(output), as_yaml(never.model_dump()), "--output")
-    said = [*remarks(record.study, extrapolated(transferred, record)), *told(transferred, ladder)]
+    said = [*replaced(settings, record), *remarks(record.study, extrapolated(transferred, record))]
+    said += told(transferred, ladder)
     if (loss := predicted(transferred, ladder)) is not None:
         said.append(f"predicted loss of the target: {in_words(loss)}")
     if as_json:

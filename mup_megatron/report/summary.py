@@ -251,7 +251,7 @@ def print_transfer(
 
     values = Table(box=None, title="at the base", title_justify="left", show_header=False)
     for name, value in record.values.items():
-        how = "tuned" if name in record.tuned else "as configured"
+        how = "tuned" if name in record.tuned else "as while tuning"
         if value is not None:
             values.add_row(name, value if isinstance(value, str) else f"{value:.6g}", how)
     console.print(values)

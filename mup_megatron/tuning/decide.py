@@ -1,6 +1,6 @@
 """Whether to tune, the checks before tuning starts, and a run with the values of a record.
 
-Public names: `decide`, `apply_record`, `trained_keys`, `refuse_untaken_record`, `told_by_a_ladder`.
+Public names: `decide`, `apply_record`, `replaced`, `trained_keys`, `refuse_untaken_record`, `told_by_a_ladder`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mup_megatron.rules.horizon import horizon
 from mup_megatron.tuning import budget, prior, record
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
 from mup_megatron.tuning.predicted import in_words, predicted
-from mup_megatron.tuning.recording import extrapolated
+from mup_megatron.tuning.recording import extrapolated, other_settings
 from mup_megatron.tuning.space import (
     Value,
     check_overrides,
@@ -82,6 +82,8 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         tried = len({trial.slot for trial in found.study.trials})
         if tried < config.tuning.trials and config.tuning.sampler != "grid":  # a grid has as many as it has
             progress.say(f"it has {tried} trials of tuning.trials={config.tuning.trials}; to add trials, move it away")
+        for line in other_settings(config, found):
+            progress.say(f"extrapolated, {line}")
     else:
         progress.say("tuning.run: never, and no record; training with the values of hparams:")
     if tune or config.tuning.run != "only":
@@ -97,39 +99,45 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     return tune
 
 
-def refuse_untaken_record(config: Config, typed: Sequence[str] = ()) -> None:
+def refuse_untaken_record(config: Config, typed: Sequence[str] = ()) -> str:
     """Refuses a config that has a record of other values, for `train`, which takes none.
 
     Not where `tuning.run` is `never` and no record is named, nor for a value that was given on the command line: these
-    are meant. A record of another family is none of this config's.
+    are meant. Nor for a record of another family, where `tuning.run` is `never` or none is named.
 
     Args:
         config: the run.
         typed: overrides of the command line, which the commands that are named repeat.
 
+    Returns:
+        What is to be said where the run trains although its record is not there or not its own; else empty.
+
     Raises:
-        ConfigError: names what differs, and the command that takes it.
+        UserError: names what differs, and the command that takes it; or says why the record that is named cannot be.
     """
-    tuning = config.tuning
+    tuning, path = config.tuning, config.record_path
     if tuning.run == "never" and tuning.record is None:
-        return
+        return ""
+    words = [str(config.source), *typed]
+    plain = [*words, "tuning.run=never", *(["tuning.record=null"] if tuning.record else [])]
+    alone = f"{shlex.join(['mup-megatron', 'train', *plain])}, which trains with the values of hparams:"
     try:
-        found = record.TransferRecord.read(config.record_path, config)
-    except UserError:
-        return
+        found = record.TransferRecord.read(path, config)
+    except UserError as error:
+        if tuning.record is not None and tuning.run != "never":
+            raise UserError(f"{error}; or {alone}") from None
+        return f"not taken: {error}"
     if found is None:
-        return
+        return "" if tuning.record is None else f"{path} is not there; training with the values of hparams:"
     differing = (key_of(name) for name, value in found.values.items() if not same(name, value_of(config, name), value))
     untaken = [key for key in differing if not config.is_overridden(key)]
     if untaken:
-        words = [str(config.source), *typed]
-        plain = [*words, "tuning.run=never", *(["tuning.record=null"] if tuning.record else [])]
         raise config.error(
             "tuning.record",
-            f"{config.record_path} has other values of {', '.join(untaken)}, which `train` does not take; expected "
-            f"{shlex.join(['mup-megatron', 'pipeline', *words])}, or {shlex.join(['mup-megatron', 'train', *plain])}, "
-            "which trains with the values of hparams:",
+            f"{path} has other values of {', '.join(untaken)}, which `train` does not take; expected "
+            f"{shlex.join(['mup-megatron', 'pipeline', *words])}, or {alone}",
         )
+    return ""
 
 
 def told_by_a_ladder(config: Config, progress: Progress) -> dict[str, Any]:
@@ -230,15 +238,31 @@ def trained_keys(config: Config, progress: Progress, allowed: tuple[str, ...]) -
 def _trained_values(
     config: Config, found: record.TransferRecord, progress: Progress, allowed: tuple[str, ...]
 ) -> dict[str, Value]:
-    values, given = _transferred(config, found, allowed), values_of(config)
+    for line in replaced(config, found, allowed):
+        progress.say(line)
+    return _transferred(config, found, allowed)
+
+
+def replaced(config: Config, found: record.TransferRecord, allowed: tuple[str, ...] = ()) -> list[str]:
+    """Which values of a config and of its record are not alike, and which of the two a transfer takes, in words.
+
+    Args:
+        config: as it is written, without the record's values.
+        found: its record.
+        allowed: keys of the command line that may differ.
+
+    Raises:
+        ConfigError: a value that was given on the command line would be dropped.
+    """
+    values, given, said = _transferred(config, found, allowed), values_of(config), []
     for name in values:
         value = found.values.get(name, 1.0)  # what it does not name of `per_tensor` was 1
         if values[name] != value:
             taken, held = in_config(name, values[name]), in_config(name, value)
-            progress.say(f"{key_of(name)}: {taken} as given, not {held} of the record (--allow-change)")
+            said.append(f"{key_of(name)}: {taken} as given, not {held} of the record (--allow-change)")
         elif name not in found.tuned and given.get(name) not in (None, value):
-            progress.say(f"{key_of(name)}: {value} as it was while tuning, not {given[name]}")
-    return values
+            said.append(f"{key_of(name)}: {value} as it was while tuning, not {given[name]}")
+    return said
 
 
 def _transferred(config: Config, found: record.TransferRecord, allowed: tuple[str, ...] = ()) -> dict[str, Value]:

@@ -130,10 +130,11 @@ class BudgetRecord(_Part):
 
 
 class ProxyRecord(_Part):
-    """The proxy's sizes, and on how many steps, tokens and layers it was trained."""
+    """The proxy's sizes, on how many steps, tokens and layers it was trained, and with what schedule and clipping."""
 
     sizes: dict[str, Any] = {}
     trained: dict[str, Annotated[int, Field(gt=0, le=2**63)]]
+    settings: dict[str, FiniteFloat | _Text] = {}
 
 
 class TargetRecord(_Part):

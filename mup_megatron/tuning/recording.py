@@ -1,6 +1,6 @@
 """The transfer record of a study that has ended: what each value becomes on the target, and where that is extrapolated.
 
-Public names: `make_record`, `becomes`, `extrapolated`, `not_transferred`.
+Public names: `make_record`, `becomes`, `extrapolated`, `other_settings`, `not_transferred`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,51 @@ def extrapolated(config: Config, found: TransferRecord | None = None) -> list[st
             factor = large / small
             times = f" ({factor:.3g} times)" if factor >= 2 else f" (1/{1 / factor:.3g})" if factor <= 0.5 else ""
             said.append(f"{_MEASURES[name]}: tuned at {small:,}, target at {large:,}{times}")
-    return said
+    return said + other_settings(config, found)
+
+
+def other_settings(config: Config, found: TransferRecord | None) -> list[str]:
+    """Which settings of the schedule and of clipping are not those that the record's values were tuned with, in words.
+
+    A best rate is one under its schedule: without warm-up or clipping, or with a rate that does not fall, another one
+    is best. Steps are compared as shares of the run, as `proxy_config` scales them, and told where one is more than a
+    quarter above the other. What was tuned itself is the record's.
+
+    Args:
+        config: the target's run.
+        found: the record whose values it takes; None for one that is tuned as the config says.
+    """
+    if found is None:
+        return []
+    tuned, target, said = found.proxy.settings, _settings(config), []
+    for name in target.keys() & tuned.keys() - set(found.tuned):
+        before, now, unit = tuned[name], target[name], ""
+        if name in _SHARES:
+            small, large = sorted((float(before), float(now)))
+            before, now, unit = f"{before:.3g}", f"{now:.3g}", " of the steps"
+            if large <= 1.25 * small:
+                continue
+        if before != now:
+            said.append(f"training.{name}: tuned with {before}{unit}, target with {now}{unit}")
+    return sorted(said)
+
+
+_SHARES = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
+"""Of the settings those that are steps, kept as shares of a run."""
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Of the schedule and of clipping, what proxy and target have alike where one config describes both."""
+    training = config.training
+    steps = {name: getattr(training, name) or 0 for name in _SHARES}
+    steps["lr_decay_steps"] = steps["lr_decay_steps"] or training.train_steps
+    return {
+        "lr_schedule": training.lr_schedule,
+        "min_lr_ratio": training.min_lr_ratio,
+        "clip_grad": training.clip_grad,
+        "clip_norm": training.clip_norm,
+        **{name: count / training.train_steps for name, count in steps.items()},
+    }
 
 
 _REGULARISERS = ("weight_decay",)
@@ -153,6 +197,7 @@ def make_record(
         "proxy": {
             "sizes": {name: getattr(config.proxy_model, name) for name in (*config.base.sizes, "num_layers")},
             "trained": _tuned_on(config),
+            "settings": _settings(config),
         },
         "rules": {
             **chosen,

@@ -6,8 +6,10 @@ import hashlib
 import html
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -484,8 +486,17 @@ def test_a_guess_is_no_bound(tmp_path: Path) -> None:
     config = make(MIXED, "gpt3", run__dir=str(tmp_path), training__train_steps=64)
     said = budget.lines(config, budget.plan(config, 375, 1, measure=True))
     assert not any("at least" in line for line in said)
-    assert said[1].endswith("time, about")
+    assert said[1].endswith("  time, about")
     assert any(line.startswith("time: a guess from matrix products timed on this machine") for line in said)
+
+
+def test_a_range_of_times_does_not_run_into_the_share(tmp_path: Path) -> None:
+    """By hand: of 48 to 120 hours the one is 2 days and the other 5."""
+    config = make(MIXED, "gpt3", run__dir=str(tmp_path))
+    plan = budget.plan(config, 375, 1)
+    target = replace(plan.target, hours=72.0, least=48.0, most=120.0)
+    row = budget.lines(config, replace(plan, target=target))[3]
+    assert re.split(" {2,}", row)[-2:] == ["1", "2 days to 5 days"]
 
 
 def test_norms_that_start_from_ones(whole: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,12 @@ def test_what_train_takes_beside_a_record(record: TransferRecord, tmp_path: Path
     write_record(tmp_path / "transfer.json", record)
     path = tmp_path / "run.yaml"
 
-    def ask(config: Config, *typed: str) -> None:
+    def ask(config: Config, *typed: str) -> str:
         path.write_text(yaml.safe_dump(config.model_dump()))
-        refuse_untaken_record(load_config(path, parse_overrides(list(typed))))
+        return refuse_untaken_record(load_config(path, parse_overrides(list(typed))))
 
     plain = config_in(tmp_path)
-    ask(with_values(plain, VALUES))
+    assert ask(with_values(plain, VALUES)) == ""
     ask(with_values(plain, {**VALUES, "lr": 0.1}), "hparams.lr=0.1")
     with pytest.raises(
         ConfigError, match=r"has other values of hparams\.init_method_std, hparams\.output_multiplier, "
@@ -102,10 +103,85 @@ def test_what_train_takes_beside_a_record(record: TransferRecord, tmp_path: Path
     named = f"tuning.record={tmp_path / 'transfer.json'}"
     with pytest.raises(ConfigError, match=r"expected .* tuning\.run=never tuning\.record=null, which trains"):
         ask(plain, "tuning.run=never", named)
-    ask(plain, "optimizer.eps=1e-6")
-    ask(plain, f"tuning.record={tmp_path / 'none.json'}")
+    # Of another family: refused where it is named to be taken, said elsewhere. So is one that is not there.
+    of_another = r"optimizer\.eps: 1e-08 in the record, 1e-06 in the config"
+    assert re.match(f"not taken: .*{of_another}", ask(plain, "optimizer.eps=1e-6"))
+    assert re.match(f"not taken: .*{of_another}", ask(plain, "optimizer.eps=1e-6", "tuning.run=never", named))
+    with pytest.raises(UserError, match=rf"{of_another}.*; or mup-megatron train .* tuning\.record=null, which trains"):
+        ask(plain, "optimizer.eps=1e-6", named)
+    gone = tmp_path / "none.json"
+    assert ask(plain, f"tuning.record={gone}") == f"{gone} is not there; training with the values of hparams:"
     with pytest.raises(ConfigError, match=r"has other values of hparams\.lr, "):
         ask(with_values(plain, {**VALUES, "lr": 0.1}))
+
+
+def test_values_that_a_file_was_given_after_tuning_are_named(
+    record: TransferRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`transfer` takes the trials' value, and says both; a factor of `per_tensor` was 1 for them."""
+    write_record(tmp_path / "transfer.json", record)
+    path = tmp_path / "run.yaml"
+
+    def shown(**hparams: Any) -> list[str]:
+        config = config_in(tmp_path).model_dump()
+        path.write_text(yaml.safe_dump(config | {"hparams": config["hparams"] | VALUES | hparams}))
+        assert cli.run(["transfer", str(path), "--json"]) == 0
+        remarks: list[str] = json.loads(capsys.readouterr().out)["remarks"]
+        return [line for line in remarks if "as it was while tuning" in line]
+
+    assert shown() == []
+    assert shown(lr=0.5) == []  # which was tuned
+    assert shown(init_method_std=0.1) == ["hparams.init_method_std: 0.03 as it was while tuning, not 0.1"]
+    assert shown(per_tensor={"embedding": {"lr": 4.0}}) == [
+        "hparams.per_tensor.embedding.lr: 1.0 as it was while tuning, not 4.0"
+    ]
+    assert cli.run(["transfer", str(path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["lr", "0.004", "tuned"] in rows
+    assert ["init_method_std", "0.03", "as", "while", "tuning"] in rows
+
+
+def test_another_schedule_or_clipping_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Warm-up counts as a share of the run: 4 of 64 steps are 8 of 128, and 1 of 64 is another one (by hand).
+
+    Of what was tuned the record has the value; and a config that agrees hears nothing.
+    """
+    cosine = {"lr_schedule": "cosine", "lr_warmup_steps": 4, "train_steps": 64, "clip_grad": 1.0, "min_lr_ratio": 0.1}
+    given = {f"training__{name}": value for name, value in cosine.items()}
+
+    def record_of(path: Path, search: dict[str, Any]) -> Config:
+        path.mkdir()
+        config = make(MIXED, "gpt3", run__dir=str(path), tuning__search=search, **given)
+        layout = resolve_layout(config, 1)
+        made = make_record(parametrize(config, 375), layout, VALUES, study=study_of(VALUES), budget=BUDGET)
+        write_record(path / "transfer.json", made)
+        return config
+
+    def told(config: Config, **training: Any) -> list[str]:
+        path = Path(config.run.dir) / "run.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump()))
+        words = [f"training.{name}={value}" for name, value in training.items()]
+        assert cli.run(["transfer", str(path), "--json", *words]) == 0
+        remarks: list[str] = json.loads(capsys.readouterr().out)["remarks"]
+        return [line for line in remarks if line.startswith("extrapolated, training.")]
+
+    rate = {"log_uniform": [1e-3, 1e-1]}
+    config = record_of(tmp_path / "lr", {"lr": rate})
+    assert told(config) == []
+    assert told(config, train_steps=128, lr_warmup_steps=8) == []
+    assert told(config, lr_warmup_steps=1) == [
+        "extrapolated, training.lr_warmup_steps: tuned with 0.0625 of the steps, target with 0.0156 of the steps"
+    ]
+    assert told(config, lr_schedule="constant", clip_grad=0.0, min_lr_ratio=1.0, lr_warmup_steps=0) == [
+        "extrapolated, training.clip_grad: tuned with 1.0, target with 0.0",
+        "extrapolated, training.lr_schedule: tuned with cosine, target with constant",
+        "extrapolated, training.lr_warmup_steps: tuned with 0.0625 of the steps, target with 0 of the steps",
+        "extrapolated, training.min_lr_ratio: tuned with 0.1, target with 1.0",
+    ]
+    with_schedule = record_of(tmp_path / "schedule", {"lr": rate, "lr_schedule": {"choice": ["cosine", "constant"]}})
+    assert told(with_schedule, lr_schedule="constant", clip_norm="invariant") == [
+        "extrapolated, training.clip_norm: tuned with global, target with invariant"
+    ]
 
 
 def test_a_beta_of_a_record(tmp_path: Path) -> None:

@@ -47,10 +47,12 @@ class Audit:
     Args:
         findings: of every tensor, right ones too.
         unseen: what was not looked at, with the reason, in words.
+        assumed: tensors of layers that are not known, whose rules follow from their sizes alone.
     """
 
     findings: list[Finding] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
 
     def add(self, findings: Iterable[Finding]) -> None:
         """More findings."""
@@ -69,6 +71,11 @@ class Audit:
         said = f"audit: {tensors} tensors, {good} right"
         said += f"; {multipliers} multipliers, {seen} right" if multipliers else ""
         said += f" ({len(self.unseen)} not seen)" if self.unseen else ""
+        if self.assumed:
+            more = ", ..." if len(self.assumed) > _NAMED else ""
+            said += (
+                f"; read by their sizes alone, as their layers are not known: {', '.join(self.assumed[:_NAMED])}{more}"
+            )
         return said + "".join(f"; {finding}" for finding in _first_of_each(self.wrong)[:_NAMED])
 
     def _counted(self, what: str) -> tuple[int, int]:
@@ -83,6 +90,7 @@ class Audit:
             "format": 1,
             "right": not self.wrong,
             "unseen": self.unseen,
+            "assumed": self.assumed,
             "findings": [asdict(finding) for finding in self.findings],
         }
 

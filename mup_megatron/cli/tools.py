@@ -277,6 +277,8 @@ def evaluate(
         raise UserError("no task; expected --perplexity, --last-word, --choice, --cloze or --translation with a FILE")
     if any(asked.values()) and translation:
         raise UserError("--translation: is of an encoder-decoder alone; expected no other task beside it")
+    if translation and window:
+        raise UserError("--window: is of the tasks of a decoder; expected none beside --translation")
     if output is not None and Path(output).exists():
         raise UserError(f"--output: {output} is there already; expected the name of a file that is not there yet")
     if not rank.launched and (nproc_per_node or 1) > 1:

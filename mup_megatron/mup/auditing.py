@@ -25,7 +25,9 @@ from mup_megatron.audit.update import (
 )
 from mup_megatron.mup.audited_groups import AGREES, NAMES, Group, compared, decay_of, expected_values
 from mup_megatron.mup.audited_readouts import Readouts
-from mup_megatron.mup.optim import check_decay
+from mup_megatron.mup.foreign import has_known_layer, is_computed
+from mup_megatron.mup.infshape import InfShape
+from mup_megatron.mup.optim import MULTIPLIER, check_decay
 from mup_megatron.mup.parameters import clean_names
 from mup_megatron.rules import formulas
 from mup_megatron.util.errors import UserError
@@ -67,18 +69,20 @@ def audit(
         What is found, which is empty until the first step is done.
 
     Raises:
-        UserError: an optimizer of Adam's kind adds a weight decay to the gradient.
+        UserError: an optimizer of Adam's kind adds a weight decay to the gradient; or no parameter has an infinite
+            shape, and no group a multiplier.
     """
     questions = ModelAudit(model, optimizer, parameters)
     if action != "off":
         check_decay(optimizer)
+        questions.check_shapes()
         # GradScaler has a fused optimizer step on gradients that are no numbers, which then changes nothing.
         steps = first_steps(
             questions,
             optimizer,
             action=action,
             say=say,
-            took=lambda: not float(getattr(optimizer, "found_inf", 0) or 0),
+            took=lambda: questions.has_gradient() and not float(getattr(optimizer, "found_inf", 0) or 0),
         )
         optimizer.register_step_pre_hook(lambda *_: steps.before())
         optimizer.register_step_post_hook(lambda *_: steps.behind())
@@ -144,14 +148,8 @@ class ModelAudit:
         gather: Callable[[torch.nn.Parameter], dict[str, torch.Tensor]] | None = None,
         groups: Callable[[torch.nn.Parameter], Sequence[Group]] | None = None,
     ) -> None:
-        clean = clean_names(name for name, _ in model.named_parameters())
-        wanted = None if parameters is None else set(map(id, parameters))
-        self._named = [
-            (clean[name], each)
-            for name, each in model.named_parameters()
-            if (each.requires_grad if wanted is None else id(each) in wanted)
-        ]
-        self._optimizer = optimizer
+        self._wanted = None if parameters is None else set(map(id, parameters))
+        self._model, self._optimizer = model, optimizer
         self._gather, self._groups = (
             gather or self._held,
             groups or (lambda parameter: self._by_id.get(id(parameter), [])),
@@ -160,8 +158,53 @@ class ModelAudit:
         self._expected: dict[str, dict[str, float]] = {}
         self._by_id: dict[int, list[Group]] = {}
         self.audit = Audit()
-        readouts = Readouts(model, self.audit)  # which ask these two questions
-        self.watch_multipliers, self.ask_multipliers = readouts.watch, readouts.ask
+        self._readouts = Readouts(model, self.audit)
+        self.ask_multipliers = self._readouts.ask
+
+    @property
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The model's parameters as they are now, for `fully_shard` and others put new ones in the place of the old."""
+        clean = clean_names(name for name, _ in self._model.named_parameters())
+        return [
+            (clean[name], each)
+            for name, each in self._model.named_parameters()
+            if (each.requires_grad if self._wanted is None else id(each) in self._wanted)
+        ]
+
+    def watch_multipliers(self) -> None:
+        """Looks at calls of readouts from now on, and notes what nothing tells of a plain model."""
+        self._readouts.watch()
+        for name, module in self._model.named_modules():
+            own = [each for each in module.parameters() if _infshape(each) is not None]
+            grows = any(each.infshape.ninf() for each in own)
+            label = clean_names([f"{name}."])[f"{name}."].removesuffix(".")
+            if is_computed(module) and grows:
+                self.audit.unseen.append(f"rules of {label}, whose weight is computed")
+            elif isinstance(module, torch.nn.MultiheadAttention) and grows:
+                self.audit.unseen.append(f"softmax scale of {label}")
+        owners = {id(each): module for module in self._model.modules() for each in module.parameters(recurse=False)}
+        for name, parameter in self._named:
+            infshape = _infshape(parameter)
+            if infshape is not None and not has_known_layer(owners[id(parameter)], infshape):
+                self.audit.assumed.append(name)
+
+    def check_shapes(self) -> None:
+        """Refuses a model and an optimizer that say nothing to hold a step against.
+
+        Raises:
+            UserError: no parameter has an infinite shape, and no group a multiplier.
+        """
+        split = any(MULTIPLIER in group for group in self._optimizer.param_groups)
+        if not split and all(_infshape(parameter) is None for _, parameter in self._named):
+            raise UserError(
+                "audit: no parameter that is trained has an infinite shape, so there is no rule to hold a step "
+                "against; call mup_megatron.mup.set_base_shapes on the model first"
+            )
+
+    def has_gradient(self) -> bool:
+        """Whether a step has anything to follow: a gradient of the model's, or of what the optimizer holds."""
+        held = (each for group in self._optimizer.param_groups for each in group["params"])
+        return any(each.grad is not None for each in (*(each for _, each in self._named), *held))
 
     def begin_step(self, done: int) -> None:
         """Before a step, behind so many updates: keeps a few elements of every tensor that is in one group."""
@@ -183,7 +226,10 @@ class ModelAudit:
         ]
         one = {name: (parameter, groups[0]) for name, (parameter, groups) in held.items() if len(groups) == 1}
         self._expected = expected_values(one, self._optimizer)
-        rate = max((expected.get("lr", 0.0) for expected in self._expected.values()), default=0.0)
+        rates = [expected.get("lr", 0.0) for expected in self._expected.values()]
+        if not one:  # an optimizer of other tensors, such as those of before `fully_shard`
+            rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        rate = max(rates, default=0.0)
         if rate:  # otherwise nothing moves yet, and nothing is told apart
             self.audit.add(counts)
             for name, expected in self._expected.items():
@@ -265,6 +311,11 @@ class ModelAudit:
         for group in self._optimizer.param_groups:
             for each in group["params"]:
                 self._by_id.setdefault(id(each), []).append(group)
+
+
+def _infshape(parameter: torch.nn.Parameter) -> InfShape | None:
+    found: InfShape | None = getattr(parameter, "infshape", None)
+    return found
 
 
 def _moments_of(state: Mapping[str, Any]) -> list[torch.Tensor]:

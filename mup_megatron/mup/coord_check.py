@@ -111,7 +111,7 @@ def get_coord_data(
         A pandas DataFrame with the columns width, module, t (from 1), the statistics, optimizer and lr.
 
     Raises:
-        UserError: an optimizer or loss that is not known, or pandas is not installed.
+        UserError: an optimizer or loss that is not known, no batch, or pandas is not installed.
     """
     pandas = _pandas()
     if lossfn not in _LOSSES:
@@ -119,7 +119,9 @@ def get_coord_data(
     make_optimizer, rate = _optimizer(optimizer, lr, mup, filter_trainable_by_name)
     device = torch.device("cuda" if cuda and torch.cuda.is_available() else "cpu")
     statistics = [_statistics(given) for given in (output_fdict or {"l1": "l1"}, input_fdict, param_fdict)]
-    batches = [next(iter(dataloader))] * nsteps if fix_data else list(itertools.islice(dataloader, nsteps))
+    batches = list(itertools.islice(dataloader, 1)) * nsteps if fix_data else list(itertools.islice(dataloader, nsteps))
+    if not batches:
+        raise UserError("dataloader: it has no batch; expected at least one, and nsteps of 1 or more")
 
     def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         if dict_in_out:

@@ -40,7 +40,7 @@ def rescale(model: torch.nn.Module) -> None:
             seen.add(id(parameter))
             infshape = infshape_of(parameter)
             ratios = infshape.ratios
-            if infshape.ninf() == 2 or infshape.output_like:
+            if (infshape.ninf() == 2 and infshape.input_like is None) or infshape.output_like:
                 output_like = infshape.output_like
                 scale_(parameter, formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like))
                 module._has_rescaled_params = True  # type: ignore[assignment]

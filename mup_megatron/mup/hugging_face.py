@@ -114,23 +114,39 @@ _ARCHITECTURES = {
     "MixtralForCausalLM": _Architecture(attention=_ATTENTION, tensors=_TRUNK | _EXPERTS),
 }
 
-_SAME = (
-    "vocab_size",
-    "num_hidden_layers",
-    "tie_word_embeddings",
-    "initializer_range",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "hidden_act",
-    "activation_function",
-    "attention_bias",
-    "mlp_bias",
-    "n_positions",
-    "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
-    "add_cross_attention",
-)
-"""Keys of the config in which base and model must agree: what grows are sizes of layers, heads and experts."""
+_SIZES = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "n_embd",
+    "n_inner",
+    "n_head",
+}
+"""Keys of a config in which base and model may differ: what grows are sizes of layers and heads."""
+_SAYS_NOTHING = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys that say nothing of what is trained: names, token ids, numbers of a checkpoint, what a call returns."""
+_DEPTH = ("num_hidden_layers", "n_layer")
 _STANDARD_ERRORS = 6
 """By how many standard errors, of 1 / sqrt(2 n) for n values, a deviation may differ from transformers' own. With all
 of `_SAMPLE` that is 2 %, so a model that is 4 % wider than its base is not prepared twice."""
@@ -166,10 +182,11 @@ def prepare_hf(
         The model.
 
     Raises:
-        UserError: a class or a module that is not known, a config that differs in more than sizes, a head that is
-            tied in one of the two alone, values that transformers did not draw, or none at all (the meta device). The
-            model is unchanged then.
+        UserError: a value of no argument's range, a class or a module that is not known, a config that differs in more
+            than sizes, a head that is tied in one of the two alone, values that transformers did not draw, or none at
+            all (the meta device). The model is unchanged then.
     """
+    _check_arguments(rescale_params, output_mult=output_mult, attention_mult=attention_mult)
     architecture = _architecture(model)
     _check_config(model, base_config)
     with torch.device("meta"):
@@ -245,16 +262,26 @@ def _tensor_of(architecture: _Architecture, name: str) -> _Tensor:
     return found
 
 
+def _check_arguments(rescale_params: Any, **factors: Any) -> None:
+    if rescale_params is not True and rescale_params is not False:
+        raise UserError(f"rescale_params: {rescale_params!r}; expected True or False")
+    for name, factor in factors.items():
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not number or not 0 < factor < math.inf:
+            raise UserError(f"{name}: {factor!r}; expected a number above 0")
+
+
 def _check_config(model: Any, base_config: Any) -> None:
     config = model.config
     if type(base_config) is not type(config):
         raise UserError(
             f"base_config is a {type(base_config).__name__}; expected a {type(config).__name__}, as the model has it"
         )
-    for key in _SAME:
-        here, there = getattr(config, key, None), getattr(base_config, key, None)
+    ours, bases = config.to_dict(), base_config.to_dict()
+    for key in sorted((ours.keys() | bases.keys()) - _SIZES - _SAYS_NOTHING, key=lambda key: (key not in _DEPTH, key)):
+        here, there = ours.get(key), bases.get(key)
         if here != there:
-            hint = "; there is no rule for depth here" if key == "num_hidden_layers" else ""
+            hint = "; there is no rule for depth here" if key in _DEPTH else ""
             raise UserError(
                 f"base_config.{key} is {there!r} and the model's {here!r}; base and model may differ in hidden size, "
                 f"FFN size, heads, key/value heads and head size alone{hint}"

@@ -45,6 +45,8 @@ class InfShape(tuple[InfDim, ...]):
         output_like: whether the tensor is output-like: a matrix from a dimension that grows to one that does not,
             without a forward multiplier. Its init and rate shrink as 1/m instead.
         hidden_like: the same, but with the init of a matrix inside, which shrinks as m^-1/2 (rules/formulas.py, g = 1).
+        input_like: m_out of a tensor over which nothing is summed, although two of its dimensions may grow: gains of
+            torch.nn.LayerNorm((heads, size)), an embedding of a vocabulary that grows; None elsewhere.
         folded: factor that the values hold in the forward pass's stead (rules/formulas.py, `Ratios`).
         kind: what per_tensor.py calls a matrix of a known architecture; None where what grows says it.
         per_tensor: factors of its own on rate, decay and initial values (per_tensor.py); None where there are none.
@@ -57,6 +59,7 @@ class InfShape(tuple[InfDim, ...]):
     fan_in_idx: int
     output_like: bool
     hidden_like: bool
+    input_like: Fraction | None = None
     folded: Fraction
     kind: str | None = None
     per_tensor: PerTensor | None = None
@@ -149,6 +152,8 @@ class InfShape(tuple[InfDim, ...]):
         """
         if self.tensor is not None:
             return self.tensor.ratios
+        if self.input_like is not None:
+            return Ratios(m_outs={None: self.input_like}, folded=self.folded)
         if self.ninf() > 2:
             raise UserError(f"{self.label}: {self.ninf()} dimensions grow; there is a rule for up to two")
         if self.main is None:

@@ -86,7 +86,7 @@ def _scale(tensor: torch.Tensor, *, centred: bool) -> float:
             f"{infshape.label}: ZeRO 3 has partitioned this parameter; initialise it inside "
             "deepspeed.zero.GatheredParameters(parameter, modifier_rank=0)"
         )
-    if not centred and infshape.ninf() != 1:
+    if not centred and infshape.ninf() != 1 and infshape.input_like is None:
         raise UserError(
             f"{infshape.label}: {infshape.ninf()} dimensions grow; a mean other than 0 needs a tensor with one"
         )

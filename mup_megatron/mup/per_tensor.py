@@ -106,7 +106,7 @@ def _kind(module: torch.nn.Module, own: str, parameter: Any) -> str | None:
         return None
     if isinstance(module, torch.nn.Embedding):
         return "embedding"
-    if len(infshape) == 1:
+    if len(infshape) == 1 or infshape.input_like is not None:
         gain = own == "weight" and "norm" in type(module).__name__.lower()
         return "gains" if gain else "biases" if own.endswith("bias") else None
     if infshape.kind is not None:

@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from mup_megatron.model.layers.tensor_spec import spec_of
 from mup_megatron.mup import drawn
-from mup_megatron.mup.foreign import gates, is_transposed, read_layers
+from mup_megatron.mup.foreign import gates, is_computed, is_transposed, read_layers
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
 from mup_megatron.mup.layer import MuReadout, MuSharedReadout, rescale_gate, rescale_linear_bias
 from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of
@@ -146,8 +146,8 @@ def set_base_shapes(
             between model and base.
         savefile: a .bsh file to be written.
         do_assert: refuse a linear layer or a convolution whose input grows and whose output does not, unless it is a
-            MuReadout, a transposed convolution whose input and output do not grow alike, and a layer that grows and
-            whose weight is computed (weight_norm).
+            MuReadout, such a matrix of a recurrent layer or of attention, a transposed convolution whose input and
+            output do not grow alike, and a layer that grows and whose weight is computed (weight_norm).
 
     Returns:
         The model.
@@ -189,7 +189,7 @@ def set_base_shapes(
                 module._rescale_parameters()
             elif isinstance(module, (torch.nn.Linear, _ConvNd)) and id(module.bias) not in seen:
                 seen.add(id(module.bias))
-                if not _is_computed(module):
+                if not is_computed(module):
                     rescale_linear_bias(module)
         for _, gate in gates(model):
             rescale_gate(gate)
@@ -208,18 +208,18 @@ def assert_hidden_size_inf(model: torch.nn.Module) -> None:
 def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
     without_multiplier = {id(gate) for _, gate in gates(model)}
     for name, module in model.named_modules():
-        if _is_computed(module):
+        if is_computed(module):
             if any(infshape(parameter).ninf() for parameter in module.parameters()):
                 raise UserError(
                     f"{name}: its weight is computed, as by weight_norm, spectral_norm or pruning, and there is no "
                     "rule for what it is computed of; expected a weight that is a parameter"
                 )
+        elif isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.MultiheadAttention)):
+            _check_many(name, {key: infshape(weight) for key, weight in module.named_parameters(recurse=False)})
         elif isinstance(module, _ConvTransposeNd):
             _check_transposed(name, module, infshape(module.weight))
         elif isinstance(module, torch.nn.Bilinear) and infshape(module.weight).ninf():
             raise UserError(f"{name}: there is no rule for a Bilinear that grows, whose fan-in is a product of sizes")
-        elif isinstance(module, torch.nn.LSTM) and module.proj_size:
-            _check_projection(name, [infshape(weight) for key, weight in module.named_parameters() if "_hr_" in key])
         elif isinstance(module, (torch.nn.Linear, _ConvNd)) or is_transposed(module):
             fan_in, fan_out = infshape(module.weight).fanin_fanout()
             known = isinstance(module, MuReadout) or id(module) in without_multiplier
@@ -231,14 +231,15 @@ def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
                 )
 
 
-def _is_computed(module: torch.nn.Module) -> bool:
-    return isinstance(module, (torch.nn.Linear, _ConvNd)) and "weight" not in module._parameters
-
-
-def _check_projection(name: str, infshapes: list[InfShape]) -> None:
-    """Refuses an LSTM's projections from states that grow to a fixed size: they are readouts without a multiplier."""
-    if any(infshape[1].grows and not infshape[0].grows for infshape in infshapes):
-        raise UserError(f"{name}: its states grow and proj_size does not; expected proj_size to grow too, or 0")
+def _check_many(name: str, infshapes: Mapping[str, InfShape]) -> None:
+    """Refuses a matrix of a layer of many from a size that grows to one that does not: a readout with no multiplier."""
+    for key, infshape in infshapes.items():
+        if len(infshape) == 2 and infshape[1].grows and not infshape[0].grows:
+            raise UserError(
+                f"{name}.{key}: its input grows with the family and its output does not; expected an output that grows "
+                "too (an LSTM's proj_size, the size of a recurrent layer's states or of attention), or a MuReadout "
+                "before it"
+            )
 
 
 def _check_tied(model: torch.nn.Module) -> None:

@@ -147,6 +147,10 @@ def test_bad_input(run: Path, files: tuple[str, str], tmp_path: Path, capfd: pyt
     assert long.startswith("--max-length: 33 tokens, but the model learned 32 positions")
     both = refused(capfd, run, "--translation", files[0], "--perplexity", files[0])
     assert both == "--translation: is of an encoder-decoder alone; expected no other task beside it"
+    window = refused(capfd, run, "--translation", files[0], "--window", "5")
+    assert window == "--window: is of the tasks of a decoder; expected none beside --translation"
+    half = refused(capfd, run, "--translation", "test.de:")
+    assert half == "--translation: test.de:; expected a file of pairs, or two text files, SOURCE:TARGET"
     assert "evaluate" in refused(capfd, run, "--perplexity", files[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,55 @@ def split(rank: Rank, *, how: str, steps: int = 6, mu: str = "ours", audits: boo
     local = {name: tuple(getattr(p, "to_local", lambda p=p: p)().shape) for name, p in named.items()}
     shapes = {name: [tuple(dim) for dim in parameter.infshape] for name, parameter in named.items()}
     return {"losses": losses, "groups": groups, "infshapes": shapes, "local": local, "said": said}
+
+
+def stale_optimizer(rank: Rank, *, before: bool) -> str:
+    """What the audit says at the first step of an optimizer that holds the parameters of before `fully_shard`.
+
+    Args:
+        rank: this one.
+        before: whether the audit too was called before.
+    """
+    net = model()
+    optimizer = mup.MuAdamW(net.parameters(), lr=LR)
+    if before:
+        mup.audit(net, optimizer, say=print)
+    _fully_shard(net)
+    if not before:
+        mup.audit(net, optimizer, say=print)
+    loss_of(net, batches(1)[0]).backward()
+    try:
+        optimizer.step()
+    except UserError as error:
+        return str(error).removeprefix("audit: ").partition(";")[0]
+    return "nothing"
+
+
+def documented(rank: Rank, *, code: str, steps: int = 2) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    """Runs a sample of docs/torch.md that makes `model` and `optimizer` of a `Model`, and trains what it made.
+
+    Returns:
+        Mean and deviation of every tensor before the first step, and what the audit says.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    names: dict[str, Any] = {
+        "torch": torch,
+        "Model": lambda width: Model(width, 3 * width),
+        "set_base_shapes": mup.set_base_shapes,
+        "fully_shard": functools.partial(fully_shard, mesh=mesh),
+        "init": mup.init,
+        "MuAdamW": mup.MuAdamW,
+    }
+    torch.manual_seed(rank.rank)
+    exec(code, names)  # noqa: S102  # of our own page
+    whole = {name: parameter.full_tensor().detach() for name, parameter in names["model"].named_parameters()}
+    said: list[str] = []
+    mup.audit(names["model"], names["optimizer"], say=said.append)
+    train(names["model"], names["optimizer"], steps, rank.rank, rank.world_size)
+    return {name: (float(each.mean()), float(each.std(correction=0))) for name, each in whole.items()}, said
 
 
 def _fully_shard(net: Any) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrizations
 
 from mup_megatron import mup
 from mup_megatron.audit.findings import Audit
@@ -256,6 +259,82 @@ def test_losses_are_the_same_to_the_bit(kind: Any) -> None:
         mup.audit(net, optimizer, action=action, say=lambda line: None)
         losses.append(bodies.train(net, optimizer, 4))
     assert losses[0] == losses[1]
+
+
+class Raw(nn.Module):
+    """A head, an embedding and a matrix that are parameters of a module of its own, and attention of torch's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(bodies.CLASSES, width)
+        self.attention = nn.MultiheadAttention(width, 2)
+        self.positions = nn.Parameter(torch.zeros(bodies.LENGTH, width))
+        self.head = nn.Parameter(torch.randn(bodies.CLASSES, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x) + self.positions
+        return (x + self.attention(x, x, x)[0]) @ self.head.T
+
+
+def test_what_only_their_own_code_tells_is_said() -> None:
+    """A head that is a raw parameter has an embedding's rate; nothing of a plain model tells which of the two it is."""
+    net = Raw(32)
+    mup.set_base_shapes(net, Raw(8), delta=Raw(16))
+    found, said = audited(net, mup.MuAdamW(net.parameters(), **ADAMW))
+    assert found.assumed == ["positions", "head"]
+    assert found.unseen == ["softmax scale of attention"]
+    assert said == [
+        "audit: 7 tensors, 7 right (1 not seen); read by their sizes alone, as their layers are not known: positions, "
+        "head"
+    ]
+    known = bodies.model()
+    assert audited(known, mup.MuAdamW(known.parameters(), **ADAMW))[0].assumed == []
+
+
+def test_a_weight_that_is_computed_later_is_said() -> None:
+    net = bodies.model()
+    parametrizations.orthogonal(net.fc1)
+    found, _ = audited(net, mup.MuAdamW(net.parameters(), **ADAMW))
+    assert "rules of fc1, whose weight is computed" in found.unseen
+
+
+def test_a_model_without_infinite_shapes_is_refused() -> None:
+    """`set_base_shapes` was forgotten, or what is trained was added behind it: there is no rule to be right by."""
+    net: Any = bodies.Model(32, 96, SimpleNamespace(MuReadout=lambda width, classes, output_mult: nn.Linear(width, 8)))
+    sentence = "^audit: no parameter that is trained has an infinite shape.*call mup_megatron.mup.set_base_shapes"
+    with pytest.raises(UserError, match=sentence):
+        mup.audit(net, torch.optim.AdamW(net.parameters(), lr=LR))
+    late = bodies.model().requires_grad_(False)
+    late.adapter = nn.Linear(32, 4)
+    with pytest.raises(UserError, match=sentence):
+        mup.audit(late, torch.optim.AdamW(late.adapter.parameters(), lr=LR))
+    mup.audit(net, torch.optim.AdamW(net.parameters(), lr=LR), action="off")
+
+
+def test_a_step_without_gradients_is_not_judged() -> None:
+    net = bodies.model()
+    optimizer = mup.MuAdamW(net.parameters(), **ADAMW)
+    said: list[str] = []
+    mup.audit(net, optimizer, say=said.append)
+    optimizer.step()
+    assert said == []
+    bodies.train(net, optimizer, 1)
+    assert said == [f"audit: {TENSORS} tensors, {TENSORS} right (1 not seen)"]  # the readout, before the first step
+
+
+def test_an_optimizer_of_another_copy() -> None:
+    """It steps nothing of the model: every tensor is in no group, and that is said at the first step."""
+    net = bodies.model()
+    optimizer = mup.MuAdamW(copy.deepcopy(net).parameters(), **ADAMW)
+    sentence = rf"^audit: {TENSORS} tensors, 0 right.*embedding\.weight: optimizer groups that hold"
+    with pytest.raises(UserError, match=sentence):
+        audited(net, optimizer, steps=1)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_optimizer_of_before_the_model_was_sharded(ranks: Ranks, before: bool) -> None:
+    """`fully_shard` puts other parameters in the place of those that the optimizer holds, also behind the audit."""
+    assert ranks.run(2, bodies.stale_optimizer, before=before) == [f"{TENSORS} tensors, 0 right"] * 2
 
 
 # --- planted ---

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from mup_megatron import mup as ours
 from mup_megatron.mup import coord_check
@@ -228,6 +229,40 @@ def test_ones_and_eye() -> None:
 # --- where we disagree on purpose (docs/torch.md) ---
 
 
+class PerHead(nn.Module):
+    """Norms over heads and their size, and an embedding, all of whose dimensions grow."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm((width, 2 * width))
+        self.root = nn.RMSNorm((width, 2 * width))
+        self.embedding = nn.Embedding(4 * width, width)
+
+
+@pytest.mark.parametrize("optimizer", ["MuAdamW", "MuSGD"])
+def test_over_gains_and_rows_nothing_is_summed(optimizer: str) -> None:
+    """Heads and their size both grow 4 times. By hand: Adam's rate is the base's, SGD's times m_out: 16, and 4.
+
+    Theirs takes them for matrices, with a fourth of Adam's rate; an init with a mean of its own is then refused.
+    """
+    rates = {}
+    for mu in (ours, theirs):
+        net = PerHead(8)
+        mu.set_base_shapes(net, PerHead(2), delta=PerHead(4))
+        names = {id(parameter): name for name, parameter in net.named_parameters()}
+        groups = getattr(mu, optimizer)(net.parameters(), lr=0.1, weight_decay=0.1).param_groups
+        rates[mu] = {names[id(each)]: (g["lr"], g["weight_decay"]) for g in groups for each in g["params"]}
+        assert bool((net.norm.weight == 1).all())
+    gains, rows = (0.1, 0.1) if optimizer == "MuAdamW" else (1.6, 0.4)
+    expected = {"norm.weight": gains, "norm.bias": gains, "root.weight": gains, "embedding.weight": rows}
+    assert rates[ours] == {name: pytest.approx((rate, 0.1 * 0.1 / rate)) for name, rate in expected.items()}
+    assert rates[theirs]["norm.weight"][0] == (0.025 if optimizer == "MuAdamW" else 0.1)
+    net = PerHead(8)
+    ours.set_base_shapes(net, PerHead(2), delta=PerHead(4))
+    assert bool((ours.init.ones_(net.norm.weight) == 1).all())
+    assert ours.init.normal_(net.embedding.weight, std=0.3).std().item() == pytest.approx(0.3, rel=0.1)
+
+
 def test_a_shared_readout_leaves_the_embedding_alone() -> None:
     """Theirs rescales it to grow as the root of the width (their issue 55); its init is to be constant (Table 8)."""
 
@@ -289,10 +324,20 @@ LAYERS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "LSTMCell": (lambda width: nn.LSTMCell(8, width), "torch draws every tensor of this LSTMCell"),
     "attention": (lambda width: nn.MultiheadAttention(width, 4, kdim=8), "torch draws every tensor of this Multihead"),
     "added": (lambda width: nn.MultiheadAttention(width, 4, add_bias_kv=True), "torch draws every tensor of this Mul"),
-    "projected": (lambda width: nn.LSTM(8, width, proj_size=8), "its states grow and proj_size does not"),
+    "projected": (lambda width: nn.LSTM(8, width, proj_size=8), r"weight_hr_l0: its input grows with the family"),
+    "GRU of a fixed size": (lambda width: nn.GRU(width, 8), r"weight_ih_l0: its input grows"),
+    "RNNCell of a fixed size": (lambda width: nn.RNNCell(width, 8), r"weight_ih: its input grows"),
+    "attention of a fixed size": (
+        lambda width: nn.MultiheadAttention(8, 2, kdim=width, vdim=width),
+        r"k_proj_weight: its input grows",
+    ),
     "Bilinear": (lambda width: nn.Bilinear(width, width, 5), "there is no rule for a Bilinear that grows"),
     "weight_norm": (lambda width: weight_norm(nn.Linear(width, width)), "its weight is computed, as by weight_norm"),
     "spectral_norm": (lambda width: nn.utils.spectral_norm(nn.Conv1d(width, 8, 3)), "its weight is computed"),
+    "of an embedding": (lambda width: weight_norm(nn.Embedding(8, width)), "its weight is computed"),
+    "of attention": (lambda width: weight_norm(nn.MultiheadAttention(width, 4), "in_proj_weight"), "its weight is com"),
+    "orthogonal": (lambda width: orthogonal(nn.Linear(width, width)), "its weight is computed"),
+    "pruned": (lambda width: prune.identity(nn.Linear(width, width), "weight"), "its weight is computed"),
 }
 
 
@@ -300,7 +345,7 @@ LAYERS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 def test_layers_that_no_rule_rescales(kind: str) -> None:
     make, said = LAYERS[kind]
     nets = [nn.ModuleDict({"layer": make(width)}) for width in (64, 16, 32)]
-    with pytest.raises(UserError, match=f"^layer: {said}"):
+    with pytest.raises(UserError, match=rf"^layer(: |\.){said}"):
         ours.set_base_shapes(nets[0], nets[1], delta=nets[2])
     if kind in ("GRU", "LSTMCell", "attention", "added"):  # values of one's own
         ours.set_base_shapes(nets[0], nets[1], rescale_params=False, delta=nets[2])
@@ -541,6 +586,9 @@ def test_coordinates_of_inputs_and_parameters() -> None:
         table(ours, coord_check, optimizer="lion")
     with pytest.raises(UserError, match="lossfn: 'hinge'"):
         table(ours, coord_check, lossfn="hinge")
+    for fix_data in (True, False):
+        with pytest.raises(UserError, match=r"^dataloader: it has no batch; expected at least one"):
+            coord_check.get_coord_data({16: lambda: bodies.model()}, [], fix_data=fix_data, cuda=False)
 
 
 # --- the examples: written for microsoft/mup, with the import line changed ---

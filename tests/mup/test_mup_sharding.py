@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,27 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks) -> dict[str, Any]:
     return ranks.run(1, bodies.split, how="alone")[0]
+
+
+def test_the_documented_start_on_the_meta_device(ranks: Ranks, tmp_path: Path) -> None:
+    """docs/torch.md, word for word: every tensor gets a value. By hand, at m = 4: hidden matrices 0.02 / sqrt(m)."""
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    (sample,) = re.findall(r"((?:    .*\n)+)", page[page.index('    with torch.device("meta"):') :])[:1]
+    base = mup.make_base_shapes(bodies.Model(16, 48), bodies.Model(32, 96), tmp_path / "model.bsh")
+    assert set(base) == {name for name, _ in bodies.Model(64, 192).named_parameters()}
+    code = textwrap.dedent(sample).replace("model.bsh", str(tmp_path / "model.bsh"))
+    first, second = ranks.run(2, bodies.documented, code=code.replace('"cuda"', '"cpu"').replace("4096", "64"))
+    assert first[0] == second[0]
+    values = first[0]
+    assert (values["norm.weight"], values["norm.bias"], values["readout.bias"]) == ((1.0, 0.0), (0.0, 0.0), (0.0, 0.0))
+    deviations = {name: std for name, (_, std) in values.items() if name.endswith("weight") and name != "norm.weight"}
+    assert deviations == {
+        "embedding.weight": pytest.approx(0.02, rel=0.1),
+        "fc1.weight": pytest.approx(0.01, rel=0.1),
+        "fc2.weight": pytest.approx(0.01, rel=0.1),
+        "readout.weight": pytest.approx(0.02, rel=0.1),
+    }
+    assert first[1] == ["audit: 9 tensors, 9 right; 1 multipliers, 1 right"]
 
 
 @pytest.mark.parametrize("how", WAYS)

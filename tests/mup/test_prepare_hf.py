@@ -599,12 +599,40 @@ def test_what_is_not_known() -> None:
         ("Llama", {"tie_word_embeddings": True}, r"base_config\.tie_word_embeddings is True"),
         ("Mixtral", {"num_local_experts": 8}, r"base_config\.num_local_experts is 8"),
         ("GPT2", {"n_positions": 32}, r"base_config\.n_positions is 32"),
+        ("GPT2", {"n_layer": 1}, r"n_layer is 1 .*; there is no rule for depth here"),
+        ("GPT2", {"resid_pdrop": 0.5}, r"base_config\.resid_pdrop is 0\.5"),
+        ("Llama", {"rms_norm_eps": 1e-3}, r"base_config\.rms_norm_eps is 0\.001"),
+        ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, r"base_config\.rope_parameters is"),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, r"base_config\.sliding_window is 8"),
+        ("Mixtral", {"router_aux_loss_coef": 0.5}, r"base_config\.router_aux_loss_coef is 0\.5"),
     ],
 )
 def test_other_models_base(kind: str, keys: dict[str, Any], match: str) -> None:
     base = config(kind, 32, 2)
     base.update(keys)
     refuse(match, build(kind, config(kind, 64, 4)), base)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen2", "Qwen3", "Mixtral"])
+def test_what_says_nothing_of_the_model_may_differ(kind: str) -> None:
+    base = config(kind, 32, 2)
+    base.update({"use_cache": False, "bos_token_id": 3, "_name_or_path": "a base", "architectures": ["another"]})
+    ours.prepare_hf(build(kind, config(kind, 64, 4)), base)
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"output_mult": 0}, "^output_mult: 0; expected a number above 0"),
+        ({"output_mult": math.nan}, "^output_mult: nan; expected"),
+        ({"output_mult": math.inf}, "^output_mult: inf; expected"),
+        ({"attention_mult": -1.0}, "^attention_mult: -1.0; expected"),
+        ({"attention_mult": "2"}, "^attention_mult: '2'; expected"),
+        ({"rescale_params": "constant"}, "^rescale_params: 'constant'; expected True or False"),
+    ],
+)
+def test_arguments_that_are_none(keys: dict[str, Any], match: str) -> None:
+    refuse(match, build("GPT2", config("GPT2", 64, 4)), config("GPT2", 32, 2), **keys)
 
 
 def test_values_that_are_not_transformers() -> None:

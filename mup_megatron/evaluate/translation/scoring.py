@@ -31,6 +31,8 @@ def pairs_named(config: Config, given: str) -> Pairs:
     """What `--translation` names: a file of JSON lines with the run's keys, or two text files, SOURCE:TARGET."""
     if not Path(given).exists() and ":" in given:
         source, _, target = given.partition(":")
+        if not source or not target:
+            raise UserError(f"--translation: {given}; expected a file of pairs, or two text files, SOURCE:TARGET")
         return Pairs(source=source, target=target)
     own = pairs_of(config)
     return Pairs(jsonl=given, source_key=own.source_key, target_key=own.target_key)

@@ -15,11 +15,14 @@ MULTIPLE = "make_vocab_size_divisible_by"
 """The key of `model:` by which the vocabulary is padded."""
 
 
-def check_family(path: Path, config: Config) -> None:
+def check_family(path: Path, config: Config) -> TransferRecord:
     """Whether a transfer record belongs to the family of this run.
 
     Two keys may differ. A tokenizer that the tuning run trained has no path in the record. Two values of
     make_vocab_size_divisible_by may pad the vocabulary to the same number of rows.
+
+    Returns:
+        The record.
 
     Raises:
         UserError: the record belongs to another family, and says which keys differ; or a ladder's exponents are to move
@@ -41,4 +44,4 @@ def check_family(path: Path, config: Config) -> None:
         padded = derive(config, {f"model.{MULTIPLE}": multiple})
         if padded.model.padded_vocab_size(entries) == config.model.padded_vocab_size(entries):
             config = padded
-    TransferRecord.expect(path, config)
+    return TransferRecord.expect(path, config)

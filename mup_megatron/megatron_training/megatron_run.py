@@ -46,6 +46,7 @@ from mup_megatron.telemetry.alarms import Alarms
 from mup_megatron.telemetry.band import band_of
 from mup_megatron.telemetry.reading import usual_interval
 from mup_megatron.tuning.record import write_record
+from mup_megatron.tuning.recording import extrapolated
 from mup_megatron.util.errors import UserError
 
 
@@ -237,7 +238,10 @@ class MegatronRun:
         """Whether the run is the one that a study asked for, and of the record's family."""
         watched.check(self.config)
         if self._settings.record is not None:
-            check_family(self._settings.record, self.config)
+            record = check_family(self._settings.record, self.config)
+            if torch.distributed.get_rank() == 0 and watched.task() is None:
+                for said in extrapolated(self.config, record):
+                    print(f"mup-megatron: extrapolated, {said}", file=sys.stderr)
 
     def _named(self, parametrization: Parametrization) -> Parametrization:
         """The table with the digest of the script's layers in its config, where that does not say them."""

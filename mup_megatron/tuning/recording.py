@@ -57,12 +57,12 @@ def extrapolated(config: Config, found: TransferRecord | None = None) -> list[st
         config: the target's run.
         found: the record whose values it takes; None for one that is tuned as the config says.
     """
-    tuned = {**_tuned_on(config), **({} if found is None else found.proxy.trained)}
+    tuned = _tuned_on(config) if found is None else found.proxy.trained
     target = _trained(config)
     said = []
     for name in ("train_steps", "global_batch_size", "seq_length", "tokens", "num_layers"):
-        small, large = tuned[name], target[name]
-        if small != large:
+        small, large = tuned.get(name), target[name]
+        if small is not None and small != large:
             factor = large / small
             times = f" ({factor:.3g} times)" if factor >= 2 else f" (1/{1 / factor:.3g})" if factor <= 0.5 else ""
             said.append(f"{_MEASURES[name]}: tuned at {small:,}, target at {large:,}{times}")

@@ -272,8 +272,10 @@ def test_from_command_line_to_target(tuned: Path, command: list[str]) -> None:
     target = [
         word for word in command if word not in ("--lr", "1e-2", "0.01", "--init-method-std", "0.05", "--weight-decay")
     ]
-    trained = mup("run", *target, "--mup-hparams", tuned / "tuned.json")
+    trained = mup("run", *target, "--mup-hparams", tuned / "tuned.json", "--clip-grad", "0.5")
     assert trained.returncode == 0, trained.stderr[-3000:]
+    told = [line for line in trained.stderr.splitlines() if line.startswith("mup-megatron: extrapolated, training.")]
+    assert told == ["mup-megatron: extrapolated, training.clip_grad: tuned with 1.0, target with 0.5"]
     rates = set(re.findall(r"learning rate: (\S+)", trained.stdout))
     assert rates == {f"{record['values']['lr']:.6E}"}
 

@@ -267,14 +267,14 @@ def lines(config: Config, budget: Plan) -> list[str]:
     then = f"; then at most {budget.descent} of coordinate descent" if budget.descent else ""
     rows = [
         f"plan: {budget.trials} trials of {budget.steps} steps on the proxy{halved}{again}{then}",
-        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'6ND':>12}{'share':>10}  {'time, about'}",
+        f"{'':8}{'parameters':>12}{'tokens':>12}{'FLOPs':>12}{'share':>10}{'6ND':>12}{'share':>10}{'time, about':>20}",
     ]
     for name, cost in (("tuning", budget.tuning), ("target", budget.target)):
         share = f"{cost.flops / budget.target.flops:.3g}"
         rule = f"{cost.six_nd:>12.2e}{cost.six_nd / budget.target.six_nd:>10.3g}"
         rows.append(
             f"{name:8}{short_count(cost.parameters):>12}{short_count(cost.tokens):>12}{cost.flops:>12.2e}{share:>10}"
-            f"{rule}  {_time(cost)}"
+            f"{rule}  {_time(cost):>18}"
         )
     if budget.target.hours is not None:
         rows.append(

@@ -169,6 +169,14 @@ def test_tests_lie_in_the_folder_of_a_room(repository: Path) -> None:
     ]
 
 
+def test_no_file_is_longer_than_a_reader_takes_in(repository: Path) -> None:
+    """CONTRIBUTING.md, "The rooms": 400 lines at most."""
+    package = repository / "mup_megatron"
+    lengths = {str(inside(path, package)): len(path.read_text().splitlines()) for path in modules(package)}
+    assert len(lengths) > 300
+    assert not {path: length for path, length in lengths.items() if length > 400}
+
+
 def test_directions(repository: Path) -> None:
     assert not wrong_imports(repository / "mup_megatron")
 

@@ -19,18 +19,19 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, check_resume, make_manifest
+from mup_megatron.checkpoints.manifest import MANIFEST, CheckpointManifest, make_manifest
 from mup_megatron.config import Config, derive
 from mup_megatron.engines.optim import megatron_overrides
 from mup_megatron.engines.setup import resolve_auto
 from mup_megatron.megatron_training import auditing, readings, watched
 from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
-from mup_megatron.megatron_training.family import MULTIPLE, check_family
+from mup_megatron.megatron_training.family import check_family
 from mup_megatron.megatron_training.model_section import check_translation
 from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
+from mup_megatron.megatron_training.saved import check_saved, read_saved
 from mup_megatron.megatron_training.telemetry import applied, standard_tensors, tell, unread_names, write_scalars
 from mup_megatron.megatron_training.translate import config_of, stages_of
 from mup_megatron.model.as_built.chunks import BuiltModel, digest_of
@@ -377,32 +378,8 @@ class MegatronRun:
             UserError: it has no record, or one of another run; says what differs.
         """
         check_load(self._args)
-        if not (path / MANIFEST).is_file():
-            raise UserError(
-                f"{path}: has no {MANIFEST}, so it was not written in µP; expected a checkpoint that "
-                "mup-megatron run (or a patched tree) wrote"
-            )
-        found = CheckpointManifest.read(path)
-        if found.key_prefix != KEY_PREFIX:
-            raise UserError(
-                f"{path}: names tensors without {KEY_PREFIX!r}, as earlier versions of mup-megatron run did; "
-                "expected a checkpoint of this version"
-            )
-        rows, allowed = found.vocabulary, self._settings.allowed
-        if rows is not None and rows != self._vocabulary:
-            ranks = self._args.tensor_model_parallel_size
-            expected = f"a tensor-parallel size that divides {rows}"
-            if rows % ranks == 0:
-                expected = f"--make-vocab-size-divisible-by {rows // ranks}, which gives {rows} rows here"
-            raise UserError(
-                f"{path}: its embedding has {rows} rows for the vocabulary, this run's {self._vocabulary} "
-                "(Megatron pads to a multiple of --make-vocab-size-divisible-by times the tensor-parallel size); "
-                f"expected {expected}"
-            )
-        if rows is not None:
-            allowed = (*allowed, f"model.{MULTIPLE}")
-        advice = "change the options back, choose another --save and --load, or name a deliberate change with"
-        check_resume(found, self._manifest(0), path, allowed, advice=f"{advice} --mup-allow-change KEY")
+        found, ranks = read_saved(path), self._args.tensor_model_parallel_size
+        check_saved(path, found, self._manifest(0), self._settings.allowed, ranks)
 
     def _manifest(self, step: int) -> CheckpointManifest:
         args = self._args

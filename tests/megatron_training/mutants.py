@@ -33,7 +33,7 @@ MUTANTS = (
     mutant(
         "megatron: a checkpoint without a record",
         "weights of plain Megatron go on in µP",
-        "megatron_training.megatron_run.MegatronRun.check_record",
+        "megatron_training.saved.read_saved",
         "(path / MANIFEST).is_file()",
         "True",
         f"{_TESTS}_run.py::test_checkpoints_that_are_not_this_runs",

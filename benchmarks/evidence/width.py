@@ -46,7 +46,9 @@ FROM_128 = {
     "output multiplier": "multipliers/output.json",
     "attention multiplier": "multipliers/attention.json",
     "embedding multiplier": "multipliers/embedding.json",
+    "embedding multiplier (half an octave apart)": "multipliers/embedding-half.json",
     "residual multiplier": "multipliers/residual.json",
+    "residual multiplier (half an octave apart)": "multipliers/residual-half.json",
     "1 - β1": "multipliers/beta1.json",
     "1 - β2": "multipliers/beta2.json",
 }

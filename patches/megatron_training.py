@@ -83,6 +83,13 @@ def entry_patches(entry: ModuleType) -> tuple[Patch, ...]:
             "`get_megatron_optimizer_config`, which makes the overrides, sees no model",
         ),
         patch(
+            "mup-optimizer-core",
+            "megatron.core.optimizer:get_megatron_optimizer",
+            entry.builds_optimizer,
+            "what `mup-optimizer` does, for a script whose own loop takes megatron-core's function",
+            "`config_overrides` is the script's argument, and the script is not touched",
+        ),
+        patch(
             "mup-save",
             "megatron.training.training:save_checkpoint",
             entry.saves_checkpoint,

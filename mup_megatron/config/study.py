@@ -253,6 +253,6 @@ class Slurm(Section):
     modules: list[str] = []
     """Environment modules that each job loads first."""
     signal_seconds: Positive = 300
-    """How long before the time limit a run saves; more than a step and a checkpoint take. Unit: seconds."""
+    """How long before the time limit a run saves; more than two steps and a checkpoint take. Unit: seconds."""
     retries: NonNegative = 3
     """How often in a row a job requeues itself without a new checkpoint. Unit: times."""

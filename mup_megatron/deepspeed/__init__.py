@@ -25,6 +25,7 @@ from mup_megatron.engines.deepspeed_mpu import adapted, sum_sequence_parallel_gr
 from mup_megatron.engines.deepspeed_whole import groups_of, inner, whole
 from mup_megatron.mup.auditing import MOMENTS, Action, ModelAudit, first_steps
 from mup_megatron.mup.in_place import is_parametrized, split_in_place
+from mup_megatron.mup.optim import of_one_rate
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_text
 
@@ -92,6 +93,7 @@ def initialize(
     groups = [group for group in groups if group["params"]]  # DeepSpeed takes the empty ones out
     # Before DeepSpeed puts partitions there; what is frozen it leaves out.
     stepped = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+    apart = not of_one_rate(groups)
     if groups and lr_scheduler is None:
         per_group(settings, groups)
     sum_sequence_parallel_gradients(model)
@@ -112,7 +114,7 @@ def initialize(
     )
     replaced.check(engine.module)
     if groups:
-        guard(engine)
+        guard(engine, apart=apart)
         if audit != "off":
             _audit(engine, audit, stepped)
     return engine, *rest

@@ -86,25 +86,26 @@ def _base_rate(value: Any, group: dict[str, Any], groups: list[dict[str, Any]], 
     return float(value[group.get(SOURCE, 0)])
 
 
-def guard(engine: Any) -> None:
+def guard(engine: Any, *, apart: bool) -> None:
     """Looks before every forward pass whether a schedule has moved groups apart, and first now.
 
     Args:
         engine: DeepSpeed's.
+        apart: whether the groups' rates differed before the schedule was made.
 
     Raises:
         UserError: now or from the engine; the rates are no longer in µP's ratios.
     """
-    _check(engine)
-    engine.register_forward_pre_hook(lambda *_: _check(engine))
+    _check(engine, apart)
+    engine.register_forward_pre_hook(lambda *_: _check(engine, apart))
 
 
-def _check(engine: Any) -> None:
+def _check(engine: Any, apart: bool) -> None:
     for group in engine.basic_optimizer.param_groups:
         if MULTIPLIER not in group:
             raise UserError(
                 "the optimizer's groups are no longer those that were made here: one has no multiplier; a checkpoint "
                 "of another optimizer was loaded, or a group was added"
             )
-    if problem := other_ratio(engine.basic_optimizer):
+    if problem := other_ratio(engine.basic_optimizer, apart=apart):
         raise UserError(f"{problem}, or the config's scheduler block")

@@ -28,7 +28,7 @@ from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.family import check_family
 from mup_megatron.megatron_training.model_section import check_translation
-from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints
+from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints, needs_groups
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.saved import check_saved, read_saved
@@ -69,6 +69,7 @@ class MegatronRun:
         self._built: BuiltModel | None = None
         self._own_layers = True
         self._beyond: dict[str, Any] = {}
+        self._has_optimizer = False
         self.building = False
         """Whether the models at hand are the unsharded ones that shapes are read from."""
 
@@ -132,6 +133,7 @@ class MegatronRun:
             return
         self._fused = bool(config.bias_activation_fusion and (config.gated_linear_unit or config.add_bias_linear))
         built.construct(init, model, given, self.parametrization, self.layout)
+        needs_groups(model, lambda: self._has_optimizer)
         rank = torch.distributed.get_rank()
         name_in_checkpoints(model)
         check_specs(model, self.parametrization, self.layout, rank, chunk)
@@ -294,6 +296,7 @@ class MegatronRun:
                 f"{self._args.optimizer}; rates depend on it: expected the same"
             )
         self._finish()
+        self._has_optimizer = True
         chunks = chunks_of(model_chunks)
         for said in (standard_tensors(self.parametrization), unread_names(self._settings.unread)):
             if said and torch.distributed.get_rank() == 0:

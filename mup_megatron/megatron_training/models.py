@@ -1,17 +1,21 @@
 """The models that a script builds: which are known, and how their tensors are called in checkpoints.
 
-Public names: `chunks_of`, `name_in_checkpoints`, `KEY_PREFIX`.
+Public names: `chunks_of`, `name_in_checkpoints`, `needs_groups`, `KEY_PREFIX`.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mup_megatron.model.as_built.hybrid import hybrid_model
+from mup_megatron.parallel.ranks import read_rank, say_error
 from mup_megatron.util.errors import UserError
 
 KEY_PREFIX = "mup_megatron."
@@ -32,6 +36,33 @@ def name_in_checkpoints(model: LanguageModule) -> None:
         return result
 
     model.sharded_state_dict = sharded_state_dict
+
+
+def needs_groups(model: LanguageModule, has_groups: Callable[[], bool]) -> None:
+    """Ends the process with status 2 at the first backward pass of a model whose optimizer is none in µP.
+
+    Its multipliers and initial values are µP's; under an optimizer of the script's own all tensors have one rate.
+
+    Args:
+        model: as it was built.
+        has_groups: whether the groups of an optimizer were made by rule.
+    """
+
+    def refuse(_gradient: torch.Tensor) -> None:
+        said = (
+            "the script trains the model with an optimizer of its own, in which all tensors have one learning rate; "
+            "expected megatron-core's get_megatron_optimizer, whose groups are made here"
+        )
+        say_error(said, read_rank(), same=True)
+        sys.exit(2)
+
+    def look(_model: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        if has_groups():
+            handle.remove()
+        elif isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(refuse)
+
+    handle = model.register_forward_hook(look)
 
 
 def chunks_of(model_chunks: Any) -> list[LanguageModule]:

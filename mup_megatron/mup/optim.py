@@ -1,16 +1,17 @@
 """Optimizers in µP by microsoft/mup's names: torch's own, over groups whose rates follow the rules.
 
-Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`, `watched`, `other_ratio`, `check_decay`, `adds_l2`. Another
-optimizer that normalises each coordinate of the gradient is `MuAdam(params, impl=Optimizer, ...)`, one that does not
-`MuSGD(params, impl=Optimizer, ...)`.
+Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`, `watched`, `other_ratio`, `of_one_rate`, `check_decay`,
+`adds_l2`. Another optimizer that normalises each coordinate of the gradient is `MuAdam(params, impl=Optimizer, ...)`,
+one that does not `MuSGD(params, impl=Optimizer, ...)`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,20 +181,33 @@ def adds_l2(optimizer: Any, group: Mapping[str, Any]) -> bool:
 def watched(optimizer: Any) -> Any:
     """The optimizer, whose steps warn from now on where its rates are no longer in µP's ratios."""
     if hasattr(optimizer, "register_step_pre_hook"):
-        optimizer.register_step_pre_hook(_warn)
+        optimizer.register_step_pre_hook(partial(_warn, apart=not of_one_rate(optimizer.param_groups)))
     return optimizer
 
 
-def _warn(optimizer: Any, *_: Any) -> None:
+def _warn(optimizer: Any, *_: Any, apart: bool) -> None:
     rates = (group["lr"] for group in optimizer.param_groups)
     if any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
         return  # to look at one would wait for the device at every step
-    if problem := other_ratio(optimizer):
+    if problem := other_ratio(optimizer, apart=apart):
         warnings.warn(problem, stacklevel=2)
 
 
-def other_ratio(optimizer: Any) -> str | None:
-    """Which rate of groups from one source is no longer in the ratio of its multiplier, in words; None if all are."""
+_EXPECTED = (
+    "; a scheduler has set one rate for all groups; expected one that scales each group's own rate, such as LambdaLR"
+)
+
+
+def other_ratio(optimizer: Any, *, apart: bool = False) -> str | None:
+    """Which rate is no longer in the ratio of its multiplier, in words; None if all are.
+
+    Within the groups of one source the ratios are known. Between sources, each with a rate of its own, it is known that
+    a schedule does not make different rates equal.
+
+    Args:
+        optimizer: its groups are µP's.
+        apart: whether the groups' rates differed at the start.
+    """
     base: dict[int, float] = {}
     for group in optimizer.param_groups:
         multiplier = group.get(MULTIPLIER)
@@ -205,10 +219,20 @@ def other_ratio(optimizer: Any) -> str | None:
         if not math.isclose(rate, expected, rel_tol=1e-6, abs_tol=1e-30):
             return (
                 f"the learning rates are no longer µP's: a group has {given:g} where its multiplier makes it "
-                f"{expected * multiplier:g}; a scheduler has set one rate for all groups; expected one that scales "
-                "each group's own rate, such as LambdaLR"
+                f"{expected * multiplier:g}{_EXPECTED}"
             )
+    if apart and of_one_rate(optimizer.param_groups):
+        return (
+            f"the learning rates are no longer µP's: all groups have {float(optimizer.param_groups[0]['lr']):g}, and "
+            f"their rates differed at the start{_EXPECTED}"
+        )
     return None
+
+
+def of_one_rate(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether several groups of different multipliers have one rate, above 0."""
+    rates, multipliers = ({float(group.get(key, 1.0)) for group in groups} for key in ("lr", MULTIPLIER))
+    return len(multipliers) > 1 and len(rates) == 1 and rates != {0.0}
 
 
 def scaled(value: Any, multiplier: Fraction | float) -> Any:

@@ -6,6 +6,7 @@ Public names: `start_ranks`, `Nodes`, `is_ours`, `end_with_launcher`, `keep_log`
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 
 _LAUNCHER = "MUP_MEGATRON_LAUNCHER"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_SECONDS_TO_SAVE = 24 * 3600
+"""How long ranks have from a signal on, before torch kills them: theirs are steps, a checkpoint and slow disks."""
 
 LOGS = "MUP_MEGATRON_LOGS"
 """Variable that names the folder where every rank keeps a log of its own."""
@@ -69,6 +72,8 @@ def start_ranks(
         settings["rdzv_backend"], settings["rdzv_endpoint"] = "static", f"{nodes.address}:{nodes.port}"
         settings["rdzv_configs"] = {"rank": nodes.rank, "timeout": 900}
         settings["run_id"] = "nodes"  # a prefix in the store, which all nodes must share
+    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:  # older ones wait 30 s
+        settings["shutdown_timeout"] = _SECONDS_TO_SAVE
     config = LaunchConfig(min_nodes=count, max_nodes=count, nproc_per_node=ranks, **settings)
     try:
         elastic_launch(config, sys.executable)("-m", "mup_megatron", *arguments)

@@ -178,12 +178,16 @@ def scheduled(rank: Any, *, how: str) -> str:
     net = bodies.model()
     ours = how != "object"
     kind = mup.MuAdamW if ours else torch.optim.AdamW
-    optimizer = kind(net.parameters(), lr=LR)
+    alone = how == "one rate, a group per tensor"
+    if alone:
+        kind = torch.optim.AdamW
+    optimizer = kind([{"params": [each]} for each in net.parameters()] if alone else net.parameters(), lr=LR)
     scheduler: Any = {
         "function": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         "object": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
         "object in mup": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         "one rate": lambda optimizer: WarmupLR(optimizer, warmup_min_lr=1e-4, warmup_max_lr=LR),
+        "one rate, a group per tensor": lambda optimizer: WarmupLR(optimizer, warmup_min_lr=1e-4, warmup_max_lr=LR),
         "one rate, later": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3, eta_min=5e-3),
     }[how]
     try:
@@ -208,6 +212,10 @@ def scheduled(rank: Any, *, how: str) -> str:
         pytest.param("object in mup", "", marks=SLOW),
         ("object", "pass a function of the optimizer"),
         ("one rate", "the learning rates are no longer µP's: a group has 0.0001 where its multiplier makes it"),
+        (
+            "one rate, a group per tensor",
+            "the learning rates are no longer µP's: all groups have 0.0001, and their rates",
+        ),
         pytest.param("one rate, later", "the learning rates are no longer µP's", marks=SLOW),
     ],
 )

@@ -220,22 +220,17 @@ def test_without_a_patch(name: str, tmp_path: Path) -> None:
     """Negative control: each patch of `run`, left out alone, is seen."""
     words = [str(SCRIPT), *options(config(training__train_steps=3), tmp_path)]
     save = ["--save", str(tmp_path / "saved"), "--save-interval", "3"] if name == "mup-save" else []
-    status, said, found = saw(tmp_path, f"without:{name}", *words, *save)
+    status, said, _ = saw(tmp_path, f"without:{name}", *words, *save)
     if name == "mup-save":
         assert status == 0
         assert list((tmp_path / "saved").glob("iter_*/.metadata"))
         assert not list((tmp_path / "saved").glob("iter_*/mup.json"))
         return
-    if name == "mup-optimizer":
-        assert status == 0
-        assert {tuple(group) for group in found["groups"].values()} <= {
-            (None, None, 8e-3, 8e-4, 1e-8, x) for x in (1, 0)
-        }
-        return
     expected = {
         "mup-arguments": "unrecognized arguments: --mup-base",
         "mup-validate": "ended without reading Megatron's arguments",
         "mup-model": "the script built no GPTModel",
+        "mup-optimizer": "the script trains the model with an optimizer of its own",
     }
     assert status != 0
     assert expected[name] in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -82,6 +83,36 @@ def test_a_schedule_of_one_rate_for_all_is_told(split: bool, recwarn: pytest.War
     net = bodies.model()
     (stopped := optimizer(net)).param_groups[0]["lr"] = 0.0
     assert "a group has" in (other_ratio(stopped) or "")
+
+
+def test_one_rate_for_groups_of_the_users_own() -> None:
+    """A group per tensor tells no ratio between groups, but they had different rates. A rate of 0 erases nothing."""
+    net = bodies.model()
+    optimizer = torch.optim.AdamW([{"params": [each]} for each in net.parameters()], lr=LR)
+    split_in_place(net, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for factor in (0.0, 1.0):
+            for group in optimizer.param_groups:
+                group["lr"] = factor * LR * group["lr_multiplier"]
+            bodies.train(net, optimizer, 1)
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    with pytest.warns(UserWarning, match=r"all groups have 0\.01, and their rates differed at the start; a scheduler"):
+        bodies.train(net, optimizer, 1)
+    assert other_ratio(optimizer) is None  # groups that were given one rate on purpose
+    net = bodies.model()
+    by_hand = [
+        {"params": [each], "lr": LR / group["lr_multiplier"]}
+        for group in MuAdamW(net.parameters(), lr=LR).param_groups
+        for each in group["params"]
+    ]
+    optimizer = torch.optim.AdamW(by_hand, lr=LR)
+    split_in_place(net, optimizer)
+    assert {group["lr"] for group in optimizer.param_groups} == {LR}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bodies.train(net, optimizer, 1)
 
 
 def test_named_parameters_keep_their_names() -> None:

@@ -1,0 +1,53 @@
+"""A script's own loop: megatron-core's optimizer has groups in µP there too, and an optimizer of its own is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from mup_megatron.megatron_training.models import needs_groups
+from tests.helpers import megatron_runs
+from tests.helpers.distributed import Ranks
+
+SCRIPT = Path(__file__).parent / "own_loop.py"
+needs_training = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None,
+    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
+)
+
+
+@needs_training
+def test_megatron_cores_optimizer(ranks: Ranks, tmp_path: Path) -> None:
+    """By hand at twice the width: matrices inside have half the rate; the audit looks at the loop's first step."""
+    (found,) = megatron_runs.run(ranks, tmp_path, script=SCRIPT)
+    assert found["status"] == 0, found["said"]
+    assert "rates [0.005, 0.01]" in found["printed"]
+    assert "audit: 29 tensors, 29 right; 8 multipliers, 8 right" in found["said"] + found["printed"]
+
+
+@needs_training
+def test_an_optimizer_of_the_scripts_own(ranks: Ranks, tmp_path: Path) -> None:
+    script = tmp_path / "own_loop.py"
+    script.write_text(SCRIPT.read_text().replace('OPTIMIZER = "core"', 'OPTIMIZER = "torch"'))
+    (found,) = megatron_runs.run(ranks, tmp_path, script=script)
+    assert found["status"] == 2
+    assert "the script trains the model with an optimizer of its own, in which all tensors have one" in found["said"]
+    assert "rates [" not in found["printed"]
+
+
+def test_it_is_looked_for_until_groups_are_made() -> None:
+    made: list[bool] = []
+    model = torch.nn.Linear(2, 2)
+    needs_groups(model, lambda: bool(made))
+    with torch.no_grad():
+        model(torch.ones(2))  # an evaluation needs no optimizer
+    loss = model(torch.ones(2)).sum()
+    with pytest.raises(SystemExit) as ended:
+        loss.backward()
+    assert ended.value.code == 2
+    made.append(True)
+    model(torch.ones(2)).sum().backward()
+    assert not model._forward_hooks

@@ -116,8 +116,21 @@ def initialize(
     if groups:
         guard(engine, apart=apart)
         if audit != "off":
+            _tell_left_out(model, stepped)
             _audit(engine, audit, stepped)
     return engine, *rest
+
+
+def _tell_left_out(model: torch.nn.Module, stepped: list[Any]) -> None:
+    """Names what would be trained and is in no group; whether that is meant nobody knows here."""
+    held = set(map(id, stepped))
+    names = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
+    if names and torch.distributed.get_rank() == 0:
+        shown = ", ".join([*names[:5], *["..."] * (len(names) > 5)])
+        print(
+            f"warning: audit: no group of the optimizer holds {shown}, which requires a gradient and is not trained; "
+            "expected requires_grad=False where that is meant"
+        )
 
 
 def _audit(engine: Any, action: Action, parameters: list[Any]) -> None:

@@ -228,8 +228,17 @@ def apply_record(config: Config) -> tuple[Config, record.TransferRecord]:
 
 
 def trained_keys(config: Config, progress: Progress, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """What to train with, by the config's keys: the record's values and its ladder's exponents, else the config's."""
-    found = record.TransferRecord.read(config.record_path, config)
+    """What to train with, by the config's keys: the record's values and its ladder's exponents, else the config's.
+
+    Raises:
+        UserError: the record that `decide` found, or that was tuned since, is gone.
+    """
+    path = config.record_path
+    found = record.TransferRecord.read(path, config)
+    if found is None and config.tuning.run != "never":
+        raise config.error(
+            "tuning.record", f"{no_such_file(path)}, where it was; expected the record until the target has read it"
+        )
     config = settled(config, ladder_of(config, None if found is None else found.ladder))
     keys = {f"parametrization.{axis}": getattr(config.parametrization, axis) for axis in config.parametrization.fitted}
     return keys if found is None else {**keys, **keys_of(_trained_values(config, found, progress, allowed))}

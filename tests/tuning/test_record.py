@@ -14,12 +14,13 @@ from mup_megatron import cli
 from mup_megatron.config import Config, derive, load_config, parse_overrides
 from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.layout import resolve_layout
-from mup_megatron.tuning.decide import apply_record, refuse_untaken_record
+from mup_megatron.tuning.decide import apply_record, refuse_untaken_record, trained_keys
 from mup_megatron.tuning.family import differences, digest, digested
 from mup_megatron.tuning.record import TransferRecord, write_record
 from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import with_values
 from mup_megatron.util.errors import ConfigError, UserError
+from mup_megatron.util.progress import Progress
 from tests.helpers.configs import MIXED, make
 from tests.helpers.records import BUDGET, study_of
 
@@ -182,6 +183,20 @@ def test_another_schedule_or_clipping_is_told(tmp_path: Path, capsys: pytest.Cap
     assert told(with_schedule, lr_schedule="constant", clip_norm="invariant") == [
         "extrapolated, training.clip_norm: tuned with global, target with invariant"
     ]
+
+
+def test_a_record_that_goes_before_the_target_has_read_it(record: TransferRecord, tmp_path: Path) -> None:
+    """Moved away while the data was prepared: the target would train with the values of `hparams:`."""
+    config = config_in(tmp_path)
+    write_record(config.record_path, record)
+    with Progress(False) as progress:
+        assert trained_keys(config, progress, ())["hparams.lr"] == 0.004
+        config.record_path.rename(tmp_path / "away.json")
+        with pytest.raises(
+            ConfigError, match=r"tuning\.record: .*, where it was; expected the record until the target"
+        ):
+            trained_keys(config, progress, ())
+        assert trained_keys(config_in(tmp_path, tuning__run="never"), progress, ()) == {}  # no record is meant
 
 
 def test_a_beta_of_a_record(tmp_path: Path) -> None:

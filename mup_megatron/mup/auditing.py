@@ -59,7 +59,8 @@ def audit(
 
     Args:
         model: its parameters carry infinite shapes, or the optimizer's groups their multipliers.
-        optimizer: steps it; one of `MuAdam`, `MuAdamW`, `MuSGD`, or split by `split_in_place`.
+        optimizer: steps it; one of `MuAdam`, `MuAdamW`, `MuSGD`, or split by `split_in_place`; or what
+            `accelerator.prepare` made of one.
         parameters: of the model, that this optimizer is to step; None takes all that require a gradient.
         action: `stop` raises UserError from the step where something is wrong, before a second step; `warn` says it;
             `off` does nothing.
@@ -72,6 +73,8 @@ def audit(
         UserError: an optimizer of Adam's kind adds a weight decay to the gradient; or no parameter has an infinite
             shape, and no group a multiplier.
     """
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # Accelerate's is none of torch's but by name
     questions = ModelAudit(model, optimizer, parameters)
     if action != "off":
         check_decay(optimizer)

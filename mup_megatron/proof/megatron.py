@@ -92,7 +92,13 @@ def _run(process: MegatronProcess, config: Config, task: Task, folder: Path) -> 
         own_launch(command, check_arguments(command, config, folder), task, folder, process)
     except UserError as error:
         raise UserError(f"{folder}: {error} (log.txt there says more)") from None
-    held = json.loads(read_text(path))
+    try:
+        held = json.loads(read_text(path))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: the script ended without a step that was measured; expected one that trains by "
+            "megatron.training's train_step (log.txt there says more)"
+        ) from None
     return Coordinates(**{**held, "silent": tuple(held["silent"])})
 
 

@@ -112,6 +112,12 @@ def _job(stage: str, config: Config, arguments: Sequence[str], environment: Mapp
     slurm = config.slurm
     own, name = {"--partition": "SBATCH_PARTITION", "--account": "SBATCH_ACCOUNT", "--time": "SBATCH_TIMELIMIT"}, ""
     values = {"--partition": slurm.partition, "--account": slurm.account, "--time": slurm.time}
+    limit = environment.get("SBATCH_TIMELIMIT", slurm.time)
+    if (seconds := _seconds(limit)) is not None and seconds <= slurm.signal_seconds:
+        raise config.error(
+            "slurm.signal_seconds",
+            f"{slurm.signal_seconds} s before a time limit of {limit} no job has begun; expected less than the limit",
+        )
     options = [f"{key}={value}" for key, value in values.items() if value is not None and own[key] not in environment]
     if gpus := _gpus(config, environment):
         options.append(f"--gpus-per-node={environment.get('SBATCH_GPUS_PER_NODE', gpus)}")
@@ -144,6 +150,17 @@ def _job(stage: str, config: Config, arguments: Sequence[str], environment: Mapp
         script=shipped_folder("launch") / "slurm" / _SCRIPTS[stage],
         arguments=list(arguments),
     )
+
+
+def _seconds(limit: str) -> int | None:
+    """Of a time limit as sbatch takes it; None where it has none."""
+    days, _, rest = limit.rpartition("-")
+    try:
+        parts = [int(part) for part in rest.split(":")]
+        units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+        return int(days or 0) * 24 * 3600 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    except ValueError:
+        return None
 
 
 def logs_directory(config: Config) -> Path:

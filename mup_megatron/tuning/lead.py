@@ -340,6 +340,10 @@ def _write_record(setup: Setup, rank: Rank, study: Study, progress: Progress) ->
         budget={**plan.as_json(), "spent": spent(config, choice.trials, plan)},
         ladder=ladder_of(config, None),
     )
+    if (there := record.TransferRecord.read(config.record_path, config)) is not None:  # a target may have read it
+        said = f"written meanwhile, for {there.target.name}; it stays, and its values are taken"
+        progress.say(f"{config.record_path}: {said}")
+        return
     record.write_record(config.record_path, written)
     progress.say(f"chosen: {', '.join(f'{name} {short(value)}' for name, value in choice.values.items())}")
     for line in remarks(written.study, written.target.extrapolated):

@@ -38,6 +38,17 @@ def test_an_optimizer_of_the_scripts_own(ranks: Ranks, tmp_path: Path) -> None:
     assert "rates [" not in found["printed"]
 
 
+@pytest.mark.slow
+@needs_training
+def test_a_check_of_it_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    """A check measures the steps of megatron.training's own loop."""
+    command = [str(tmp_path), str(SCRIPT), *megatron_runs.words(tmp_path, kv_channels=None, ffn_hidden_size=None)]
+    found = megatron_runs.proof("coord-check", command, tmp_path, "--widths", "1,2,4", "--steps", "2")
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+    assert "the script ended without a step that was measured; expected one that trains by" in found.stderr
+
+
 def test_it_is_looked_for_until_groups_are_made() -> None:
     made: list[bool] = []
     model = torch.nn.Linear(2, 2)

@@ -203,6 +203,17 @@ def test_two_optimizers() -> None:
     assert said == [f"audit: {n} tensors, {n} right; 1 multipliers, 1 right" for n in (1, TENSORS - 1)]
 
 
+def test_accelerates_optimizer_is_audited() -> None:
+    """It is one of torch's by name alone, and its steps are those of the one that it holds."""
+    accelerate: Any = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    net = bodies.model()
+    prepared, optimizer = accelerate.Accelerator(cpu=True).prepare(net, mup.MuAdamW(net.parameters(), **ADAMW))
+    said: list[str] = []
+    mup.audit(prepared, optimizer, say=said.append)
+    bodies.train(prepared, optimizer, 2)
+    assert said == [f"audit: {TENSORS} tensors, {TENSORS} right; 1 multipliers, 1 right"]
+
+
 def test_copies_of_the_model_do_not_look(tmp_path: Any) -> None:
     """An average of weights that is made before the first step, and is saved."""
     net = bodies.model()

@@ -16,6 +16,7 @@ from mup_megatron.config import load_config, parse_overrides
 from mup_megatron.slurm import job as batch
 from mup_megatron.slurm import node
 from mup_megatron.slurm.submit import STAGE, Job, jobs
+from mup_megatron.util.errors import ConfigError
 from tests.helpers.commands import environment
 from tests.helpers.configs import pipeline_file
 
@@ -67,11 +68,30 @@ def test_the_records_path_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_environment_comes_before_the_config(tmp_path: Path) -> None:
-    variables = {"SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "5", "SBATCH_GPUS_PER_NODE": "h100:2"}
+    variables = {"SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "50", "SBATCH_GPUS_PER_NODE": "h100:2"}
     slurm = {"nodes": 1, "gpus_per_node": 8, "partition": "big", "account": "us"}
     for job in planned(tmp_path, variables=variables, slurm=slurm):
         assert (option(job, "--partition"), option(job, "--time"), option(job, "--account")) == (None, None, "us")
         assert option(job, "--gpus-per-node") == "h100:2"
+
+
+@pytest.mark.parametrize(
+    ("limit", "refused"),
+    [("5", True), ("4:59", True), ("0:05:00", True), ("6", False), ("5:01", False), ("0:5:1", False), ("1-0", False)],
+)
+def test_a_time_limit_within_the_time_to_save(tmp_path: Path, limit: str, refused: bool) -> None:
+    """A job that is asked to save as it begins never trains. By hand against 300 s, in sbatch's forms."""
+    cases: list[dict[str, Any]] = [{"variables": {"SBATCH_TIMELIMIT": limit}, "slurm": {}}, {"slurm": {"time": limit}}]
+    for given in cases:
+        folder = tmp_path / next(iter(given))
+        folder.mkdir()
+        if not refused:
+            assert len(planned(folder, **given)) == 2
+            continue
+        with pytest.raises(ConfigError, match=rf"slurm\.signal_seconds: 300 s before a time limit of {limit} no job"):
+            planned(folder, **given)
+    (tmp_path / "none").mkdir()
+    assert planned(tmp_path / "none", slurm={"time": "UNLIMITED"})
 
 
 def test_what_there_is_nothing_to_do_for_is_left_out(tmp_path: Path) -> None:

@@ -18,10 +18,15 @@ import yaml
 
 from mup_megatron import cli
 from mup_megatron.checkpoints.run_directory import CONTROLS
-from mup_megatron.config import load_config
+from mup_megatron.config import derive, load_config
 from mup_megatron.data.prepare import prepare
+from mup_megatron.engines.setup import resolve
+from mup_megatron.parallel.ranks import Rank
+from mup_megatron.tuning import lead
+from mup_megatron.tuning.record import TransferRecord
 from mup_megatron.tuning.study import Study
 from mup_megatron.tuning.trial import is_out_of_memory
+from mup_megatron.util.progress import Progress
 from tests.helpers import bodies
 from tests.helpers.commands import BIN, Background, losses, metrics, mup, run, until
 from tests.helpers.configs import SEARCH, SIZES, pipeline_file
@@ -223,6 +228,24 @@ def test_what_is_out_of_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(other.value)
+
+
+@pytest.mark.slow
+def test_a_record_that_another_study_wrote_meanwhile_stays(
+    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two configs of one family name one record; a target has read it by then, and goes on with no other values."""
+    path = tmp_path / "record.json"
+    config = derive(load_config(whole / "run.yaml"), {"tuning.record": str(path)})
+    rank, study = Rank(world_size=2), Study(config)
+    with Progress(True) as progress:
+        lead._write_record(resolve(config, 2), rank, study, progress)
+        assert TransferRecord.expect(path, config).values == record(whole)["values"]
+        before = path.read_bytes()
+        assert "written meanwhile" not in capfd.readouterr().out
+        lead._write_record(resolve(config, 2), rank, study, progress)
+    assert path.read_bytes() == before
+    assert f"written meanwhile, for {config.run.name}; it stays, and its values" in capfd.readouterr().out
 
 
 @pytest.mark.slow

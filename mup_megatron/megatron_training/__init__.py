@@ -1,4 +1,4 @@
-"""What a run of megatron.training calls to be in µP: six decorators, each on one symbol of upstream's.
+"""What a run of megatron.training calls to be in µP: six decorators on symbols of upstream's.
 
 `mup-megatron run` puts them on at run time (patches/megatron_training.py), a patched tree has them in its source
 (patches/megatron-lm-*/): both build the same model and the same groups, for both call this and nothing else. Without
@@ -146,7 +146,7 @@ def builds_model(init: Function) -> Function:
 
 @_once
 def builds_optimizer(get_megatron_optimizer: Function) -> Function:
-    """On `megatron.core.optimizer.get_megatron_optimizer`, where `megatron.training` calls it: groups by rule.
+    """On `megatron.core.optimizer.get_megatron_optimizer`, whoever's loop calls it: groups by rule.
 
     Ends the process where the model that is trained was built without µP.
     """

@@ -237,7 +237,8 @@ def trained_keys(config: Config, progress: Progress, allowed: tuple[str, ...]) -
     found = record.TransferRecord.read(path, config)
     if found is None and config.tuning.run != "never":
         raise config.error(
-            "tuning.record", f"{no_such_file(path)}, where it was; expected the record until the target has read it"
+            "tuning.record",
+            f"{no_such_file(path)}, which was there before; expected the record until the target has read it",
         )
     config = settled(config, ladder_of(config, None if found is None else found.ladder))
     keys = {f"parametrization.{axis}": getattr(config.parametrization, axis) for axis in config.parametrization.fitted}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,9 @@ import torch
 from mup_megatron.megatron_training.models import needs_groups
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.megatron_training.test_megatron_run import needs_training
 
 SCRIPT = Path(__file__).parent / "own_loop.py"
-needs_training = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
 
 
 @needs_training
@@ -49,7 +45,7 @@ def test_a_check_of_it_says_that_nothing_was_measured(tmp_path: Path) -> None:
     assert "the script ended without a step that was measured; expected one that trains by" in found.stderr
 
 
-def test_it_is_looked_for_until_groups_are_made() -> None:
+def test_it_is_looked_for_until_groups_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     made: list[bool] = []
     model = torch.nn.Linear(2, 2)
     needs_groups(model, lambda: bool(made))
@@ -59,6 +55,7 @@ def test_it_is_looked_for_until_groups_are_made() -> None:
     with pytest.raises(SystemExit) as ended:
         loss.backward()
     assert ended.value.code == 2
+    assert "an optimizer of its own, in which all tensors have one learning rate" in capsys.readouterr().err
     made.append(True)
     model(torch.ones(2)).sum().backward()
     assert not model._forward_hooks

@@ -192,9 +192,7 @@ def test_a_record_that_goes_before_the_target_has_read_it(record: TransferRecord
     with Progress(False) as progress:
         assert trained_keys(config, progress, ())["hparams.lr"] == 0.004
         config.record_path.rename(tmp_path / "away.json")
-        with pytest.raises(
-            ConfigError, match=r"tuning\.record: .*, where it was; expected the record until the target"
-        ):
+        with pytest.raises(ConfigError, match=r"tuning\.record: .*, which was there before; expected the record until"):
             trained_keys(config, progress, ())
         assert trained_keys(config_in(tmp_path, tuning__run="never"), progress, ()) == {}  # no record is meant
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mup_megatron.parallel.ranks import Rank
-from mup_megatron.util.errors import UserError
+from mup_megatron.util.errors import Held, UserError
 from mup_megatron.util.files import write_whole as write_whole
 
 PLAN = "plan.json"
@@ -25,7 +25,7 @@ CONTROLS = {"standard": "standard parametrization", "fan_in": "1/sqrt(fan-in) in
 """Parametrizations that a target is compared with, for people: each is a folder, in a run's, of the same target."""
 
 
-class Busy(UserError):
+class Busy(Held):
     """Another run holds the folder."""
 
 

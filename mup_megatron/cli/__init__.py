@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from mup_megatron.cli.common import app, typed
+from mup_megatron.cli.common import app, is_override, typed
 from mup_megatron.parallel.upstream import quiet
 from mup_megatron.util import collector
 from mup_megatron.util.errors import DiskFull, UserError
@@ -81,7 +81,7 @@ def _status(arguments: list[str]) -> int:
         return int(result or 0)
     except UserError as error:
         say_error(str(error), read_rank(), same=isinstance(error, DiskFull))
-        return 2
+        return error.status
     except typer.TyperException as error:  # unknown command or option
         say_error(error.format_message().replace(": Value error, ", ": "), read_rank())  # pydantic's word
         return 2
@@ -102,7 +102,7 @@ def launched(command: str, arguments: list[str]) -> NoReturn:
     end_at_sigterm()
     quiet()
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
-    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+    if not arguments or arguments[0].startswith("-") or is_override(arguments[0]):
         arguments = [os.path.relpath(default_config(Path(sys.argv[0]))), *arguments]
     sys.exit(run([command, *arguments]))
 

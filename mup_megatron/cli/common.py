@@ -1,17 +1,19 @@
 """What all commands share: the app they register with, options and arguments by name.
 
-Public names: `app`, `GROUPS`, `typed`, `start_typed`, `stopped`, `read_config`, `laid_out`, `aside`, `show`, `gpus`,
-`console`, `one_process`, and the annotated types.
+Public names: `app`, `GROUPS`, `typed`, `is_override`, `launched_rank`, `start_typed`, `stopped`, `read_config`,
+`laid_out`, `aside`, `show`, `gpus`, `console`, `one_process`, and the annotated types.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Iterable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -112,6 +114,32 @@ Control = Annotated[
 
 typed: ContextVar[list[str]] = ContextVar("typed")
 """The command line that is being run."""
+
+
+def is_override(word: str) -> bool:
+    """Whether a word sets a key. The path of a file may have "=" in it too."""
+    return "=" in word and "/" not in word.partition("=")[0] and not Path(word).is_file()
+
+
+def launched_rank(processes: int | None) -> Any:
+    """This process among those that a launcher started, where one did.
+
+    Args:
+        processes: what --nproc-per-node asks for.
+
+    Raises:
+        UserError: it asks for other processes than the launcher's; only one of the two can start them.
+    """
+    from mup_megatron.parallel.ranks import read_rank
+
+    rank = read_rank()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or rank.world_size)
+    if rank.launched and processes not in (None, here, rank.world_size):
+        raise UserError(
+            f"--nproc-per-node {processes}: a launcher started this process as rank {rank.rank} of {rank.world_size}, "
+            "so the environment says; expected no --nproc-per-node, or neither RANK nor WORLD_SIZE in the environment"
+        )
+    return rank
 
 
 def start_typed(ranks: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mup_megatron.cli.common import aside, gpus, typed
+from mup_megatron.cli.common import aside, gpus, is_override, typed
 from mup_megatron.util.errors import UserError
 
 DEFAULT = "runs/megatron-proxy.yaml"
@@ -41,7 +41,7 @@ def read_command(words: Sequence[str]) -> tuple[str, list[str]]:
         )
     command = line[line.index("--") + 1 :]
     before = list(words[: len(words) - len(command)])
-    named = [word for word in before if "=" not in word]
+    named = [word for word in before if not is_override(word)]
     if len(named) > 1:
         raise UserError(f"{named[1]}: unexpected; expected one CONFIG and KEY.PATH=VALUE before --")
     path = Path(named[0] if named else DEFAULT)
@@ -54,7 +54,7 @@ def read_command(words: Sequence[str]) -> tuple[str, list[str]]:
             f"{path}: tuning.command: is another command line than the one behind --; expected the same, or the name "
             "of a CONFIG that is not there yet"
         )
-    return str(path), [word for word in before if "=" in word]
+    return str(path), [word for word in before if is_override(word)]
 
 
 def processes_of(settings: Any) -> int:

@@ -22,6 +22,7 @@ from mup_megatron.cli.common import (
     Workers,
     app,
     gpus,
+    launched_rank,
     read_config,
     show,
     start_typed,
@@ -90,7 +91,7 @@ def coordinate_check(
 ) -> int:
     """Check that activations, gradients and updates keep their size over width, in the config's own layout."""
     from mup_megatron.parallel.layout import smallest_world
-    from mup_megatron.parallel.ranks import Rank, read_rank
+    from mup_megatron.parallel.ranks import Rank
     from mup_megatron.proof.check import Check
 
     if megatron:
@@ -109,7 +110,7 @@ def coordinate_check(
     )
     if thorough:
         asked.refuse_thorough(settings)
-    rank = read_rank()
+    rank = launched_rank(nproc_per_node)
     if settings.tuning.command:
         rank = Rank(world_size=processes_of(settings))
     elif not rank.launched:

@@ -23,6 +23,7 @@ from mup_megatron.cli.common import (
     console,
     gpus,
     laid_out,
+    launched_rank,
     read_config,
     show,
     start_typed,
@@ -205,10 +206,9 @@ def _on_ranks(
     `then` as of `_ended`.
     """
     from mup_megatron.parallel.layout import resolve_layout, smallest_world
-    from mup_megatron.parallel.ranks import read_rank
 
     settings = read_config(config, overrides)
-    rank = read_rank()
+    rank = launched_rank(processes)
     if not rank.launched:
         ranks = (
             processes or (default_workers(settings) if settings.tuning.command else gpus()) or smallest_world(settings)
@@ -249,7 +249,7 @@ def _ended(
         if rank.is_first:
             aside(f"mup-megatron: {saved}; {directory / ALARMS} says why; watch.action=warn goes on from there")
     except Diverged as message:
-        status = 1
+        status = 5
         if rank.is_first:
             aside(f"mup-megatron: {message}; the last checkpoint is untouched")
     if shows() if shows else rank.is_first:

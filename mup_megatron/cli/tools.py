@@ -23,6 +23,7 @@ from mup_megatron.cli.common import (
     app,
     aside,
     console,
+    launched_rank,
     one_process,
     read_config,
     show,
@@ -268,10 +269,9 @@ def evaluate(
     """Score a checkpoint: perplexity, last words, multiple choice, cloze, translation, each from local files."""
     from mup_megatron.config import parse_overrides
     from mup_megatron.parallel import upstream
-    from mup_megatron.parallel.ranks import read_rank
     from mup_megatron.util.files import write_output
 
-    rank = read_rank()
+    rank = launched_rank(nproc_per_node)
     asked = {"perplexity": perplexity, "last_word": last_word, "choice": choice, "cloze": cloze}
     if not any(asked.values()) and not translation:
         raise UserError("no task; expected --perplexity, --last-word, --choice, --cloze or --translation with a FILE")

@@ -33,7 +33,7 @@ _current: MegatronRun | None = None
 def _once(decorator: Callable[[Function], Function]) -> Callable[[Function], Function]:
     """A decorator that leaves alone what it has decorated (`mup-megatron run` on a script of a patched tree).
 
-    Where the user is wrong, the process says so in one sentence and ends with status 2, whoever started it.
+    Where the user is wrong, the process says so in one sentence and ends with its status, whoever started it.
     """
 
     @functools.wraps(decorator)
@@ -50,7 +50,7 @@ def _once(decorator: Callable[[Function], Function]) -> Callable[[Function], Fun
                 from mup_megatron.parallel.ranks import read_rank, say_error
 
                 say_error(str(error), read_rank())
-                sys.exit(2)
+                sys.exit(error.status)
 
         setattr(call, _MARK, decorator.__name__)
         return call

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.util.errors import Held
+
 _LAUNCHER = "MUP_MEGATRON_LAUNCHER"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _SECONDS_TO_SAVE = 24 * 3600
@@ -53,7 +55,11 @@ def start_ranks(
 
     Returns:
         0, or the exit status of the first rank that failed; 143 after SIGTERM, 130 after Ctrl-C.
+
+    Raises:
+        Held: another program has the port at which the nodes meet.
     """
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -84,6 +90,10 @@ def start_ranks(
         return status
     except SignalException as error:
         return 128 + int(error.sigval)
+    except DistNetworkError as error:
+        if nodes is None or "EADDRINUSE" not in str(error):
+            raise
+        raise Held(f"{nodes.address}:{nodes.port}: another program uses this port, at which the nodes meet") from None
     return 0
 
 

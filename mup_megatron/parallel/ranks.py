@@ -147,19 +147,25 @@ def _forget() -> None:
 
 @contextmanager
 def stop_signal() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether SIGTERM or SIGINT (Ctrl-C) came; launchers may send each of them twice.
+    """Yields a function that tells whether SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a terminal that closed) came.
 
-    SIGINT stays ignored where it was: in a trial, which its worker stops, and in what a shell put in the background.
+    Launchers may send each of them twice. SIGINT and SIGHUP stay ignored where they were: in a trial, which its worker
+    stops, in what a shell put in the background, under nohup.
     """
     here: list[int] = []
+    screens = [screen for screen in (1, 2) if os.isatty(screen)]
 
     def handle(number: int, _frame: FrameType | None) -> None:
         here.append(number)
         _came.append(signal.Signals(number))
+        if number == signal.SIGHUP and screens:  # what is still said would raise OSError
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            while screens:
+                os.dup2(nowhere, screens.pop())
+            os.close(nowhere)
 
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        numbers.append(signal.SIGINT)
+    keyboard = (signal.SIGINT, signal.SIGHUP)
+    numbers = [signal.SIGTERM, *(number for number in keyboard if signal.getsignal(number) is not signal.SIG_IGN)]
     previous = [(number, signal.signal(number, handle)) for number in numbers]
     try:
         yield lambda: bool(here)

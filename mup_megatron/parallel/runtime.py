@@ -18,7 +18,7 @@ from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import Layout
 from mup_megatron.parallel.ranks import Rank, device_of
 from mup_megatron.util import collector
-from mup_megatron.util.errors import UserError
+from mup_megatron.util.errors import Held, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,8 @@ class Meeting:
         rank: this process.
 
     Raises:
-        UserError: a launcher started several processes and did not say where they meet, or another run meets there.
+        UserError: a launcher started several processes and did not say where they meet.
+        Held: another run meets there.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -51,7 +52,7 @@ class Meeting:
                 f"{' and '.join(missing)}: not set, so {rank.world_size} processes cannot meet; start them with "
                 "torchrun or deepspeed, or export both"
             )
-        self._groups = 0
+        self._groups = self._deeds = 0
         self.store = torch.distributed.HashStore()
         if rank.launched:
             url = f"env://?rank={rank.rank}&world_size={rank.world_size}"
@@ -88,6 +89,13 @@ class Meeting:
             time.sleep(0.2)
         return value
 
+    def follow_first(self, rank: Rank) -> None:
+        """The first rank comes here when it has done something; the others wait for it, as long as it takes."""
+        self._deeds += 1
+        if rank.is_first:
+            self.tell(f"done-{self._deeds}", "")
+        self.await_told(f"done-{self._deeds}")
+
     def part(self, rank: Rank) -> None:
         """Says goodbye; the first rank, which may keep the store, waits a while for the others."""
         until = time.monotonic() + 60
@@ -104,9 +112,9 @@ class Meeting:
         return torch.distributed.PrefixStore(f"group-{self._groups}", self.store)
 
 
-def _port_in_use() -> UserError:
+def _port_in_use() -> Held:
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return UserError(
+    return Held(
         f"MASTER_PORT: another run or program uses {place} (29500 is the launchers' default); expected a port of its "
         "own for each run on a machine, such as deepspeed --master_port 29501"
     )

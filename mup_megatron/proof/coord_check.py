@@ -228,9 +228,11 @@ def _measure(
     say: Callable[[str], None],
 ) -> tuple[list[Measurement], list[Parametrization]]:
     """Every measurement, and µP's own table of every size. Sizes of one layout follow each other."""
-    if rank.is_first:
-        prepare(family[0].config, say)  # the others wait for rank 0 where the process groups start
     meeting = None if torch.distributed.is_initialized() else runtime.Meeting(rank)
+    if rank.is_first:
+        prepare(family[0].config, say)
+    if meeting is not None:
+        meeting.follow_first(rank)
     measurements: list[Measurement] = []
     tables: list[Parametrization] = []
     datasets: dict[int, Any] = {}

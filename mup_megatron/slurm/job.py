@@ -27,8 +27,9 @@ from mup_megatron.slurm.submit import STAGE, call, container, logs_directory, pr
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_text, write_whole
 
-_FINAL = (2, 4)
-"""Exit statuses behind which a job does not go on by itself: bad input, and an alarm that stops the run."""
+_FINAL = (2, 4, 5)
+"""Exit statuses behind which a job does not go on by itself: bad input, an alarm that stops the run, a loss that is no
+number, which the same steps from the last checkpoint would bring again."""
 _POLL_SECONDS = 0.2
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 120.0
@@ -110,7 +111,9 @@ def _tune(config: Config, arguments: list[str]) -> list[str]:
 def _pretrain(config: Config, arguments: list[str], logs: Path) -> list[str]:
     """A task per node, which starts the node's ranks; if one fails, all end."""
     hosts = call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).stdout.split()
-    port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
+    # Another one at every start: the last may be held by another program, or by a rank that was left behind.
+    start = int(os.environ["SLURM_JOB_ID"]) + 1009 * int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    port = 20000 + start % 10000
     tasks = [f"--ntasks={len(hosts)}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     program = [
         _python(config),

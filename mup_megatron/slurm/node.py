@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from mup_megatron.parallel.launch import LOGS, Nodes, log_path, start_ranks
+from mup_megatron.util.errors import Held
 from mup_megatron.util.files import read_text
 
 FAILURE = "first-failure.json"
@@ -28,7 +29,11 @@ def main(arguments: list[str]) -> int:
         rank=int(os.environ["SLURM_NODEID"]), count=int(os.environ["SLURM_NNODES"]), address=address, port=int(port)
     )
     os.environ[LOGS] = logs
-    return start_ranks(command, int(ranks), nodes, lambda rank, status: _failed(Path(logs), rank, status))
+    try:
+        return start_ranks(command, int(ranks), nodes, lambda rank, status: _failed(Path(logs), rank, status))
+    except Held as held:
+        print(f"mup-megatron: error: {held}", file=sys.stderr, flush=True)
+        return held.status
 
 
 def _failed(logs: Path, rank: int, status: int) -> None:

@@ -81,8 +81,12 @@ def train(
         # A trial's own study guards it. Every rank looks: one that went on alone would wait for the others.
         if watcher is None and _is_complete(config, allowed_changes, init_from, progress):
             return None
-        if rank.is_first:  # the others wait for it where the process groups start
+        if meeting is None and not torch.distributed.is_initialized():
+            meeting = runtime.Meeting(rank)
+        if rank.is_first:
             prepare(config, progress.say, verified=directory / VERIFIED)
+        if meeting is not None:
+            meeting.follow_first(rank)
         checkpoints = Checkpoints(directory / "checkpoints", config.training.checkpoints_kept)
         start = None if init_from is None or checkpoints.newest_first() else init_from.find()
         device = runtime.start_distributed(layout, rank, config.run.seed, meeting)

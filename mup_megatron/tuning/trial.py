@@ -83,7 +83,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def main() -> None:
     """Runs trials until the other end is gone."""
     collector.rarely()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker too, which sends SIGTERM
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the worker too, which sends SIGTERM
+        signal.signal(number, signal.SIG_IGN)
     wire = _Wire()
     from torch.distributed.checkpoint.api import CheckpointException
 

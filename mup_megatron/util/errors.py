@@ -1,6 +1,7 @@
 """What goes wrong on the user's side: one clear sentence, exit status 2, no traceback.
 
-Public names: `UserError`, `ConfigError`, `DiskFull`; for what stands in sentences `shown`, `one_line`, `no_such_file`.
+Public names: `UserError`, `ConfigError`, `Held`, `DiskFull`; for what stands in sentences `shown`, `one_line`,
+`no_such_file`.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class UserError(Exception):
         table: further lines.
     """
 
+    status = 2
+    """Exit status of the command that it ends."""
+
     def __init__(self, message: str, table: Sequence[str] = ()) -> None:
         lines = [message, *table[:_MOST_LINES]]
         super().__init__("\n".join(_cut(one_line(masked(line))) for line in lines))
@@ -96,6 +100,12 @@ class ConfigError(UserError):
     def __init__(self, key: str, problem: str, source: str | None = None) -> None:
         self.key, self.problem, self.source = key, problem, source
         super().__init__(": ".join(part for part in (source, key, problem) if part))
+
+
+class Held(UserError):
+    """Another process holds what the command needs: nothing is wrong with the command, which works later."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h: "the user is invited to retry"
 
 
 class DiskFull(UserError):

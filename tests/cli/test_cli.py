@@ -332,3 +332,28 @@ def test_every_option_reaches_the_ranks(
     assert "--nproc-per-node" in typed
     assert cli.run(typed) == 7
     assert started == [(typed, 2)]
+
+
+@pytest.mark.parametrize("command", ["train", "pipeline", "tune", "coord-check"])
+def test_two_launchers(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster's container sets RANK and WORLD_SIZE for nodes; --nproc-per-node would be silently one process."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    path = write(tmp_path, make(MIXED, run__dir=str(tmp_path / "run")))
+    assert cli.run([command, path, "--nproc-per-node", "8"]) == 2
+    said = "--nproc-per-node 8: a launcher started this process as rank 0 of 2, so the environment says; expected no"
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # as torchrun does: the same number is no contradiction
+    assert common.launched_rank(8).world_size == 2
+    assert common.launched_rank(None).world_size == 2
+
+
+def test_a_path_with_an_equals_sign_is_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=3e-3.yaml").write_text("")
+    words = ["lr=3e-3.yaml", "runs/lr=3e-3/config.yaml", "hparams.lr=3e-3", "data.paths=[a/b]", "config.yaml"]
+    assert [common.is_override(word) for word in words] == [False, False, True, True, False]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +17,7 @@ from mup_megatron.parallel import runtime, upstream
 from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.parallel.ranks import Rank, read_rank, say_error
 from mup_megatron.parallel.runtime import Meeting
-from mup_megatron.util.errors import ConfigError, UserError
+from mup_megatron.util.errors import ConfigError, Held, UserError
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
 
@@ -117,13 +119,38 @@ def test_two_runs_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
             Meeting(rank)
 
 
+def test_the_first_rank_may_take_longer_than_a_group_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing a corpus takes hours; the half hour of a process group is for what ranks do together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(runtime, "_PATIENCE", datetime.timedelta(seconds=1))
+    came: list[tuple[int, float]] = []
+
+    def follows(rank: Rank) -> None:
+        meeting = Meeting(rank)
+        for pause in (3, 0):
+            time.sleep(pause if rank.is_first else 0)
+            meeting.follow_first(rank)
+            came.append((rank.rank, time.monotonic()))
+        meeting.part(rank)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(follows, [Rank(rank=number, world_size=2, launched=True) for number in range(2)]))
+    assert sorted(rank for rank, _ in came) == [0, 0, 1, 1]
+    assert min(when for _, when in came) - began >= 3
+
+
 def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(UserError, match="another run or program uses"):
+        with pytest.raises(Held, match="another run or program uses"):
             Meeting(Rank(rank=0, world_size=2, local_rank=0, launched=True))
 
 

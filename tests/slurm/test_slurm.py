@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -255,3 +256,31 @@ def test_a_rank_that_dies_is_named(cluster: Cluster, repository: Path, tmp_path:
     assert re.search(r"rank 1 on \S+ failed first, exit status 137", screen)
     assert screen.count("failed first") == 1
     assert steps(tmp_path) == STEPS
+
+
+@pytest.mark.slow
+def test_a_folder_that_an_orphan_holds(cluster: Cluster, repository: Path, tmp_path: Path) -> None:
+    """A job that starts beside ranks which were left behind is no bad input: it comes back when they are gone."""
+    path = target_file(tmp_path)
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".pipeline.lock").open("w") as orphan:
+        fcntl.flock(orphan, fcntl.LOCK_EX)
+        jobs = submit(cluster, repository, tmp_path, "pretrain_gpt.sbatch", path)
+        until(lambda: "exit status 75, failure 1 since it last got on; requeued" in screens(tmp_path), PATIENCE)
+    screen = await_jobs(cluster, tmp_path, jobs)
+    assert "run.dir: another run is writing to" in screen
+    assert "Traceback" not in screen
+    assert steps(tmp_path) == STEPS
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number(cluster: Cluster, repository: Path, tmp_path: Path) -> None:
+    """The same steps from the last checkpoint would come to the same: the job ends, and says why."""
+    path = target_file(tmp_path, hparams__lr=1e30, training__lr_warmup_steps=0, training__clip_grad=0)
+    jobs = submit(cluster, repository, tmp_path, "pretrain_gpt.sbatch", path)
+    until(lambda: "not requeued" in screens(tmp_path), PATIENCE)
+    screen = screens(tmp_path)
+    assert re.search(r"mup-megatron: loss is \S+ at step \d+; the last checkpoint is untouched", screen)
+    assert re.search(r"pretrain-\d+: exit status 5; not requeued", screen)
+    [job] = jobs.values()
+    until(lambda: cluster.state(job) == "FAILED", PATIENCE)

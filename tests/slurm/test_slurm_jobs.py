@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import stat
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from mup_megatron import cli
 from mup_megatron.config import load_config, parse_overrides
+from mup_megatron.parallel import launch
 from mup_megatron.slurm import job as batch
 from mup_megatron.slurm import node
 from mup_megatron.slurm.submit import STAGE, Job, jobs
@@ -203,6 +205,34 @@ def test_failures_count_until_something_was_done(tmp_path: Path) -> None:
     path = tmp_path / "failures.json"
     counts = [batch._count_failure(path, progress) for progress in ("", "", "step_10", "step_10", "step_20")]
     assert counts == [1, 2, 1, 2, 1]
+
+
+def test_a_port_that_another_program_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is one sentence, behind which the job goes on; and the next start meets at another port."""
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    for variable in (launch.LOGS, "MUP_MEGATRON_LAUNCHER", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(variable, "")  # so that it is as before afterwards
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status = node.main(["127.0.0.1", str(port), "1", str(tmp_path), "--version"])
+    assert status == 75
+    assert status not in batch._FINAL
+    said = capfd.readouterr().err
+    assert said == f"mup-megatron: error: 127.0.0.1:{port}: another program uses this port, at which the nodes meet\n"
+    monkeypatch.setattr(batch, "call", lambda *_words: subprocess.CompletedProcess([], 0, "localhost\n", ""))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
+    config, ports = load_config(pipeline_file(tmp_path)), []
+    for start in ("0", "1", "2"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", start)
+        words = batch._pretrain(config, [], tmp_path)
+        ports.append(int(words[words.index("mup_megatron.slurm.node") + 2]))
+    assert ports == [20007, 21016, 22025]
 
 
 def test_the_first_error_of_a_log(tmp_path: Path) -> None:

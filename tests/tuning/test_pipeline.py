@@ -254,7 +254,7 @@ def test_two_pipelines_on_one_folder(tmp_path: Path, start: Callable[..., Backgr
     start("tune", path)
     until(lambda: (tmp_path / "run" / "tuning" / "journal.log").exists())
     second = mup("pipeline", path)
-    assert second.returncode == 2
+    assert second.returncode == 75
     assert "run.dir: another run is writing to" in second.stderr
 
 

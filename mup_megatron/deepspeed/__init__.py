@@ -3,7 +3,7 @@
 Public name: `initialize`. A loop around `deepspeed.initialize` changes one import. The parameter groups are built from
 the rules, whatever way the optimizer is named; schedules move all groups together; what DeepSpeed would get silently
 wrong is mended or refused (docs/torch.md). The rest of the package is what both this and engines/deepspeed.py need of
-DeepSpeed: mpu.py; and optimizer.py, schedule.py, refused.py.
+DeepSpeed: mpu.py; and optimizer.py, schedule.py, saved.py, refused.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 
 from mup_megatron.deepspeed.optimizer import empty_frozen, groups_of_config, trained
 from mup_megatron.deepspeed.refused import Replaced, refuse
+from mup_megatron.deepspeed.saved import keep_base_shapes
 from mup_megatron.deepspeed.schedule import guard, per_group
 from mup_megatron.engines.deepspeed_mpu import adapted, sum_sequence_parallel_gradients
 from mup_megatron.engines.deepspeed_whole import groups_of, inner, whole
@@ -73,8 +74,8 @@ def initialize(
 
     Raises:
         UserError: a parameter has no infinite shape (named), an optimizer has no rule, or DeepSpeed would train
-            something else than was asked for. Later, from the engine: rates that are no longer µP's, and what the
-            audit of the first step finds.
+            something else than was asked for. Later, from the engine: rates that are no longer µP's, what the audit
+            of the first step finds, and a checkpoint of other base shapes.
     """
     if model is None:
         raise UserError("model: missing; expected a torch.nn.Module")
@@ -113,6 +114,7 @@ def initialize(
         mesh_param=mesh_param,
     )
     replaced.check(engine.module)
+    keep_base_shapes(engine, model)
     if groups:
         guard(engine, apart=apart)
         if audit != "off":

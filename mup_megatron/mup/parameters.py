@@ -1,6 +1,6 @@
 """How a parameter keeps its infinite shape through everything that shards, wraps or replaces it.
 
-Public names: `attach`, `infshape_of`, `global_shape`, `clean_names`, `scale_`.
+Public names: `attach`, `infshape_of`, `global_shape`, `clean_names`, `own_values`, `scale_`.
 
 DistributedDataParallel and DeepSpeed's ZeRO 3 keep a module's Parameter objects; `fully_shard`, `parallelize_module`,
 `to_empty`, `load_state_dict(assign=True)` and `copy.deepcopy` put others in their place, without the attributes of the
@@ -114,10 +114,14 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
     return result
 
 
+def own_values(parameter: Any) -> torch.Tensor:
+    """What this process holds of a parameter: the whole, its shard (DTensor), or its partition, flat (ZeRO 3)."""
+    partitioned = hasattr(parameter, "ds_tensor") and parameter.numel() == 0
+    values: torch.Tensor = parameter.ds_tensor if partitioned else parameter
+    return values.data
+
+
 @torch.no_grad()
 def scale_(parameter: Any, factor: float) -> None:
-    """Multiplies a parameter in place: the whole, this rank's shard (DTensor), or its partition (ZeRO 3)."""
-    if hasattr(parameter, "ds_tensor") and parameter.numel() == 0:
-        parameter.ds_tensor.mul_(factor)
-    else:
-        parameter.data *= factor
+    """Multiplies a parameter in place, or what this process holds of it."""
+    own_values(parameter).mul_(factor)

@@ -22,7 +22,7 @@ from mup_megatron.mup import drawn
 from mup_megatron.mup.foreign import gates, is_computed, is_transposed, read_layers
 from mup_megatron.mup.infshape import InfDim, InfShape, zip_infshape
 from mup_megatron.mup.layer import MuReadout, MuSharedReadout, rescale_gate, rescale_linear_bias
-from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of
+from mup_megatron.mup.parameters import attach, clean_names, global_shape, infshape_of, own_values
 from mup_megatron.rules import base_shapes as files
 from mup_megatron.rules import shapes
 from mup_megatron.rules.shapes import TensorShape, TensorSpec
@@ -156,7 +156,8 @@ def set_base_shapes(
         UserError: base and model have different tensors or dimensions (named), a readout is no MuReadout, a gate of
             deepspeed.moe is a MuReadout, or the model was rescaled before. The model is unchanged then.
 
-    Warns if `rescale_params` is True and the values do not look like torch's default init, which depends on width.
+    Warns if `rescale_params` is True and the values of matrices inside, or of a readout, do not look as if they were
+    drawn by width, as torch's default init does.
     """
     if rescale_params not in (True, False, "constant"):
         raise UserError(f"rescale_params: {rescale_params!r}; expected True, False or 'constant'")
@@ -252,22 +253,11 @@ def _check_tied(model: torch.nn.Module) -> None:
             or id(module.weight) not in embedded
         ):
             continue
-        if not _drawn_as_a_layers(module.weight.detach().float(), module.in_features):
+        if not drawn.as_a_layers(own_values(module.weight), module.in_features):
             raise UserError(
                 f"{name}: has an embedding's weight, which would be rescaled as a layer's; expected "
                 "MuSharedReadout(embedding.weight)"
             )
-
-
-def _drawn_as_a_layers(weight: torch.Tensor, fan_in: int) -> bool:
-    """Whether torch drew it for a Linear, between plus and minus fan_in^-1/2: not for an embedding, of any deviation.
-
-    Of a normal draw the largest value lies beyond that bound, or the mean square far below a third of its square.
-    """
-    if weight.is_meta:
-        return True
-    squares = weight.square() * fan_in
-    return float(squares.max()) <= 1.01 and float(squares.mean()) > 0.25
 
 
 def _check_drawn(model: torch.nn.Module, infshape: Any) -> None:

@@ -112,6 +112,15 @@ def test_rates_survive_a_checkpoint(ranks: Ranks, alone: dict[str, Any], tmp_pat
         assert "one has no multiplier" in result["said"]
 
 
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW)])
+def test_a_checkpoint_of_other_base_shapes(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    """The weights fit, and compute something else; a checkpoint says of which base they are."""
+    refused = r"embedding.weight: its base shape is \[None, 8\] in the checkpoint and \[None, 16\] in the model"
+    for kept, whole, *said in ranks.run(2, bodies.other_base, stage=stage, folder=str(tmp_path)):
+        assert (kept, whole) == (["mine"], ["mine"])
+        assert [bool(re.search(refused, one)) for one in said] == [True, True], said
+
+
 # --- schedules ---
 
 
@@ -236,6 +245,9 @@ def test_born_partitioned(ranks: Ranks) -> None:
         assert result["infshapes"] == expected
         assert all(result["equal"].values())
         assert "fc1.weight: ZeRO 3 has partitioned this parameter" in result["message"]
+        assert result["said"][""] == ""
+        assert "initial values of fc1.weight, fc2.weight do not shrink with width" in result["said"]["fc1 fc2"]
+        assert "initial values of readout.weight do not shrink with width" in result["said"]["readout"]
 
 
 def megatron(**overrides: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,27 @@ def resumed(rank: Rank, *, stage: int, folder: str) -> dict[str, Any]:
     return {"losses": losses, "rates": rates, "said": said}
 
 
+def other_base(rank: Rank, *, stage: int, folder: str) -> list[Any]:
+    """What loading a checkpoint, its weights alone or all, returns or says: with its own base shapes, with others."""
+    from mup_megatron.deepspeed import initialize
+
+    said: list[Any] = []
+    for base in (8, 16):
+        net = Model(32, 96)
+        mup.set_base_shapes(net, Model(base, 32), delta=Model(2 * base, 64))
+        engine, *_ = initialize(model=net, **given("config", net, stage, rank.world_size, {}))
+        if base == 8:
+            engine.save_checkpoint(folder, client_state={"mine": 7})
+        for only in (True, False):
+            try:
+                state = engine.load_checkpoint(folder, load_module_only=only)[1]
+                said.append(sorted({"mine", "mup_megatron_base_shapes"} & state.keys()))
+            except UserError as error:
+                said.append(str(error))
+        engine.destroy()
+    return said
+
+
 def full(parameter: torch.Tensor) -> torch.Tensor:
     """The whole of a parameter that ZeRO 3 may have partitioned. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
@@ -350,7 +372,20 @@ def born_partitioned(rank: Rank, *, mu: str = "ours") -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters(ours):
             equal[name] = torch.allclose(ours.detach(), theirs.detach(), rtol=1e-6)
     shapes = {name: [tuple(dim) for dim in parameter.infshape] for name, parameter in net.named_parameters()}
-    return {"local": local, "equal": equal, "infshapes": shapes, "message": message}
+    said = {}
+    for drawn in ("", "fc1 fc2", "readout"):
+        with deepspeed.zero.Init(config_dict_or_path=settings(3, rank.world_size)):
+            other = Model(32, 96)
+        small = Model(8, 32)
+        weights = [getattr(model, name).weight for name in drawn.split() for model in (other, small)]
+        with deepspeed.zero.GatheredParameters(weights[::2], modifier_rank=0):
+            for weight in weights:
+                nn.init.normal_(weight, std=0.02)
+        with warnings.catch_warnings(record=True) as came:
+            warnings.simplefilter("always")
+            mup.set_base_shapes(other, small, delta=Model(16, 64))
+        said[drawn] = " ".join(str(one.message) for one in came if "initial values" in str(one.message))
+    return {"local": local, "equal": equal, "infshapes": shapes, "message": message, "said": said}
 
 
 def megatrons(rank: Rank, *, config: Any, mpu: bool = True, hooked: bool = False) -> dict[str, Any]:

@@ -194,6 +194,15 @@ def loads_checkpoint(load_checkpoint: Function) -> Function:
     def load(ddp_model: Any, *args: Any, **kwargs: Any) -> Any:
         if _current is not None:
             _current.check_checkpoint()
-        return load_checkpoint(ddp_model, *args, **kwargs)
+        try:
+            return load_checkpoint(ddp_model, *args, **kwargs)
+        except ValueError as error:  # rates tell groups apart there
+            if _current is None or "Could not find parameter group" not in str(error):
+                raise
+            raise UserError(
+                "the checkpoint's optimizer has groups of other rates or decays, which megatron-core does not take; "
+                "expected --no-load-optim for a fresh optimizer, --finetune for a new run from these weights, or the "
+                "options of the checkpoint"
+            ) from error
 
     return load

@@ -28,7 +28,7 @@ from mup_megatron.megatron_training.built_alone import built_alone
 from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.family import check_family
 from mup_megatron.megatron_training.model_section import check_translation
-from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints, needs_groups
+from mup_megatron.megatron_training.models import KEY_PREFIX, chunks_of, name_in_checkpoints, needs_groups, one_model
 from mup_megatron.megatron_training.option_check import check_config, check_load
 from mup_megatron.megatron_training.options import Settings, known
 from mup_megatron.megatron_training.saved import check_saved, read_saved
@@ -123,6 +123,7 @@ class MegatronRun:
             self.check_given(given)
             built = self._begin(given)
         else:  # the first chunk's tensors came with the run
+            one_model(chunk)
             self._check_layers(given)
             table = self._parametrize_chunk(built, given, self.layout)
             self._made = self.config, watched.without_rule(table, self.layout), self.layout

@@ -1,6 +1,6 @@
 """The models that a script builds: which are known, and how their tensors are called in checkpoints.
 
-Public names: `chunks_of`, `name_in_checkpoints`, `needs_groups`, `KEY_PREFIX`.
+Public names: `chunks_of`, `name_in_checkpoints`, `needs_groups`, `one_model`, `KEY_PREFIX`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,22 @@ def needs_groups(model: LanguageModule, has_groups: Callable[[], bool]) -> None:
             output.register_hook(refuse)
 
     handle = model.register_forward_hook(look)
+
+
+def one_model(chunk: int) -> None:
+    """Refuses a further model that begins anew with its first chunk.
+
+    Args:
+        chunk: number of the virtual pipeline stage that it says.
+
+    Raises:
+        UserError: it is the first.
+    """
+    if not chunk:
+        raise UserError(
+            "the script builds a second model, such as a teacher or a reference, or a further chunk without vp_stage; "
+            "expected one model, which the table of rules is of, and the other in a process without mup-megatron run"
+        )
 
 
 def chunks_of(model_chunks: Any) -> list[LanguageModule]:

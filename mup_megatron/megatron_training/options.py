@@ -355,8 +355,9 @@ def _put_values(args: Namespace, path: str, given: dict[str, Any]) -> dict[str, 
             if attribute == "sgd_momentum" and args.optimizer == "muon":
                 attribute = "muon_momentum"
             typed, value = getattr(args, attribute), in_config(name, value)
-            if typed not in (default, value):
-                option = f"--{attribute.replace('_', '-')}"
+            option = f"--{attribute.replace('_', '-')}"
+            is_typed = typed != default or any(word.partition("=")[0] == option for word in sys.argv)
+            if is_typed and typed != value:
                 raise UserError(f"{option} {typed}: {path} says {value}; remove {option}, or --mup-hparams")
             setattr(args, attribute, value)
         elif name in MULTIPLIERS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +57,7 @@ def begin(
             if file is not None:
                 file.write(done, found)
             if wrong := alarms.see(done, found, found.get(SCHEDULE, 0.0)):
-                write_alarms(folder / ALARMS if folder else Path(os.devnull), wrong, _say)
+                write_alarms(folder / ALARMS if folder else None, wrong, _say)
         except UserError as error:
             _say(f"warning: {error}")
 

@@ -213,23 +213,24 @@ class Alarms:
         return cause, "see the first module in the model's order that is named"
 
 
-def write_alarms(path: Path, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
+def write_alarms(path: Path | None, alarms: Sequence[Alarm], say: Callable[[str], None]) -> None:
     """Adds alarms to a file of JSON lines, and says the first of them.
 
     Args:
-        path: of the file.
+        path: of the file; None where the run keeps none.
         alarms: of one reading.
         say: takes a line for the screen.
 
     Raises:
         UserError: the disk is full.
     """
-    with full_disk(path, "the run's alarms"), path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(as_json(asdict(alarm))) + "\n" for alarm in alarms))
+    if path is not None:
+        with full_disk(path, "the run's alarms"), path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(as_json(asdict(alarm))) + "\n" for alarm in alarms))
     for alarm in alarms[:_SAID]:
         say(f"alarm: {alarm.line}")
     if len(alarms) > _SAID:
-        say(f"alarm: and {len(alarms) - _SAID} more series, in {path}")
+        say(f"alarm: and {len(alarms) - _SAID} more series" + (f", in {path}" if path else ", which no file keeps"))
 
 
 def _in_order(alarms: Sequence[Alarm]) -> list[Alarm]:

@@ -189,6 +189,9 @@ def test_readings_and_alarms(disk: Callable[..., Disk]) -> None:
     kept = cut_lines(small.path / "alarms.jsonl", 3)  # as the run does that goes on
     write_alarms(small.path / "alarms.jsonl", alarms, print)
     assert len(list(json_lines(small.path / "alarms.jsonl"))) == len(kept) + 1
+    lines: list[str] = []
+    write_alarms(None, alarms * 4, lines.append)  # a run without --save
+    assert lines[-1] == "alarm: and 1 more series, which no file keeps"
 
 
 def test_page(disk: Callable[..., Disk], capfd: pytest.CaptureFixture[str]) -> None:

@@ -75,3 +75,16 @@ def test_the_format_that_has_no_names(ranks: Ranks, saved: Path, tmp_path: Path)
     part = _PAGE.read_text(encoding="utf-8").partition(_PART)[2].partition("\n## ")[0]
     assert "It does not stop with `--ckpt-format torch`" in part
     assert len(plain(ranks, tmp_path, "--load", str(saved / "torch"), "--ckpt-format", "torch", "--finetune")) == 3
+
+
+def test_another_rate_on_resume(ranks: Ranks, saved: Path) -> None:
+    """megatron-core tells the groups of an optimizer apart by their rates, and finds none of another: one sentence."""
+    words = ["--load", str(saved / "grown"), "--mup-allow-change", "hparams.lr"]
+    words += ["--mup-allow-change", "training.lr_decay_steps"]
+    for more, status in ((), 2), (("--no-load-optim",), 0):
+        (found,) = megatron_runs.run(ranks, saved, *words, *more, lr="0.02", train_iters=3)
+        assert found["status"] == status, found["said"]
+        assert len(found["losses"]) == (not status)
+        asked = "error: the checkpoint's optimizer has groups of other rates or decays, which megatron-core does not"
+        assert (asked in found["said"]) == bool(status)
+        assert "Traceback" not in found["said"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_without_options_nothing_is_read() -> None:
 
 
 @needs_training
-def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path) -> None:
+def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "mup.yaml"
     config.write_text("{parametrization: {weight_decay: coupled}, hparams: {residual_multiplier: 0.5}}")
     values = write_values(
@@ -72,6 +73,12 @@ def test_a_record_becomes_megatrons_options(base: str, tmp_path: Path) -> None:
     assert settings.sizes == {"kv_channels": 16}
     with pytest.raises(UserError, match=r"--adam-beta2 0\.95: .* says 0\.98; remove --adam-beta2, or --mup-hparams"):
         read_options(parsed("--mup-base", base, "--mup-hparams", values, "--adam-beta2", "0.95"))
+    # Typed is typed, at Megatron's default too.
+    words = ("--mup-base", base, "--mup-hparams", values, "--adam-beta2", "0.999")
+    read_options(parsed(*words))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+    with pytest.raises(UserError, match=r"--adam-beta2 0\.999: .* says 0\.98; remove --adam-beta2, or --mup-hparams"):
+        read_options(parsed(*words))
 
 
 @needs_training

@@ -34,6 +34,17 @@ def test_an_optimizer_of_the_scripts_own(ranks: Ranks, tmp_path: Path) -> None:
     assert "rates [" not in found["printed"]
 
 
+@needs_training
+def test_a_second_model(ranks: Ranks, tmp_path: Path) -> None:
+    script = tmp_path / "own_loop.py"
+    second = "    teacher = get_model(provider, wrap_with_ddp=False)[0]\n"
+    script.write_text(SCRIPT.read_text().replace("    model = DistributedData", f"{second}    model = DistributedData"))
+    (found,) = megatron_runs.run(ranks, tmp_path, script=script)
+    assert found["status"] == 2
+    assert "error: the script builds a second model, such as a teacher or a reference" in found["said"]
+    assert "Traceback" not in found["said"]
+
+
 @pytest.mark.slow
 @needs_training
 def test_a_check_of_it_says_that_nothing_was_measured(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_other_norms_in_another_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.layer_norm = None
     said = r"layer specs differ from one virtual stage to another \(they leave out other norms\); expected the same"
     with pytest.raises(UserError, match=said):
-        run.build(GPTModel.__init__, GPTModel.__new__(GPTModel), transformer, spec, 384, 32)
+        run.build(GPTModel.__init__, GPTModel.__new__(GPTModel), transformer, spec, 384, 32, vp_stage=1)
 
 
 def test_a_record_of_another_family(tmp_path: Path) -> None:

@@ -218,6 +218,8 @@ class Checkpoints:
     def commit(self, manifest: CheckpointManifest, sums: dict[str, str]) -> Path:
         """Makes the checkpoint of a step whole, then removes the oldest beyond those kept. Rank 0 calls it.
 
+        Those of later steps do not count: the run went on from before them, because they are damaged.
+
         Args:
             manifest: of that step.
             sums: of every other file in the folder, from `hash_files`.
@@ -230,7 +232,8 @@ class Checkpoints:
         write_whole(partial / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)), sync=True)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in self._whole()[: -self._kept]:
+        whole = self._whole()
+        for old in whole[: whole.index(final) + 1][: -self._kept]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 

@@ -228,12 +228,14 @@ def _ended(
     `then` is the command that trains the target with what was tuned, where that is what comes next.
     """
     from mup_megatron.parallel import upstream
+    from mup_megatron.parallel.ranks import at_once
 
-    upstream.prepare_process()  # before the next import, which brings megatron-core
-    from mup_megatron.checkpoints.checkpoint import ALARMS
-    from mup_megatron.train.loop import Alarmed, Diverged, Terminated
-    from mup_megatron.tuning import Stopped
-    from mup_megatron.util.disk import full_disk
+    with at_once():
+        upstream.prepare_process()  # before the next import, which brings megatron-core
+        from mup_megatron.checkpoints.checkpoint import ALARMS
+        from mup_megatron.train.loop import Alarmed, Diverged, Terminated
+        from mup_megatron.tuning import Stopped
+        from mup_megatron.util.disk import full_disk
 
     directory = Path(settings.run.dir)
     status = 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mup_megatron.parallel.ranks import at_once
 from mup_megatron.util.errors import Held
 
 _LAUNCHER = "MUP_MEGATRON_LAUNCHER"
@@ -59,10 +60,11 @@ def start_ranks(
     Raises:
         Held: another program has the port at which the nodes meet.
     """
-    from torch.distributed import DistNetworkError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with at_once():
+        from torch.distributed import DistNetworkError
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The first failing rank says what is wrong; torchrun's own account of it is a page long. Each of its modules has a
     # logger with a level of its own.

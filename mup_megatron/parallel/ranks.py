@@ -1,6 +1,6 @@
 """Which rank of a launch this process is, its device, what it says when it fails, and the signals that stop it.
 
-Public names: `Rank`, `read_rank`, `device_of`, `say_error`, `end_at_sigterm`, `stop_signal`, `stopped_by`.
+Public names: `Rank`, `read_rank`, `device_of`, `say_error`, `end_at_sigterm`, `at_once`, `stop_signal`, `stopped_by`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def device_of(rank: Rank) -> torch.device:
     return torch.device("cpu")
 
 
-_STOPPED = 128 + signal.SIGTERM
 _came: list[signal.Signals] = []
 
 
@@ -117,32 +116,51 @@ def end_at_sigterm() -> None:
     """SIGTERM ends this process with status 143, while nobody who saves something handles it. Once per process.
 
     Left to the operating system, it would end as by no handler (-15 to whoever started it). Python's handlers wait for
-    the main thread, which may wait for other ranks; so another thread reads which signals came.
+    the main thread, which may wait for other ranks; so another thread reads which signals came. In a rank SIGINT is
+    treated alike (130): its launcher sends it, and waits for the rank's end.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGTERM, _end)
+    if read_rank().launched and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
     threading.Thread(target=_watch, args=(reading,), name="SIGTERM", daemon=True).start()
 
 
-def _end(*_: object) -> None:
-    os._exit(_STOPPED)
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Ctrl-C ends this process with status 130 meanwhile. For imports, some of which swallow KeyboardInterrupt."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def _watch(reading: int) -> None:
     while numbers := os.read(reading, 64):
-        # Where `stop_signal` saw one, the handler is back, and what was saved is being told.
-        if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _end and not _came:
-            os._exit(_STOPPED)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Where `stop_signal` saw one, the handler is back, and what was saved is being told.
+            if number in numbers and signal.getsignal(number) is _end and not _came:
+                os._exit(128 + number)
 
 
 def _forget() -> None:
     """In a process that was forked: it has no such thread, and its signals are no business of the other's."""
     signal.set_wakeup_fd(-1)
-    if signal.getsignal(signal.SIGTERM) is _end:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is _end:
+            signal.signal(number, usual)
 
 
 @contextmanager

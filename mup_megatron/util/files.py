@@ -290,14 +290,16 @@ def write_output(path: Path, text: str, option: str) -> None:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of JSON lines, none where there is no file; a line that a crash cut short ends them."""
+    """The lines of a file of JSON lines, none where there is no file; one that is no object, or is empty, ends them.
+
+    A crash cuts a line short, or leaves a block of zeros.
+    """
     if not path.exists():
         return
     for line in read_text(path, most=None).splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+        if not (found := json_object(line)):
             return
+        yield found
 
 
 def cut_lines(path: Path, last: int) -> list[dict[str, Any]]:

@@ -43,8 +43,8 @@ MUTANTS = (
         "recovery: the oldest are kept",
         "the newest checkpoints are removed",
         "checkpoints.checkpoint.Checkpoints.commit",
-        "self._whole()[: -self._kept]",
-        "self._whole()[self._kept :]",
+        "whole[: whole.index(final) + 1][: -self._kept]",
+        "whole[: whole.index(final) + 1][self._kept :]",
         f"{_TESTS}::test_the_newest_are_kept",
     ),
 )

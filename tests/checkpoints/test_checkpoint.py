@@ -146,6 +146,16 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_100000000"]
 
 
+def test_damaged_ones_of_later_steps_do_not_count(tmp_path: Path) -> None:
+    """A run that went on from step 1, for those of 20 and 30 are damaged, keeps what it saves."""
+    checkpoints = Checkpoints(tmp_path, kept=2)
+    for step in (30, 20, 1, 5, 9):
+        write(checkpoints, step)
+    assert [int(path.name[5:]) for path in checkpoints.newest_first()] == [30, 20, 9, 5]
+    write(checkpoints, 20)  # made again
+    assert [int(path.name[5:]) for path in checkpoints.newest_first()] == [30, 20, 9]
+
+
 def test_other_files_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "step_9").mkdir()
     (tmp_path / "notes.txt").write_text("mine")

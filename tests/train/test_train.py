@@ -327,6 +327,22 @@ def test_a_signal_before_there_is_anything_to_save(config_file: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 0.45, 0.6, 0.8, 1.2])
+def test_ctrl_c_while_modules_are_imported(config_file: Path, seconds: float) -> None:
+    """Some import swallows KeyboardInterrupt: two ranks were started, and trained, behind it."""
+    words = ["train", str(config_file), "training.train_steps=3000", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "mup_megatron", *words]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as process:
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT), err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
 def test_a_terminal_that_closes(config_file: Path, tmp_path: Path) -> None:
     """SIGHUP to all that runs there, and no screen any more to say it on: the run is saved all the same."""
     settings = ["training.train_steps=3000", "training.checkpoint_interval=0", "--nproc-per-node", "2"]

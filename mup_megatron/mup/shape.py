@@ -216,7 +216,7 @@ def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
                     "rule for what it is computed of; expected a weight that is a parameter"
                 )
         elif isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.MultiheadAttention)):
-            _check_many(name, {key: infshape(weight) for key, weight in module.named_parameters(recurse=False)})
+            _check_matrices_of(name, {key: infshape(weight) for key, weight in module.named_parameters(recurse=False)})
         elif isinstance(module, _ConvTransposeNd):
             _check_transposed(name, module, infshape(module.weight))
         elif isinstance(module, torch.nn.Bilinear) and infshape(module.weight).ninf():
@@ -232,7 +232,7 @@ def _check_readouts(model: torch.nn.Module, infshape: Any) -> None:
                 )
 
 
-def _check_many(name: str, infshapes: Mapping[str, InfShape]) -> None:
+def _check_matrices_of(name: str, infshapes: Mapping[str, InfShape]) -> None:
     """Refuses a matrix of a layer of many from a size that grows to one that does not: a readout with no multiplier."""
     for key, infshape in infshapes.items():
         if len(infshape) == 2 and infshape[1].grows and not infshape[0].grows:

@@ -47,9 +47,9 @@ def ends_with_status_2(function: Function) -> Function:
             return function(*args, **kwargs)
         except UserError as error:
             from mup_megatron.bridge.translate import in_fields
-            from mup_megatron.parallel.ranks import read_rank, say_error
+            from mup_megatron.parallel.ranks import say_error
 
-            say_error(in_fields(str(error)), read_rank())
+            say_error(in_fields(str(error)))
             sys.exit(2)
 
     return call

@@ -34,11 +34,12 @@ def main() -> NoReturn:
     from mup_megatron.parallel.launch import end_with_launcher, keep_log
     from mup_megatron.parallel.ranks import end_at_sigterm
 
+    is_script = sys.argv[1:2] == ["run"]
     collector.rarely()
-    end_at_sigterm()
+    end_at_sigterm(of_script=is_script)
     end_with_launcher()
     keep_log()
-    if sys.argv[1:2] != ["run"]:
+    if not is_script:
         quiet()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
@@ -72,7 +73,7 @@ def _command() -> Any:
 
 
 def _status(arguments: list[str]) -> int:
-    from mup_megatron.parallel.ranks import read_rank, say_error
+    from mup_megatron.parallel.ranks import say_error
 
     # When rank 0 exits, the other ranks print our one-line error; this silences torch's traceback.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -80,10 +81,10 @@ def _status(arguments: list[str]) -> int:
         result = _command().main(arguments, standalone_mode=False)
         return int(result or 0)
     except UserError as error:
-        say_error(str(error), read_rank(), same=isinstance(error, DiskFull))
+        say_error(str(error), same=isinstance(error, DiskFull))
         return error.status
     except typer.TyperException as error:  # unknown command or option
-        say_error(error.format_message().replace(": Value error, ", ": "), read_rank())  # pydantic's word
+        say_error(error.format_message().replace(": Value error, ", ": "))  # pydantic's word
         return 2
     except KeyboardInterrupt:
         return 130

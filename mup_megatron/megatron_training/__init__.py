@@ -47,9 +47,9 @@ def _once(decorator: Callable[[Function], Function]) -> Callable[[Function], Fun
             try:
                 return decorated(*args, **kwargs)
             except UserError as error:
-                from mup_megatron.parallel.ranks import read_rank, say_error
+                from mup_megatron.parallel.ranks import say_error
 
-                say_error(str(error), read_rank())
+                say_error(str(error))
                 sys.exit(error.status)
 
         setattr(call, _MARK, decorator.__name__)

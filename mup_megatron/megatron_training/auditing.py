@@ -17,7 +17,7 @@ from mup_megatron.checkpoints.checkpoint import AUDIT
 from mup_megatron.engines.optimizer_state import OptimizerState, torch_optimizers, updates_done
 from mup_megatron.model.global_names import named_parameters
 from mup_megatron.parallel.layout import Layout
-from mup_megatron.parallel.ranks import read_rank, say_error
+from mup_megatron.parallel.ranks import say_error
 from mup_megatron.rules.horizon import betas
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
@@ -68,7 +68,7 @@ def begin(
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / AUDIT, json.dumps(audit.as_json(), indent=1))
         if audit.wrong and advice is not None:
-            say_error(f"{audit.line}; {advice} goes on all the same", read_rank(), same=True)
+            say_error(f"{audit.line}; {advice} goes on all the same", same=True)
             raise SystemExit(2) from UserError(audit.line)
         if first:
             print(f"mup-megatron: {'warning: ' if audit.wrong else ''}{audit.line}", flush=True)

@@ -15,7 +15,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mup_megatron.model.as_built.hybrid import hybrid_model
-from mup_megatron.parallel.ranks import read_rank, say_error
+from mup_megatron.parallel.ranks import say_error
 from mup_megatron.util.errors import UserError
 
 KEY_PREFIX = "mup_megatron."
@@ -53,7 +53,7 @@ def needs_groups(model: LanguageModule, has_groups: Callable[[], bool]) -> None:
             "the script trains the model with an optimizer of its own, in which all tensors have one learning rate; "
             "expected megatron-core's get_megatron_optimizer, whose groups are made here"
         )
-        say_error(said, read_rank(), same=True)
+        say_error(said, same=True)
         sys.exit(2)
 
     def look(_model: torch.nn.Module, _inputs: Any, output: Any) -> None:

@@ -75,17 +75,22 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     return Rank()
 
 
-def say_error(message: str, rank: Rank, *, same: bool = False) -> None:
+def say_error(message: str, rank: Rank | None = None, *, same: bool = False) -> None:
     """Says what is wrong, once where all ranks say the same, as they do before they have met.
 
     Args:
         message: one sentence.
-        rank: this process.
+        rank: this process; as its variables say unless given, the first where they contradict each other.
         same: whether all say the same although they have met.
 
     Then rank 0 prints the error. Other ranks wait 10 s before they exit; otherwise the launcher may kill rank 0 before
     it prints. A rank that is still alive after the wait has an error of its own, and prints it.
     """
+    if rank is None:
+        try:
+            rank = read_rank()
+        except UserError:
+            rank = Rank()
     torch = sys.modules.get("torch")
     met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
     alone = (same or not met) and not rank.is_first
@@ -112,17 +117,21 @@ def device_of(rank: Rank) -> torch.device:
 _came: list[signal.Signals] = []
 
 
-def end_at_sigterm() -> None:
+def end_at_sigterm(*, of_script: bool = False) -> None:
     """SIGTERM ends this process with status 143, while nobody who saves something handles it. Once per process.
 
     Left to the operating system, it would end as by no handler (-15 to whoever started it). Python's handlers wait for
     the main thread, which may wait for other ranks; so another thread reads which signals came. In a rank SIGINT is
-    treated alike (130): its launcher sends it, and waits for the rank's end.
+    treated alike (130), for its launcher sends it and waits for the rank's end.
+
+    Args:
+        of_script: whether the process is a script of the user's, which may handle KeyboardInterrupt.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGTERM, _end)
-    if read_rank().launched and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    launched = any(rank in os.environ and world in os.environ for _, rank, world, _ in _LAUNCHERS)
+    if launched and not of_script and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)

@@ -357,3 +357,16 @@ def test_a_path_with_an_equals_sign_is_a_config(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "lr=3e-3.yaml").write_text("")
     words = ["lr=3e-3.yaml", "runs/lr=3e-3/config.yaml", "hparams.lr=3e-3", "data.paths=[a/b]", "config.yaml"]
     assert [common.is_override(word) for word in words] == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [("x", "expected whole numbers from torchrun"), ("5", "is not below WORLD_S")]
+)
+def test_a_launchers_variables_that_contradict_each_other(
+    number: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", number)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.run(["train", write(tmp_path, make(MIXED, run__dir=str(tmp_path / "run")))]) == 2
+    assert "mup-megatron: error: RANK" in (err := capfd.readouterr().err)
+    assert said in err

@@ -32,6 +32,7 @@ from mup_megatron.model.build import parametrize
 from mup_megatron.model.explain import explain
 from mup_megatron.parallel import upstream
 from mup_megatron.parallel.layout import resolve_layout
+from mup_megatron.report import diagnosis, live
 from mup_megatron.report.page import page
 from mup_megatron.report.run_data import read_run
 from mup_megatron.tuning.family import digest
@@ -40,6 +41,7 @@ from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import proxy_config, with_values
 from mup_megatron.tuning.study import Study
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.files import write_whole
 from tests.helpers.configs import MIXED, make
 from tests.helpers.damage import ODD, bytes_of, data_of, draws
 from tests.test_fuzz import CONFIGS, DEEPSPEED
@@ -143,7 +145,7 @@ def test_a_journal_that_goes_while_it_is_used(tmp_path: Path) -> None:
     assert not path.exists()  # a new one would hold half a study
 
 
-# --- a run's folder, under `report` ---
+# --- a run's folder, under `report`, `watch` and `diagnose` ---
 
 
 def trial(slot: int, seed: int, state: str, lr: float, loss: float | None) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def trial(slot: int, seed: int, state: str, lr: float, loss: float | None) -> di
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
-    """Every file that a report reads."""
+    """Every file that is read of a run."""
     folder = tmp_path_factory.mktemp("reported") / "run"
     config = with_values(study_config(folder), {"lr": 0.01})
     parametrization, layout = parametrize(config, 375), resolve_layout(config, 1)
@@ -181,13 +183,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     }  # fmt: skip
     spent = {"tokens": 1000, "flops": 1e9, "share": 0.1, "process_seconds": 12.5}
     record = make_record(parametrization, layout, {"lr": 0.01}, study=study, budget={"spent": spent})
-    lines = [{"step": n, "loss": 5 - n / 10, "lr": 0.01, "seconds": 0.1, "tokens": n} for n in range(1, 5)]
+    lines = [{"step": n, "loss": 5 - n / 10, "lr": 0.01, "seconds": 0.1, "tokens_per_second": 9.0} for n in range(1, 5)]
     lines.append({"step": 4, "eval_loss": 4.6})
     (folder / "standard").mkdir(parents=True)
     (folder / "checkpoints" / "step_00000004").mkdir(parents=True)
     for place in (folder, folder / "standard"):
         (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    name = "decoder.final_layernorm.weight"
+    wrong = {"quantity": "learning rate", "tensor": name, "right": False, "expected": 1.0, "found": 2.0}
+    alarm = {"step": 4, "since": 2, "quantity": "rate", "name": name, "value": 1.0, "cause": "twice the table's"}
+    readings = [{"step": 2, "series": [["run", "clipped"], [name, "gradient rms"]]}]
+    readings += [{"step": step, "values": [0.5, 1e-3]} for step in (2, 4)]
+    (folder / "telemetry.jsonl").write_text("".join(json.dumps(line) + "\n" for line in readings))
+    (folder / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     for name, data in {
+        "audit.json": {"findings": [wrong]},
         "transfer.json": record.as_json(),
         "explain.json": explain(parametrization, layout),
         "plan.json": {"target": {"flops": 1e10}, "extrapolated": ["layers: tuned at 2, target at 4"]},
@@ -206,14 +216,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
 
 
 def shown(folder: Path) -> str:
-    """What `report` makes of it, but for Plotly's own four megabytes."""
-    return page(read_run(folder), "")
+    """What `report`, `watch` and `diagnose` make of it, but for Plotly's own four megabytes."""
+    return "\n".join([page(read_run(folder), ""), *watched(folder), *diagnosis.lines_of(diagnosis.suspects(folder))])
+
+
+def watched(folder: Path) -> list[str]:
+    return live.lines_of(live.Watched(folder).now())
 
 
 def test_a_folder_that_is_whole(folder: Path) -> None:
     said = shown(folder)
     for word in ("curves", "search-lr", "linear_qkv", "trial", "within noise", "torch"):
         assert word in said
+    assert "alarm at step 4: rate of decoder.final_layernorm.weight is 1" in said  # watch
+    assert "1. the first step was not the table's" in said  # diagnose
 
 
 def test_run_folders(request: pytest.FixtureRequest, folder: Path) -> None:
@@ -224,8 +240,9 @@ def test_run_folders(request: pytest.FixtureRequest, folder: Path) -> None:
         good = path.read_bytes()
         try:
             path.write_bytes(damaged_file(path.name, good, draw))
-            with one_sentence(str(path), found=found):
-                shown(folder).encode()
+            for show in (shown, watched):  # what stops a report need not stop who watches
+                with one_sentence(str(path), found=found):
+                    write_whole(folder.with_name("page.html"), "".join(show(folder)))
         finally:
             path.write_bytes(good)
     assert found

@@ -212,8 +212,9 @@ def config_here(manifest: CheckpointManifest, path: Path) -> Config:
     if {"apex", "transformer_engine"} & {getattr(config.model, key) for key in Model.PLAIN_KERNELS}:
         keys["model"] = config.model.with_plain_kernels.model_dump()  # compute the same, everywhere
     if path.resolve().parent.name == "checkpoints":
-        keys["run.dir"] = str(path.parent.parent)
-        keys["data.dir"] = config.data.dir and str(
-            path.parent.parent / config.data.dir
-        )  # as checkpoints/manifest.py keeps it
+        run = path.resolve().parent.parent
+        if path.parent.parent.resolve() == run:  # through no link, and not from inside
+            run = path.parent.parent
+        keys["run.dir"] = str(run)
+        keys["data.dir"] = config.data.dir and str(run / config.data.dir)  # as checkpoints/manifest.py keeps it
     return derive(config, keys)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import ALARMS, AUDIT, METRICS, TELEMETRY
-from mup_megatron.report.parts import read_json, read_lines
+from mup_megatron.report.parts import Audited, read_alarms, read_json, read_lines
 from mup_megatron.report.run_data import Run, read_run
 from mup_megatron.telemetry.series import read_series
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.space import WIDTH
-from mup_megatron.util.files import json_lines
 from mup_megatron.util.progress import about
 
 _FEW_HEADS, _SHORT = 4, 1 / 20
@@ -129,7 +128,7 @@ def _of_parametrization(run: Run, costs: _Costs) -> Iterator[Suspect]:
 
 
 def _of_audit(directory: Path, costs: _Costs) -> Iterator[Suspect]:
-    audit = read_json(directory / AUDIT)
+    audit = read_json(directory / AUDIT, Audited)
     if audit is None:
         return
     wrong = [finding for finding in audit["findings"] if not finding["right"]]
@@ -145,7 +144,7 @@ def _of_audit(directory: Path, costs: _Costs) -> Iterator[Suspect]:
 
 
 def _of_alarms(directory: Path, costs: _Costs) -> Iterator[Suspect]:
-    alarms = list(json_lines(directory / ALARMS))
+    alarms = read_alarms(directory / ALARMS)
     exact = [alarm for alarm in alarms if alarm["quantity"] in ("rate", "decay")]
     for weight, cause, said in (
         (0.95, "an optimizer group has not had the table's rate or decay", exact),
@@ -246,7 +245,7 @@ def _of_size(run: Run, costs: _Costs) -> Iterator[Suspect]:
 
 def _share_clipped(path: Path, limit: float) -> float | None:
     lines = read_lines(path)
-    norms = [line["grad_norm"] for line in lines[0]] if lines else []
+    norms = [line.get("grad_norm", 0.0) for line in lines[0]] if lines else []
     return sum(norm > limit for norm in norms) / len(norms) if norms and limit else None
 
 

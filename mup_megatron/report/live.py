@@ -7,7 +7,6 @@ there is a forecast, each line is read once more.
 from __future__ import annotations
 
 import html
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -17,14 +16,14 @@ from typing import Any
 
 from mup_megatron.checkpoints.checkpoint import ALARMS, METRICS, TELEMETRY
 from mup_megatron.config import Config, derive, load_config
-from mup_megatron.report.parts import read_json
+from mup_megatron.report.parts import Evaluation, Explanation, WatchedStep, checked, read_alarms, read_json
 from mup_megatron.telemetry.alarms import READINGS
 from mup_megatron.telemetry.band import BandOfTarget, band_of, with_updates
 from mup_megatron.telemetry.forecast import LossBins
 from mup_megatron.telemetry.series import read_series
 from mup_megatron.tuning.predicted import in_words
 from mup_megatron.util.errors import UserError
-from mup_megatron.util.files import json_lines, open_regular
+from mup_megatron.util.files import json_line, open_regular
 from mup_megatron.util.progress import time_left
 
 _PLACES = 200
@@ -122,9 +121,9 @@ class Watched:
         recent = steps[-_RECENT:]
         total = None if self._config is None else self._config.training.train_steps
         done = steps[-1]["step"] if steps else 0
-        seconds = sum(line["seconds"] for line in recent)
-        tokens = sum(line["tokens_per_second"] * line["seconds"] for line in recent)
-        alarms = list(json_lines(self._directory / ALARMS))
+        seconds = sum(line.get("seconds", 0.0) for line in recent)
+        tokens = sum(line.get("tokens_per_second", 0.0) * line.get("seconds", 0.0) for line in recent)
+        alarms = read_alarms(self._directory / ALARMS)
         read, rows = self._rows(total)
         return Live(
             name=self._directory.name if self._config is None else self._config.run.name,
@@ -211,15 +210,13 @@ class _Losses:
                 if not text.endswith(b"\n"):
                     break
                 self._at += len(text)
-                line = _object(text) or {}
-                if math.isfinite(line.get("loss") or math.nan):
-                    self._bins.add(line["step"], line["loss"])
+                self._bins.add_line(json_line(text))
         return self._bins
 
 
 def _predicted(path: Path) -> str | None:
     """What a ladder's law has of the loss, as the run wrote it when it began."""
-    found = (read_json(path) or {}).get("predicted")
+    found = (read_json(path, Explanation) or {}).get("predicted")
     return None if found is None else in_words(found)
 
 
@@ -242,9 +239,9 @@ def _tail(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         return [], []
     with open_regular(path) as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
-        lines = [_object(line) for line in file.read().split(b"\n")]
-    found = [line for line in lines if line is not None]
-    return [line for line in found if "loss" in line], [line for line in found if "eval_loss" in line]
+        found = [json_line(line) for line in file.read().split(b"\n")]
+    steps = [checked(WatchedStep, line, path) for line in found if "loss" in line]
+    return steps, [checked(Evaluation, line, path) for line in found if "eval_loss" in line]
 
 
 def _curve(path: Path) -> list[tuple[int, float]]:
@@ -259,20 +256,11 @@ def _curve(path: Path) -> list[tuple[int, float]]:
             if place:
                 file.readline()  # the rest of a line
             for _ in range(2):  # one may be an evaluation
-                line = _object(file.readline())
-                if line is not None and "loss" in line:
+                line = json_line(file.readline())
+                if isinstance(line.get("loss"), float):
                     found[line["step"]] = line["loss"]
                     break
     return sorted(found.items())
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    """A line that is whole."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
 
 def bars(curve: Sequence[tuple[int, float]], width: int) -> str:

@@ -1,7 +1,7 @@
 """What the pages and pictures of a run read of its files: each is held against this before anything is made of it.
 
-Public names: `read_text`, `read_json`, `checked`, `read_lines`, `read_samples`; the parts `Settings`, `Explanation`,
-`Plan`, `Made`.
+Public names: `read_text`, `read_json`, `checked`, `read_lines`, `read_samples`, `read_alarms`; the parts `Settings`,
+`Explanation`, `Plan`, `Made`, `Audited`, `WatchedStep`, `Evaluation`.
 
 A part names what is read of a file and no more: what else is in it, of this version or another, stays as it is.
 """
@@ -141,11 +141,42 @@ class Made(_Part):
     versions: dict[str, str]
 
 
-class _Step(_Part):
+class _Finding(_Part):
+    tensor: _Text
+    quantity: _Text
+    expected: float | None
+    found: float | None
+    right: bool
+
+
+class Audited(_Part):
+    """audit.json."""
+
+    findings: list[_Finding]
+
+
+class _Alarm(_Part):
+    step: _Count
+    since: _Count
+    name: _Text
+    quantity: _Text
+    value: float | None
+    cause: _Text
+
+
+class WatchedStep(_Part):
+    """A step's line of metrics.jsonl, as who watches reads it."""
+
     step: _Count
     loss: float
+    seconds: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    tokens_per_second: FiniteFloat = 0.0
+
+
+class _Step(WatchedStep):
     lr: float
     seconds: float
+    grad_norm: float = 0.0
 
 
 class _Sample(_Part):
@@ -154,7 +185,9 @@ class _Sample(_Part):
     text: _Text
 
 
-class _Evaluation(_Part):
+class Evaluation(_Part):
+    """An evaluation's line of metrics.jsonl."""
+
     step: _Count
     eval_loss: float
     bleu: float = 0.0
@@ -215,8 +248,13 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] 
     if found is None:
         return None
     steps = [checked(_Step, data, path, where) for where, data in found if "loss" in data]
-    evaluations = [checked(_Evaluation, data, path, where) for where, data in found if "eval_loss" in data]
+    evaluations = [checked(Evaluation, data, path, where) for where, data in found if "eval_loss" in data]
     return steps, evaluations
+
+
+def read_alarms(path: Path) -> list[dict[str, Any]]:
+    """alarms.jsonl, in the order in which they were raised; empty where there is none. Raises UserError."""
+    return [checked(_Alarm, alarm, path) for alarm in files.json_lines(path)]
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def summarize(directory: Path, console: Any, then: str = "") -> None:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
     if then and run.record is not None and run.target is None:
         console.print(f"next: {then}  # the target, with these values", highlight=False, soft_wrap=True)
-    folder = shlex.quote(str(directory))
+    folder = shlex.quote(f"./{directory}" if str(directory).startswith("-") else str(directory))
     console.print(f"next: mup-megatron report {folder}  # one HTML page of the run", highlight=False, soft_wrap=True)
     following = _FOLLOWING.get(FAMILIES.get(str((run.config.get("model") or {}).get("architecture")), "gpt"))
     if following and Checkpoints(directory / "checkpoints", 1).newest_first():

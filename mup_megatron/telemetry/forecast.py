@@ -9,9 +9,9 @@ taken to grow on as time does. How wrong that is of the proxy's own runs, each a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FiniteFloat
@@ -81,6 +81,12 @@ class LossBins:
         self._counts[place] += 1
         self.last = step
 
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """The loss of a line of metrics.jsonl, where it has one, and that is a finite number."""
+        loss, step = line.get("loss"), line.get("step")
+        if isinstance(loss, float) and math.isfinite(loss) and isinstance(step, int) and step > 0:
+            self.add(step, loss)
+
     def full(self) -> list[float]:
         """Of the bins that are over, in order."""
         full, told = min(BINS, self.last * BINS // self._steps), self._counts > 0
@@ -104,8 +110,8 @@ def bins_of(path: Path, steps: int, last: int | None = None) -> LossBins:
     """
     bins = LossBins(steps)
     for line in json_lines(path):
-        if (last is None or line["step"] <= last) and math.isfinite(line.get("loss") or math.nan):
-            bins.add(line["step"], line["loss"])
+        if last is None or line["step"] <= last:
+            bins.add_line(line)
     return bins
 
 

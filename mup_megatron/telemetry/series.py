@@ -86,17 +86,23 @@ class Series:
 
 
 def read_series(path: Path) -> Series:
-    """What telemetry.jsonl has; nothing where there is none. A line that a crash cut short ends it."""
+    """What telemetry.jsonl has; nothing where there is none. A line that is damaged ends it."""
     series, columns = Series(), list[Name]()
     for line in json_lines(path):
+        try:
+            if "series" in line:
+                columns = [(str(name), str(quantity)) for name, quantity in line["series"]]
+                told = {}
+            else:
+                numbers = [math.nan if value is None else float(value) for value in line["values"]]
+                told = dict(zip(columns, numbers, strict=False))
+        except (LookupError, TypeError, ValueError, OverflowError):
+            break
         if "series" in line:
-            columns = [(name, quantity) for name, quantity in line["series"]]
             for column in columns:
                 series.values.setdefault(column, [math.nan] * len(series.steps))
             continue
-        series.steps.append(int(line["step"]))
-        told = dict(zip(columns, line["values"], strict=False))
+        series.steps.append(line["step"])
         for column, values in series.values.items():
-            value = told.get(column)
-            values.append(math.nan if value is None else float(value))
+            values.append(told.get(column, math.nan))
     return series

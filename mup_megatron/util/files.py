@@ -106,7 +106,7 @@ def read_text(path: str | Path, errors: str = "strict", most: int | None = MOST_
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8", errors=errors).read()
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str | bytes) -> dict[str, Any]:
     """The JSON object that a text is; an empty one where it is none."""
     try:
         found = json.loads(text)
@@ -251,11 +251,11 @@ def write_whole(path: Path, content: str | bytes, *, sync: bool = False) -> None
 
     Args:
         path: of the file.
-        content: text in UTF-8, or bytes.
+        content: text in UTF-8, or bytes. What is no character of Unicode, as JSON can hold it, becomes its escape.
         sync: whether it is on the disk before it has its name.
     """
     partial = path.with_name(path.name + ".partial")
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         with open(open_new(partial), "wb") as file:
             file.write(data)
@@ -290,16 +290,29 @@ def write_output(path: Path, text: str, option: str) -> None:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of JSON lines, none where there is no file; one that is no object, or is empty, ends them.
+    """The lines of a file of JSON lines, none where there is no file; one without a `step` ends them.
 
-    A crash cuts a line short, or leaves a block of zeros.
+    A crash cuts a line short, or leaves bytes that are no text.
+
+    Raises:
+        UserError: it is no file, or cannot be read.
     """
     if not path.exists():
         return
-    for line in read_text(path, most=None).splitlines():
-        if not (found := json_object(line)):
+    try:
+        text = read_text(path, errors="replace", most=None)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; expected a file of JSON lines") from None
+    for line in text.splitlines():
+        if not (found := json_line(line)):
             return
         yield found
+
+
+def json_line(text: str | bytes) -> dict[str, Any]:
+    """The JSON object of a line that has a whole number as its `step`; an empty one where it is none."""
+    found = json_object(text)
+    return found if isinstance(found.get("step"), int) else {}
 
 
 def cut_lines(path: Path, last: int) -> list[dict[str, Any]]:

@@ -326,6 +326,22 @@ def test_a_run_that_was_moved(trained: Path, tmp_path: Path, say: Callable[..., 
         (trained / "elsewhere").rename(trained / "data")
 
 
+def test_a_checkpoint_through_links_and_from_inside(
+    trained: Path, tmp_path: Path, say: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer is the run's, whose folder is not the link's."""
+    checkpoints = trained / "checkpoints"
+    latest = checkpoints / "step_00000006"
+    expected = say(str(latest), PROMPT, "--max-new-tokens", "3")["tokens"]
+    (tmp_path / "one").symlink_to(latest)
+    (tmp_path / "all").symlink_to(checkpoints)
+    (tmp_path / "checkpoints").symlink_to(checkpoints)
+    named = [tmp_path / "one", tmp_path / "all", tmp_path / "checkpoints" / latest.name]
+    for folder, word in (*((tmp_path, str(path)) for path in named), (checkpoints, latest.name), (latest, ".")):
+        monkeypatch.chdir(folder)
+        assert say(word, PROMPT, "--max-new-tokens", "3")["tokens"] == expected, (folder, word)
+
+
 def test_a_run_in_bf16(trained: Path, tmp_path: Path, say: Callable[..., dict[str, Any]]) -> None:
     """Its model is all bf16, as in training: megatron-core's linear layers take no other input."""
     copy = tmp_path / "run"

@@ -230,13 +230,13 @@ def test_a_file_that_grows_and_is_cut(tmp_path: Path) -> None:
     assert losses.bins().last == 75
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "3", "null", "\0\0\0", '{"step": 61, "lo'])
-def test_what_a_crash_leaves_ends_a_file(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize("line", [b"{}", b"[]", b"3", b"null", b"\0\0\0", b'{"step": 61, "lo', b"\xff\xfe garbage"])
+def test_what_a_crash_leaves_ends_a_file(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 61))
     path.write_text(whole)
     expected = bins_of(path, 80).full()
-    path.write_text(f"{whole}{line}\n")
+    path.write_bytes(whole.encode() + line + b"\n")
     losses = _Losses(path, 80)
     assert losses.bins().full() == bins_of(path, 80).full() == expected
     assert len(cut_lines(path, 80)) == 60

@@ -161,7 +161,8 @@ def _held(partial: Path) -> Iterator[None]:
             partial.mkdir()
         handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise UserError(f"cannot write to {partial}: {error.strerror}") from None
+        reason = "a part of its path is no folder" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror
+        raise UserError(f"cannot write to {partial}: {reason}") from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

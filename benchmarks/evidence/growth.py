@@ -27,7 +27,7 @@ ONE_AT_A_TIME = {
     "sequence length": "ladder/sequence.json",
     "the tokens of a run": "ladder/tokens.json",
 }
-HALF_AN_OCTAVE = "stability-depth/256-completep-2.json"
+HALF_AN_OCTAVE = "stability-depth/256-completep-3.json"
 _DEPTH = {"none": "none", "depth_mup": "Depth-µP (α = 1/2)", "completep": "CompleteP (α = 1)"}
 
 
@@ -56,15 +56,18 @@ def said_of_depth() -> str:
     deeper = "In so few steps no deepest model is better than two layers" if min(every) > 0 else "Some depth pays"
     fails = "fails" if not wide["completep"]["passed"] else "passes"
     closer = record(HALF_AN_OCTAVE)
-    again = "passes" if closer["passed"] else "fails"
+    again = ("passes" if closer["passed"] else "fails") + (
+        " too" if closer["passed"] == wide["completep"]["passed"] else ""
+    )
     small, deepest = ([statistics.fmean(loss) for loss in row_of(closer, layers)["losses"]] for layers in (2, 32))
     first, second = sorted(range(len(small)), key=lambda at: small[at])[:2]
+    costs = [100 * (loss / min(deepest) - 1) for loss in deepest]
     ours = "fails" if not wide["depth_mup"]["passed"] else "passes"
     return (
         f"At hidden size 256 Depth-µP {ours} and CompleteP {fails}; with rates half an octave apart and "
         f"{closer['seeds']} seeds CompleteP {again}. There 2 layers end {small[second] - small[first]:.3f} nats apart "
-        f"at {closer['values'][first]:g} and {closer['values'][second]:g}, and the latter costs 32 layers "
-        f"{100 * (deepest[second] / min(deepest) - 1):.1f} %. {deeper}. At hidden size 32, 16 layers end "
+        f"at {closer['values'][first]:g} and {closer['values'][second]:g}, which cost 32 layers "
+        f"{costs[first]:.1f} and {costs[second]:.1f} %. {deeper}. At hidden size 32, 16 layers end "
         f"{rises['none']:.2f} nats above 2 without a rule, {rises['depth_mup']:.2f} under Depth-µP and "
         f"{rises['completep']:.2f} under CompleteP."
     )

@@ -1,19 +1,14 @@
 """`python -m mup_megatron` is `mup-megatron`. Public name: `main`."""
 
-import os
-import signal
 from typing import NoReturn
+
+from mup_megatron.parallel.ranks import at_once
 
 
 def main() -> NoReturn:
-    """`mup_megatron.cli.main`; Ctrl-C before that is there ends the process without a traceback."""
-    keeps = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if keeps:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from mup_megatron import cli
-
-    if keeps:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """`mup_megatron.cli.main`; Ctrl-C while that is imported ends the process without a traceback."""
+    with at_once():
+        from mup_megatron import cli
     cli.main()
 
 

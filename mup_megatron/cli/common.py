@@ -133,8 +133,8 @@ def launched_rank(processes: int | None) -> Any:
     from mup_megatron.parallel.ranks import read_rank
 
     rank = read_rank()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or rank.world_size)
-    if rank.launched and processes not in (None, here, rank.world_size):
+    started = (os.environ.get("LOCAL_WORLD_SIZE"), str(rank.world_size))
+    if rank.launched and processes is not None and str(processes) not in started:
         raise UserError(
             f"--nproc-per-node {processes}: a launcher started this process as rank {rank.rank} of {rank.world_size}, "
             "so the environment says; expected no --nproc-per-node, or neither RANK nor WORLD_SIZE in the environment"

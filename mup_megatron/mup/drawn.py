@@ -106,7 +106,7 @@ def _readouts(model: torch.nn.Module, base: Any) -> list[str]:
             continue
         fan_in, fan_out = _fans(infshape)
         values = own_values(module.weight)
-        # torch's Linear, LeCun, He, Glorot; a small sample is told apart from fewer of them.
+        # LeCun, He, Glorot. Of few values the deviation is known less well.
         explained = [1 / fan_in, 2 / fan_in, 2 / (fan_in + fan_out)]
         same = max(_SAME, 1 + 4 / math.sqrt(2 * min(values.numel(), _SAMPLE)))
         by_rule = any(1 / same < std / math.sqrt(variance) < same for variance in explained)

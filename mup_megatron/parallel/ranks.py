@@ -75,22 +75,20 @@ def read_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     return Rank()
 
 
-def say_error(message: str, rank: Rank | None = None, *, same: bool = False) -> None:
+def say_error(message: str, *, same: bool = False) -> None:
     """Says what is wrong, once where all ranks say the same, as they do before they have met.
 
     Args:
         message: one sentence.
-        rank: this process; as its variables say unless given, the first where they contradict each other.
         same: whether all say the same although they have met.
 
     Then rank 0 prints the error. Other ranks wait 10 s before they exit; otherwise the launcher may kill rank 0 before
     it prints. A rank that is still alive after the wait has an error of its own, and prints it.
     """
-    if rank is None:
-        try:
-            rank = read_rank()
-        except UserError:
-            rank = Rank()
+    try:
+        rank = read_rank()
+    except UserError:  # it is what is being said: the launcher's variables contradict each other
+        rank = Rank()
     torch = sys.modules.get("torch")
     met = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
     alone = (same or not met) and not rank.is_first

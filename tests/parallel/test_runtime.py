@@ -93,21 +93,30 @@ def test_a_rank_that_is_wrong_alone_says_so(
     """It waits first: where all are wrong, the first rank speaks and the launcher ends the others meanwhile."""
     waited: list[float] = []
     monkeypatch.setattr("mup_megatron.parallel.ranks.time.sleep", waited.append)
-    say_error("no such file", Rank(rank=0, world_size=2, launched=True))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    say_error("no such file")
     assert not waited
     assert capsys.readouterr().err == "mup-megatron: error: no such file\n"
-    say_error("no such file", Rank(rank=1, world_size=2, launched=True))
+    monkeypatch.setenv("RANK", "1")
+    say_error("no such file")
     assert waited == [10.0]
     assert capsys.readouterr().err == "mup-megatron: error (rank 1): no such file\n"
 
 
-def test_two_runs_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two launches of `deepspeed` on one machine meet at one port; a rank of the second must not join the first."""
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free one, at which ranks meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        found: int = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MASTER_PORT", str(found))
+    return found
+
+
+def test_two_runs_on_one_port(port: int) -> None:
+    """Two launches of `deepspeed` on one machine meet at one port; a rank of the second must not join the first."""
     ranks = [Rank(rank=number, world_size=2, local_rank=number, launched=True) for number in range(2)]
     with ThreadPoolExecutor() as pool:
         meetings = list(pool.map(Meeting, ranks))
@@ -119,13 +128,9 @@ def test_two_runs_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
             Meeting(rank)
 
 
+@pytest.mark.usefixtures("port")
 def test_the_first_rank_may_take_longer_than_a_group_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing a corpus takes hours; the half hour of a process group is for what ranks do together."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setattr(runtime, "_PATIENCE", datetime.timedelta(seconds=1))
     came: list[tuple[int, float]] = []
 

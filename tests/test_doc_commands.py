@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import re
 import shutil
 import tempfile
@@ -21,6 +20,7 @@ from mup_megatron.config import Config, load_config, parse_config, parse_overrid
 from mup_megatron.config.load import override
 from mup_megatron.util.errors import UserError
 from tests.helpers.doc_commands import ALL_PAGES, FOREIGN, blocks, commands, configs, keys
+from tests.helpers.installed import HAS_TRAINING
 from tests.helpers.links import ROOT
 
 PAGE = pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -86,7 +86,7 @@ def megatrons(words: list[str]) -> None:
     script, arguments, _ = _split(words)
     assert script.name == "pretrain_gpt.py"
     parser = ArgumentParser(allow_abbrev=False)
-    if importlib.util.find_spec("megatron.training") is None:
+    if not HAS_TRAINING:
         _, unknown = add_options(parser).parse_known_args(arguments)
         assert not [word for word in unknown if word.startswith("--mup")], unknown
         return

@@ -25,11 +25,9 @@ from mup_megatron.util.errors import UserError
 from tests.bridge import bodies
 from tests.bridge.recipes import BASE, CORE, SAME, of_megatron
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 MATRIX, GAIN, WORDS = (
     "decoder.layers.1.mlp.linear_fc1.weight",
     "decoder.layers.1.input_layernorm.weight",

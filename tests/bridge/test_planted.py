@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from tests.bridge import bodies
 from tests.helpers.audit_bodies import FAULTS
 from tests.helpers.audit_faults import FIRST_STEPS, GROUPS, INITIAL, MULTIPLIERS, WHOLE_GROUPS, apart
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.helpers.megatron_faults import ONE_RATE
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 TENSOR = {"tensor_model_parallel_size": 2}
 PACKS = [faults for kinds in (INITIAL, GROUPS, MULTIPLIERS, WHOLE_GROUPS, FIRST_STEPS) for faults in apart(kinds)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from tests.helpers import bodies, megatron_runs
 from tests.helpers.commands import next_commands
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ITSELF = {
@@ -142,10 +142,7 @@ MORE = 10
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+@needs_training
 def test_ten_more_steps_of_a_plain_run(ranks: Ranks, tmp_path: Path) -> None:
     """With the optimizer's state: the losses of the plain run itself. Without the moments they are others."""
     from tests.megatron_training.test_megatron_training import options, without

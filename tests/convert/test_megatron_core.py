@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from tests.convert.sources import MULTIPLIERS, Trained, deviation, logits_of, ow
 from tests.helpers import bodies, megatron_runs
 from tests.helpers.configs import HEAD_SIZE, MLA, MOE, VOCABULARY, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = ("llama, untied", pytest.param("gpt3, tied", marks=pytest.mark.slow))
@@ -114,12 +114,6 @@ def test_a_release_is_loaded_by_megatron_core(
     listed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert listed == there - {"SHA256SUMS"}
-
-
-needs_training = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
 
 
 def plain_words(folder: Path, config: Any, cache: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -28,15 +27,13 @@ from tests.convert.sources import deviation
 from tests.convert.test_hugging_face import load
 from tests.helpers import bodies, megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.helpers.megatron_runs import SCRIPT
 from tests.megatron_training.test_megatron_training import copy_of_megatron, saw
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.training") is None,
-        reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-    ),
+    needs_training,
 ]
 ENTRIES = 100
 TOKENS = torch.randint(ENTRIES, (4, 16), generator=torch.Generator().manual_seed(5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 from argparse import Namespace
@@ -26,13 +25,11 @@ from mup_megatron.tuning.space import values_of
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.helpers.records import BUDGET, study_of
 from tests.model.as_built.own_layers import LOOPED
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 # Every size of the model; ratios 1.
 BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
 EXTRA = ("--spec", "tests.model.as_built.own_layers", "extra_mlp")

@@ -16,7 +16,7 @@ from tests.helpers import megatron_faults, megatron_runs
 from tests.helpers.audit_bodies import FAULTS
 from tests.helpers.audit_faults import FIRST_STEPS, GROUPS, INITIAL, MATRICES, MULTIPLIERS, WHOLE_GROUPS, apart
 from tests.helpers.distributed import RankError, Ranks
-from tests.megatron_training.test_megatron_options import needs_training
+from tests.helpers.installed import needs_training
 
 pytestmark = needs_training
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import megatron_runs
-from tests.megatron_training.test_megatron_run import needs_training
+from tests.helpers.installed import needs_training
 
 
 @pytest.fixture(scope="module")

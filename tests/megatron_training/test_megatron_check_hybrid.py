@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import megatron_runs
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_hybrid import SCRIPT, STACK
-from tests.megatron_training.test_megatron_run import needs_training
 
 pytestmark = [pytest.mark.slow, needs_training]
 

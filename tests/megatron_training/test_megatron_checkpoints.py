@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.installed import needs_training
 from tests.helpers.links import ROOT
-from tests.megatron_training.test_megatron_run import needs_training
 
 pytestmark = needs_training
 SIZES = {

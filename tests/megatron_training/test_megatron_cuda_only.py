@@ -16,9 +16,10 @@ from mup_megatron.parallel.ranks import Rank
 from mup_megatron.patches.cpu import for_cpu
 from mup_megatron.rules.shapes import Init, TensorSpec
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import HAS_TRAINING
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
+    not HAS_TRAINING,
     reason="the calls that are looked at are those of megatron-core 0.19",
 )
 

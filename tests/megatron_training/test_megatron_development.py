@@ -19,13 +19,14 @@ import pytest
 from mup_megatron.patches import trees
 from tests.helpers import functional_recipes, megatron_runs
 from tests.helpers.commands import environment
+from tests.helpers.installed import HAS_TRAINING
 from tests.megatron_training.test_megatron_training import seen as observed
 from tests.megatron_training.test_megatron_training import start
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("megatron.training") is None or "MEGATRON_LM" not in os.environ,
+        not HAS_TRAINING or "MEGATRON_LM" not in os.environ,
         reason="needs megatron-core 0.19 or later, and MEGATRON_LM, which names a git repository of Megatron-LM",
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import warnings
@@ -17,12 +16,10 @@ from mup_megatron.parallel import upstream
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.commands import run
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_table import refusal
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 DATA = Path(__file__).with_name("recipes")
 COMMON = (
     "--num-layers 2 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 64 "

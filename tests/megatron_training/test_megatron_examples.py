@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import shutil
@@ -13,13 +12,11 @@ import pytest
 
 from mup_megatron.util.errors import UserError
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere
 from tests.megatron_training.test_megatron_recipes import FROM_HIDDEN, small, trains
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 GPT3, GPT_OSS, LLAMA3, DEEPSEEK_FSDP, LLAMA3_FSDP, MIXTRAL = (
     "gpt3/train_gpt3_175b_distributed.sh",
     "gptoss/02_train.sh",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ from mup_megatron.parallel.layout import Layout
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_elsewhere import elsewhere
 from tests.megatron_training.test_megatron_translation import VOCABULARY, table, translated
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 # The base is the model itself, so that every ratio is 1.
 BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"

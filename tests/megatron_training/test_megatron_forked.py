@@ -16,7 +16,7 @@ from mup_megatron.tuning.megatron_task import Task
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
-from tests.megatron_training.test_megatron_run import needs_training
+from tests.helpers.installed import needs_training
 
 pytestmark = [pytest.mark.slow, needs_training]
 TWO_RANKS = ("torchrun", "--nproc-per-node", "2", "-m", "mup_megatron.run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import pytest
 
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 SAME = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
 HALF = "hidden_size: 32\nnum_attention_heads: 2\n"
 # Upstream's: under FSDP2 the head has a weight of its own.

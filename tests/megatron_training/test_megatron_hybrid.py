@@ -17,11 +17,9 @@ from mup_megatron.model.as_built.tensors_file import read_tensors
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 SCRIPT = Path(__file__).parent / "pretrain_hybrid.py"
 STACK = ("--spec", "tests.model.as_built.hybrid_stack", "local_stack", "--disable-bias-linear")
 EXPERTS = ("--num-experts", "4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 from mup_megatron.engines.setup.megatron import emerging_missing
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.training") is None,
-        reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-    ),
+    needs_training,
     pytest.mark.skipif(emerging_missing("lion") is not None, reason=str(emerging_missing("lion"))),
 ]
 # Rotary: learned positions are Lion's in plain megatron-core, and Adam's here.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -15,11 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mup_megatron.megatron_training.script import _announce_rank
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
-needs_training = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 
 

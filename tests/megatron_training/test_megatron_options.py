@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -14,12 +13,8 @@ import pytest
 from mup_megatron import cli, megatron_training
 from mup_megatron.megatron_training.options import add_options, read_options
 from mup_megatron.util.errors import UserError
+from tests.helpers.installed import needs_training
 from tests.helpers.records import write_values
-
-needs_training = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 from mup_megatron.megatron_training.models import needs_groups
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
-from tests.megatron_training.test_megatron_run import needs_training
+from tests.helpers.installed import needs_training
 
 SCRIPT = Path(__file__).parent / "own_loop.py"
 

@@ -11,7 +11,7 @@ import pytest
 from mup_megatron.telemetry.series import Series, read_series
 from tests.helpers import megatron_faults, megatron_runs
 from tests.helpers.distributed import Ranks
-from tests.megatron_training.test_megatron_options import needs_training
+from tests.helpers.installed import needs_training
 
 pytestmark = needs_training
 

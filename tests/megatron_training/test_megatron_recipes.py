@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +12,10 @@ import pytest
 from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_elsewhere import DATA, elsewhere, recipe
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 
 # What no table of µP can be made of, by a part of the recipe's name, with what the sentence says.
 REFUSED = {

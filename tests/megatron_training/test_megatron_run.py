@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -29,12 +28,9 @@ from mup_megatron.tuning.recording import make_record
 from mup_megatron.tuning.space import values_of
 from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, make
+from tests.helpers.installed import HAS_TRAINING, needs_training
 from tests.helpers.records import BUDGET, study_of
 
-HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
-needs_training = pytest.mark.skipif(
-    not HAS_TRAINING, reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12"
-)
 SETTINGS = Settings(base={}, parametrization={}, hparams={}, record=None, explain=False, allowed=(), sizes={})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from collections import Counter
@@ -12,14 +11,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_features import run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.training") is None,
-        reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-    ),
+    needs_training,
 ]
 SEED = 20261122
 MIXES = 50

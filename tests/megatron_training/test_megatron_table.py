@@ -24,7 +24,8 @@ from mup_megatron.megatron_training.option_check import (
 from mup_megatron.megatron_training.option_table import OPTIONS, Rule
 from mup_megatron.megatron_training.options import known
 from mup_megatron.util.errors import UserError
-from tests.megatron_training.test_megatron_options import needs_training, parsed, parser
+from tests.helpers.installed import needs_training
+from tests.megatron_training.test_megatron_options import parsed, parser
 
 DATA = Path(__file__).parent
 INSTALLED = importlib.metadata.version("megatron-core")

@@ -27,13 +27,11 @@ from tests.helpers import bodies
 from tests.helpers.commands import BIN, environment, run
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.helpers.megatron_runs import SCRIPT
 from tests.helpers.records import BUDGET, study_of
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 STEPS = 8
 # A record and a file say them, and the groups have them.
 FACTORS = {"embedding": {"lr": 2.0, "init": 0.5}, "attention_q": {"init": 0.5}, "*.mlp.*.weight": {"lr": 0.5}}

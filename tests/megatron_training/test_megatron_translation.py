@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from argparse import ArgumentParser
@@ -30,11 +29,9 @@ from mup_megatron.rules.base_shapes import save_base_shapes
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError
 from tests.helpers.configs import MIXED, make
+from tests.helpers.installed import needs_training
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 PLAIN = (  # noqa: SIM905  (a command line reads as one)
     "--num-layers 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 8 "
     "--train-iters 20 --lr 8e-3 --init-method-std 0.05 --weight-decay 0.1 --transformer-impl local --mock-data "

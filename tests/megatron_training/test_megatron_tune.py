@@ -31,8 +31,8 @@ from mup_megatron.util.errors import UserError
 from tests.helpers import megatron_runs
 from tests.helpers.commands import Background, mup, run, until
 from tests.helpers.configs import MIXED, make
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_as_built import TENSORS
-from tests.megatron_training.test_megatron_run import needs_training
 
 TORCHRUN = ["torchrun", "--nproc-per-node", "2", "-m", "mup_megatron.run"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,13 @@ from mup_megatron.parallel.layout import resolve_layout
 from mup_megatron.tuning.family import digested
 from mup_megatron.util.errors import UserError
 from tests.helpers.commands import next_commands, run
+from tests.helpers.installed import needs_training
 from tests.helpers.megatron_runs import SCRIPT
 from tests.megatron_training.test_megatron_elsewhere import elsewhere, recipe
 from tests.megatron_training.test_megatron_recipes import PUBLISHED
 from tests.megatron_training.test_megatron_training import STEPS, config, options, without
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 COMMON = "--data-path data/text_document --vocab-size 1000"
 # Options of the published command lines that no config says, by hand.
 UNSAID = {

@@ -11,8 +11,8 @@ from mup_megatron.megatron_training.elsewhere import show
 from mup_megatron.megatron_training.telemetry import unread_names
 from tests.helpers import megatron_runs
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.megatron_training.test_megatron_elsewhere import elsewhere
-from tests.megatron_training.test_megatron_options import needs_training
 
 pytestmark = needs_training
 BEHIND = "; the audit judges what they do at the first step, and not what they do later"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from mup_megatron.model.as_built import attach
 from tests.helpers import megatron_runs
 from tests.helpers.breakages import break_
 from tests.helpers.distributed import RankError, Ranks
+from tests.helpers.installed import needs_training
 from tests.model.as_built.own_layers import LATENT
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+pytestmark = needs_training
 BASE = "hidden_size: 64\nnum_attention_heads: 4\nffn_hidden_size: 128\n"
 # A quarter of every size; the head size stays.
 QUARTER = "hidden_size: 16\nnum_attention_heads: 1\nffn_hidden_size: 32\n"

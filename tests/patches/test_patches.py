@@ -26,6 +26,7 @@ from tests.helpers import patch_tables
 from tests.helpers.breakages import break_
 from tests.helpers.commands import run
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import HAS_TRAINING, NO_TRAINING
 
 BY_NAME = {patch.name: patch for patch in ALL_PATCHES}
 RUN_PATCHES = (*TRAINING_PATCHES, *entry_patches(megatron_training), *watch_patches(watched, watched_coordinates))
@@ -153,8 +154,8 @@ def test_twice_is_once_and_undo_restores() -> None:
 
 def test_those_of_run_twice_and_undone() -> None:
     """Also where a class has its method from another: undoing leaves it inherited."""
-    if importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("megatron.training ships with megatron-core 0.19 and later, which need Python 3.12")
+    if not HAS_TRAINING:
+        pytest.skip(NO_TRAINING)
     needed = [patch for patch in RUN_PATCHES if patch.is_needed(cuda=False)]
     before = [patch._target()[2] for patch in needed]
     for _ in range(2):

@@ -15,6 +15,7 @@ import pytest
 from mup_megatron import cli
 from mup_megatron.patches import trees
 from mup_megatron.util.errors import UserError
+from tests.helpers.installed import HAS_TRAINING, NO_TRAINING
 
 FILES = (
     "training/arguments.py",
@@ -37,8 +38,8 @@ TAGS = {
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """What the diffs touch, of the installed wheel."""
-    if importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("megatron.training ships with megatron-core 0.19 and later, which need Python 3.12")
+    if not HAS_TRAINING:
+        pytest.skip(NO_TRAINING)
     core = importlib.util.find_spec("megatron.core.package_info")
     assert core is not None
     assert core.origin is not None

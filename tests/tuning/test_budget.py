@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -23,6 +22,7 @@ from mup_megatron.tuning.space import proxy_config, rungs, values_of
 from tests.helpers import bodies
 from tests.helpers.configs import MIXED, MLA, MOE, T5, VOCABULARY, make, make_t5
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 
 SEARCH = {"lr": {"log_uniform": [1e-3, 1e-1]}}
 
@@ -278,9 +278,7 @@ def test_device_hours() -> None:
     assert hours["target"] == pytest.approx(found.target.flops / (989e12 * 0.4) / 3600)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None, reason="megatron.training ships with megatron-core 0.19"
-)
+@needs_training
 @pytest.mark.parametrize("name", ["gpt3/175b", "llama/8b", "deepseek/v3-671b"])
 def test_flops_are_megatron_s(repository: Path, name: str) -> None:
     """Its own count, with what differs: norms of ranks (counted there), routers and gates (counted here)."""

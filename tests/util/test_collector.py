@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from mup_megatron.util import collector
 from tests.helpers.commands import mup
+from tests.helpers.installed import needs_training
 
 WHOLE = (
     "import gc, sys\nfrom mup_megatron import cli\ntry:\n    {}\nfinally:\n    print(gc.get_stats()[2]['collections'])"
@@ -37,10 +37,7 @@ def test_without_it_they_are_looked_through_often(repository: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="megatron.training ships with megatron-core 0.19 and later, which need Python 3.12",
-)
+@needs_training
 def test_a_script_of_somebody_else_s_trains_as_usual(tmp_path: Path) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text("import gc, sys\nprint(gc.get_threshold())\nsys.exit()\nfrom megatron.training import pretrain\n")

@@ -38,7 +38,30 @@ def page(folder: Path = RESULTS) -> str:
     """The whole page."""
     files = sorted(folder.glob("*.json"))
     parts = [f"## {file.stem}\n\n{one(json.loads(file.read_text(encoding='utf-8')))}" for file in files]
-    return "\n".join([_HEAD, *parts])
+    return "\n".join([_HEAD, *parts, *(_of_script(file) for file in sorted((folder / "script").glob("*.json")))])
+
+
+def _of_script(file: Path) -> str:
+    """The table of `python -m benchmarks.script`."""
+    result = json.loads(file.read_text(encoding="utf-8"))
+    versions = ", ".join(f"{package} {version}" for package, version in result["machine"]["versions"].items())
+    lines = [
+        f"## A script under `mup-megatron run`, Python {result['machine']['python']}",
+        "",
+        f"{result['machine']['date']}; {versions}. Others took {result['busy']:.0%} of the processors before."
+        f" {result['num_layers']} layers, hidden size {result['hidden_size']}, vocabulary {result['vocabulary']}. Each"
+        f" run is a process of its own, of {result['steps']} steps; audit and readings are at their defaults"
+        " (`python -m benchmarks.script`).",
+        "",
+        *_row("", "runs", "plain, seconds", "ours / plain", "plain / plain", f"at most {_GOAL}?"),
+        *_rule(6),
+    ]
+    for kind, what in (("step", "a step"), ("process", "from start to end")):
+        ratio, again = result["ours_over"][kind], result["plain_again_over_plain"][kind]
+        plain = f"{result[f'seconds_per_{kind}']['plain']['median']:.3f}"
+        said = verdict(ratio) if kind == "step" else ""
+        lines += _row(what, str(ratio["runs"]), plain, _with_interval(ratio), _with_interval(again), said)
+    return "\n".join(lines) + "\n"
 
 
 def one(result: dict[str, Any]) -> str:

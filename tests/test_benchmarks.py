@@ -23,6 +23,7 @@ from mup_megatron.tuning.record import BudgetRecord, StudyRecord, TransferRecord
 from tests.helpers.commands import environment
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
+from tests.helpers.installed import needs_training
 from tests.helpers.records import BUDGET, study_of
 
 VOCABULARY = 300
@@ -63,6 +64,18 @@ def test_benchmarks_run(repository: Path) -> None:
     )
     for what in ("gpt3, megatron, TP 2", "peak of tensors", "first step's end", "init", "explain"):
         assert what in result.stdout
+
+
+@pytest.mark.slow
+@needs_training
+def test_a_script_runs_with_ours_and_without() -> None:
+    """`measure` raises where a run logs another number of steps."""
+    from benchmarks import script
+
+    found = script.measure(1, steps=8)
+    assert {name: each["runs"] for name, each in found["seconds_per_step"].items()} == {"ours": 1, "plain": 1}
+    for name in ("ours", "plain"):
+        assert 0 < 8 * found["seconds_per_step"][name]["min"] < found["seconds_per_process"][name]["min"]
 
 
 @pytest.mark.slow
@@ -384,6 +397,28 @@ def test_table_says_what_the_json_says(tmp_path: Path) -> None:
     assert "2030-01-02" in text
     columns = {row.count("|") for row in rows if "MiB, vocabulary" in row or row.startswith("| — build")}
     assert columns == {5}
+
+
+def test_a_script_has_a_table_of_its_own(tmp_path: Path) -> None:
+    """Behind the others; a step has a goal, and the whole process none."""
+    ratios = {"step": _ratio(1.0, 0.005), "process": _ratio(1.25, 0.25)}
+    result = {
+        "machine": {"date": "2030-01-02", "python": "3.12.1", "versions": {"torch": "9.9"}},
+        "busy": 0.04,
+        "num_layers": 1,
+        "hidden_size": 8,
+        "vocabulary": 7,
+        "steps": 40,
+        **{f"seconds_per_{kind}": {"plain": _spread(0.125)} for kind in ratios},
+        "ours_over": ratios,
+        "plain_again_over_plain": ratios,
+    }
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "3.12.json").write_text(json.dumps(result))
+    rows = table.page(tmp_path).splitlines()
+    assert "## A script under `mup-megatron run`, Python 3.12.1" in rows
+    assert "| a step | 9 | 0.125 | 1.000 [0.995, 1.005] | 1.000 [0.995, 1.005] | yes |" in rows
+    assert "| from start to end | 9 | 0.125 | 1.250 [1.000, 1.500] | 1.250 [1.000, 1.500] |  |" in rows
 
 
 def test_committed_table_is_made_from_the_committed_results(repository: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import contenders
-from benchmarks.harness import RESULTS, in_turn, ratios, spread
+from benchmarks.harness import in_turn, ratios, spread, write_apart
 from mup_megatron.checkpoints.checkpoint import Checkpoints
 from mup_megatron.checkpoints.manifest import make_manifest
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
@@ -122,9 +121,7 @@ def main() -> None:
         "sizes": [measure(vocabulary, runs) for vocabulary in _VOCABULARIES],
         "load": {"before": load, "after": os.getloadavg()[0]},
     }
-    path = RESULTS / "checkpoints" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(path)
+    print(write_apart(result, "checkpoints"))
 
 
 if __name__ == "__main__":

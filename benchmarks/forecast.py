@@ -8,13 +8,12 @@ that are complete are not trained again.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import write_apart
 from mup_megatron.config import Config, derive, load_config
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines.setup import resolve
@@ -96,8 +95,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     result = measure(folder)
-    path = RESULTS / "forecast" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path = write_apart(result, "forecast")
     print(f"{path}: {result['held']} of {result['of']}")
 
 

@@ -136,9 +136,7 @@ def main() -> None:
     asked, busy = parser.parse_args(), wait_for_quiet()
     rows = compare(["journal", *asked.storage], _PROCESSES, asked.seconds)
     result: dict[str, Any] = {"machine": machine(), "busy_before": busy, "reports_per_trial": _REPORTS, "rows": rows}
-    folder = RESULTS / "journal"
-    folder.mkdir(exist_ok=True)
-    print(write(result, folder))
+    print(write(result, RESULTS / "journal"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ turns. Writes results/loader/3.12.json.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import tempfile
@@ -25,7 +24,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, _MMapBinReader
 
 from benchmarks import contenders
-from benchmarks.harness import RESULTS, in_turn, ratios, spread, wait_for_quiet
+from benchmarks.harness import in_turn, ratios, spread, wait_for_quiet, write_apart
 from mup_megatron.config import Config, derive
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.prepare import prepare
@@ -134,10 +133,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=_RUNS, help="Batches of each kind.")
     runs, busy = parser.parse_args().runs, wait_for_quiet()
     result = {"machine": machine(), "target": _TARGET, "busy_before": busy, **measure(_TOKENS, runs)}
-    path = RESULTS / "loader" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(path)
+    print(write_apart(result, "loader"))
 
 
 if __name__ == "__main__":

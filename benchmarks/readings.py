@@ -7,11 +7,10 @@ results/readings/3.12.json.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from benchmarks import contenders
-from benchmarks.harness import RESULTS, alternate, ratios, spread
+from benchmarks.harness import alternate, ratios, spread, write_apart
 from mup_megatron.audit.auditor import Auditor
 from mup_megatron.audit.update import Rates
 from mup_megatron.engines.deepspeed import DeepSpeedEngine
@@ -86,9 +85,7 @@ def main() -> None:
         "every": usual_interval(_LONG),
         "sizes": [measure(each, runs) for each in _LONGER],
     }
-    path = RESULTS / "readings" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(path)
+    print(write_apart(result, "readings"))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 The same script and options with `mup-megatron run` (audit and readings at their defaults) and without it, each run a
 process of its own, in turn. A run's step is the median of those it logged; a ratio is taken run by run. Writes
-results/script/3.12.json. megatron-core's wheel has megatron.training from 0.17 on.
+results/script/3.12.json. megatron-core's wheel has megatron.training from 0.19 on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import runpy
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS, in_turn, over, ratios, spread, wait_for_quiet
+from benchmarks.harness import RESULTS, in_turn, over, ratios, spread, wait_for_quiet, write_apart
 from mup_megatron.util.provenance import provenance
 
 _SIZES = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8, "kv_channels": 32}
@@ -113,10 +112,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="Of three processes each (default 20).")
     rounds = parser.parse_args().rounds
     result: dict[str, Any] = {"machine": provenance(None), "busy": wait_for_quiet(1200.0), **measure(rounds)}
-    path = RESULTS / "script" / f"{'.'.join(result['machine']['python'].split('.')[:2])}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(path)
+    print(write_apart(result, "script"))
 
 
 if __name__ == "__main__":

@@ -76,9 +76,14 @@ class _DrawsNothing(TorchFunctionMode):
         if getattr(function, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"]
         named = dict(kwargs or {})
-        if function in _STORAGE and "device" in named:
+        if function in _STORAGE and "device" in named and not _counts_on_cpu(function, named["device"]):
             named["device"] = "meta"
         return function(*args, **named)
+
+
+def _counts_on_cpu(function: Any, device: Any) -> bool:
+    """Whether these are the few numbers of a rotary embedding, for which the meta device would load torch._dynamo."""
+    return function is torch.arange and str(device) == "cpu"
 
 
 @contextlib.contextmanager

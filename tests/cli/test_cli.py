@@ -141,11 +141,16 @@ def test_explain_saves_base_shapes_that_explain_reads(tmp_path: Path, capsys: py
     assert from_file["forward"] == direct["forward"]
 
 
-def test_explain_starts_nothing(tmp_path: Path) -> None:
-    """No process group, no weights, nor what searches, draws or reads tokens: in a process of its own."""
-    heavy = ("deepspeed", "optuna", "pandas", "transformers", "matplotlib", "sentencepiece", "megatron.training")
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+def test_explain_starts_nothing(tmp_path: Path, positions: str) -> None:
+    """No process group, no weights, nor what searches, draws, compiles or reads tokens: in a process of its own."""
+    heavy = (
+        *("deepspeed", "optuna", "pandas", "transformers", "matplotlib", "sentencepiece", "megatron.training"),
+        "torch._dynamo",
+    )
+    sizes = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96}
     growth = {
-        "model": {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96},
+        "model": {**sizes, "position_embedding_type": positions},
         "base": {"hidden_size": 256, "num_attention_heads": 2},
     }
     config = write(tmp_path, make(growth, parallel__tensor_model_parallel_size=8, training__global_batch_size=32))

@@ -159,7 +159,9 @@ def test_a_layer_that_names_its_device_gets_no_memory() -> None:
         layer = torch.nn.Linear(4, 4, device="cpu")
         assert layer.weight.is_meta
         assert torch.empty_like(layer.weight, device="cpu").is_meta
-        assert torch.arange(4, device="cpu").is_meta
+        assert torch.linspace(0, 1, 4, device="cpu").is_meta
+        assert torch.arange(4).is_meta
+        assert not torch.arange(4, device="cpu").is_meta  # a rotary embedding's (tests/cli/test_cli.py)
     assert not torch.empty(4, device="cpu").is_meta
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from mup_megatron.config.schema import Config
 from mup_megatron.config.training import BETAS, one_minus
@@ -75,7 +76,7 @@ def _check_horizon(config: Config) -> None:
     lowest = min(
         *optimizer.betas, *(one_minus(value) for values in searched for value in values if not isinstance(value, str))
     )
-    if float(ratio) * (1 - lowest) >= 1:
+    if ratio * (1 - Fraction(str(lowest))) >= 1:
         raise config.error(
             "parametrization.batch",
             f"{rules.batch} multiplies 1 - beta by {_RATIOS[rules.batch]}, {float(ratio):.4g}, which leaves none of "

@@ -98,7 +98,7 @@ class Data(Section):
     `data_path` or `pairs` is given; where there is no `data:` section at all, `stdlib`."""
     files: list[str] = []
     """Your own text: UTF-8 files, relative to the working directory, or folders, of which every .txt, .md, .jsonl and
-    .json counts, sorted by path. A line of a .jsonl file is a document, any other file is one. Only where that leaves
+    .json counts, sorted by path. A line of a .jsonl or .json file is a document, any other file is one. Only where that leaves
     a part of `split` empty (a single .txt, a few of them) is each file cut into about a hundred documents, at
     paragraphs, and nothing is lost."""
     json_key: str = "text"
@@ -159,8 +159,8 @@ class Tuning(Section):
     """How the proxy is tuned: its trials, when they stop early, where the study and its record live."""
 
     run: Literal["auto", "never", "only"] = "auto"
-    """`auto` tunes where the transfer record is missing, `never` takes the record if it is there, else `hparams:`,
-    `only` stops after the record."""
+    """`auto` tunes where the transfer record is missing, `never` takes the record, or `hparams:` where `record` names
+    none and none is there, `only` stops after the record."""
     record: str | None = None
     """Path of the transfer record; configs of one family share it. If unset: run.dir/transfer.json."""
     ladder: str | None = None

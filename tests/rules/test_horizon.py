@@ -293,6 +293,7 @@ COMMAND = {"tuning.command": ["pretrain_gpt.py"]}
             "sqrt is known over width alone .*depth_mup also moves the ra",
         ),
         ({**SDE, "optimizer.betas": [0.7, 0.95]}, "leaves none of beta 0.7"),
+        ({**SDE, "training.global_batch_size": 20}, "leaves none of beta 0.9"),  # 10 (1 - 0.9) is 1, of floats less
         # What a search may find is told before it is paid for.
         (
             {**SDE, "tuning.search": {"one_minus_beta2": {"log_uniform": [0.01, 0.3]}}},

@@ -98,8 +98,8 @@ class Data(Section):
     `data_path` or `pairs` is given; where there is no `data:` section at all, `stdlib`."""
     files: list[str] = []
     """Your own text: UTF-8 files, relative to the working directory, or folders, of which every .txt, .md, .jsonl and
-    .json counts, sorted by path. A line of a .jsonl or .json file is a document, any other file is one. Only where that leaves
-    a part of `split` empty (a single .txt, a few of them) is each file cut into about a hundred documents, at
+    .json counts, sorted by path. A line of a .jsonl or .json file is a document, any other file is one. Only where that
+    leaves a part of `split` empty (a single .txt, a few of them) is each file cut into about a hundred documents, at
     paragraphs, and nothing is lost."""
     json_key: str = "text"
     """Key of the text in each line of a .jsonl file."""

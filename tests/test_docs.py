@@ -51,8 +51,9 @@ def test_a_heading_becomes_an_anchor() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAME)
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Paths from the repository's root, as `tests/rules/test_rules.py` and `mup_megatron/rules/formulas.py`."""
-    named = set(re.findall(r"(?<![\w/.])(?:tests|mup_megatron|patches|launch|configs)/[\w./-]+\.\w+", page.read_text()))
+    """Paths from the repository's root, as `tests/rules/test_rules.py` and `mup_megatron/rules`."""
+    rooms = "tests|mup_megatron|patches|launch|configs|benchmarks"
+    named = set(re.findall(rf"(?<![\w/.])(?:{rooms})/(?:[\w./-]*[\w/])(?![\w*-])", page.read_text()))
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.evidence.records import (
     LINES,
@@ -27,7 +28,7 @@ ONE_AT_A_TIME = {
     "sequence length": "ladder/sequence.json",
     "the tokens of a run": "ladder/tokens.json",
 }
-HALF_AN_OCTAVE = "stability-depth/256-completep-3.json"
+HALF_AN_OCTAVE = {rule: f"stability-depth/256-{rule}-3.json" for rule in ("depth_mup", "completep")}
 _DEPTH = {"none": "none", "depth_mup": "Depth-µP (α = 1/2)", "completep": "CompleteP (α = 1)"}
 
 
@@ -51,26 +52,37 @@ def depth() -> Rows:
 def said_of_depth() -> str:
     """What depth costs under each rule, which pass at 256, and on how little that hangs."""
     rises = {rule: _rise(f"stability-depth/{rule}.json") for rule in _DEPTH}
-    wide = {rule: record(f"stability-depth/256-{rule}.json") for rule in ("depth_mup", "completep")}
     every = [_rise(path) for path, _ in records() if path.startswith("stability-depth/")]
-    deeper = "In so few steps no deepest model is better than two layers" if min(every) > 0 else "Some depth pays"
-    fails = "fails" if not wide["completep"]["passed"] else "passes"
-    closer = record(HALF_AN_OCTAVE)
-    again = ("passes" if closer["passed"] else "fails") + (
-        " too" if closer["passed"] == wide["completep"]["passed"] else ""
-    )
-    small, deepest = ([statistics.fmean(loss) for loss in row_of(closer, layers)["losses"]] for layers in (2, 32))
+    deeper = "No deepest model is better than two layers" if min(every) > 0 else "Some depth pays"
+    octave = {rule: f"stability-depth/256-{rule}.json" for rule in HALF_AN_OCTAVE}
+    closer = {rule: record(path) for rule, path in HALF_AN_OCTAVE.items()}
+    completep = closer["completep"]
+    small, deepest = ([statistics.fmean(loss) for loss in row_of(completep, layers)["losses"]] for layers in (2, 32))
     first, second = sorted(range(len(small)), key=lambda at: small[at])[:2]
     costs = [100 * (loss / min(deepest) - 1) for loss in deepest]
-    ours = "fails" if not wide["depth_mup"]["passed"] else "passes"
+    apart = difference(*(_best_losses(each, 32) for each in closer.values()))
     return (
-        f"At hidden size 256 Depth-µP {ours} and CompleteP {fails}; with rates half an octave apart and "
-        f"{closer['seeds']} seeds CompleteP {again}. There 2 layers end {small[second] - small[first]:.3f} nats apart "
-        f"at {closer['values'][first]:g} and {closer['values'][second]:g}, which cost 32 layers "
-        f"{costs[first]:.1f} and {costs[second]:.1f} %. {deeper}. At hidden size 32, 16 layers end "
-        f"{rises['none']:.2f} nats above 2 without a rule, {rises['depth_mup']:.2f} under Depth-µP and "
-        f"{rises['completep']:.2f} under CompleteP."
+        f"At hidden size 256 {_both(octave)}; with rates half an octave apart and {completep['seeds']} seeds "
+        f"{_both(HALF_AN_OCTAVE)}. There 2 layers end {small[second] - small[first]:.3f} nats apart "
+        f"at {completep['values'][first]:g} and {completep['values'][second]:g}, which under CompleteP cost 32 layers "
+        f"{costs[first]:.1f} and {costs[second]:.1f} %. The rules' losses differ there by {apart} nats. "
+        f"{deeper}. At hidden size 32, 16 layers end {rises['none']:.2f} nats above 2 without a rule, "
+        f"{rises['depth_mup']:.2f} under Depth-µP and {rises['completep']:.2f} under CompleteP."
     )
+
+
+def _both(paths: dict[str, str]) -> str:
+    """Whether each of the two rules passes: `both pass`, or one by one."""
+    passed = {rule: record(path)["passed"] for rule, path in paths.items()}
+    if len({*passed.values()}) == 1:
+        return "both pass" if passed["completep"] else "both fail"
+    words = {True: "passes", False: "fails"}
+    return f"Depth-µP {words[passed['depth_mup']]} and CompleteP {words[passed['completep']]}"
+
+
+def _best_losses(found: dict[str, Any], size: int) -> list[float]:
+    """Of each seed, at the value whose mean is lowest."""
+    return min(row_of(found, size)["losses"], key=statistics.fmean)
 
 
 def _rise(path: str) -> float:

@@ -203,10 +203,11 @@ CLAIMS = (
       for what, path in growth.ONE_AT_A_TIME.items()),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="CompleteP (Dey et al.)", page="depth.md",
           path="stability-depth/256-completep.json"),
-    Claim(what="The best rate stays from 2 to 32 layers at width 256, rates half an octave apart",
-          whose="CompleteP (Dey et al.)", page="depth.md", path=growth.HALF_AN_OCTAVE),
     Claim(what="The best rate stays from 2 to 32 layers at width 256", whose="Depth-µP (Tensor Programs VI)",
           page="depth.md", path="stability-depth/256-depth_mup.json"),
+    *(Claim(what="The best rate stays from 2 to 32 layers at width 256, rates half an octave apart", whose=whose,
+            page="depth.md", path=growth.HALF_AN_OCTAVE[rule])
+      for rule, whose in (("completep", "CompleteP (Dey et al.)"), ("depth_mup", "Depth-µP (Tensor Programs VI)"))),
     Claim(what="A rule over depth is needed (2 to 16 layers at width 32)", whose="Tensor Programs VI, CompleteP",
           page="depth.md", path="stability-depth/none.json",
           said=lambda: f"not shown: without a rule the rate **{_word('stability-depth/none.json')}** too"),

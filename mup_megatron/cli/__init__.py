@@ -6,7 +6,6 @@ Public names: `main`, `run`, `launched`, `default_config`.
 from __future__ import annotations
 
 import functools
-import io
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import typer
 
 from mup_megatron.cli.common import app, is_override, typed
 from mup_megatron.parallel.upstream import quiet
-from mup_megatron.util import collector
+from mup_megatron.util import collector, screens
 from mup_megatron.util.errors import DiskFull, UserError
 from mup_megatron.util.shipped import shipped_folder
 
@@ -27,6 +26,9 @@ from mup_megatron.cli import proof  # noqa: F401  # isort: skip
 from mup_megatron.cli import tools  # noqa: F401  # isort: skip
 from mup_megatron.cli import convert  # noqa: F401  # isort: skip
 from mup_megatron.cli import start  # noqa: F401  # isort: skip
+
+
+_RUNS = (["train"], ["tune"], ["pipeline"], ["run"])
 
 
 def main() -> NoReturn:
@@ -41,9 +43,19 @@ def main() -> NoReturn:
     keep_log()
     if not is_script:
         quiet()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
-    sys.exit(run(sys.argv[1:]))
+    screens.outlast()
+    sys.exit(_printed(run(sys.argv[1:]), sys.argv[1:]))
+
+
+def _printed(status: int, arguments: list[str]) -> int:
+    """The exit status of a command whose output may have got lost; says so. A run has its files all the same."""
+    failed = screens.failure()
+    if failed is None or status:
+        return status
+    if isinstance(failed, BrokenPipeError):  # as of `| head`
+        return 0 if arguments[:1] in _RUNS else 1
+    print(f"mup-megatron: error: standard output: {failed.strerror}; what was printed is lost", file=sys.stderr)
+    return 0 if arguments[:1] in _RUNS else 2
 
 
 def run(arguments: list[str]) -> int:
@@ -102,10 +114,11 @@ def launched(command: str, arguments: list[str]) -> NoReturn:
     collector.rarely()
     end_at_sigterm()
     quiet()
+    screens.outlast()
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank", "--local-rank"))]
     if not arguments or arguments[0].startswith("-") or is_override(arguments[0]):
         arguments = [os.path.relpath(default_config(Path(sys.argv[0]))), *arguments]
-    sys.exit(run([command, *arguments]))
+    sys.exit(_printed(run([command, *arguments]), [command]))
 
 
 def default_config(script: Path) -> Path:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mup_megatron.util.errors import UserError
+from mup_megatron.util.screens import silence
 from mup_megatron.util.secrets import masked
 
 if TYPE_CHECKING:
@@ -184,10 +185,8 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
         here.append(number)
         _came.append(signal.Signals(number))
         if number == signal.SIGHUP and screens:  # what is still said would raise OSError
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            while screens:
-                os.dup2(nowhere, screens.pop())
-            os.close(nowhere)
+            silence(screens)
+            screens.clear()
 
     keyboard = (signal.SIGINT, signal.SIGHUP)
     numbers = [signal.SIGTERM, *(number for number in keyboard if signal.getsignal(number) is not signal.SIG_IGN)]

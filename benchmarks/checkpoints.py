@@ -60,7 +60,9 @@ def measure(vocabulary: int, runs: int, *, tiny: bool = False) -> dict[str, Any]
 
     with tempfile.TemporaryDirectory() as folder:
         manifest = make_manifest(table, setup.layout, "", step=0)
-        saver = Saver(Checkpoints(Path(folder), 2), begin, size, manifest, len(bench.batch.tokens), Rank())
+        saver = Saver(
+            Checkpoints(Path(folder), 2), begin, size, manifest, lambda step: step * len(bench.batch.tokens), Rank()
+        )
         for number in range(_WARMUP + runs):
             found = {"step": _seconds(step), "one plain copy": _seconds(state.clone)}
             for way in in_turn(["waits", "goes on"], number):

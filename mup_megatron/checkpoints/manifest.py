@@ -89,6 +89,7 @@ class CheckpointManifest(BaseModel):
         data_digest: of the prepared data.
         tokenizer: settings of the tokenizer.
         samples: sequences trained on.
+        order_samples: that the order of the data was drawn for; None for train_steps · global_batch_size.
         base_head_size: d of the base model.
         base_shapes: base of every dimension by tensor; null where the dimension does not grow.
         multipliers: of rate, epsilon and weight decay, by tensor.
@@ -116,7 +117,8 @@ class CheckpointManifest(BaseModel):
     layout: dict[str, Any] = {}
     data_digest: str
     tokenizer: dict[str, Any] = {}
-    samples: int | None = None
+    samples: StrictInt | None = None
+    order_samples: StrictInt | None = None
     base_head_size: int | None = None
     base_shapes: dict[str, list[StrictInt | None]]
     multipliers: dict[str, list[float | None]] = {}

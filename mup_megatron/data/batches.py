@@ -29,7 +29,10 @@ from mup_megatron.util.errors import UserError
 
 
 def build_datasets(
-    config: Config, prepared: Prepared, say: Callable[[str], None] = lambda _line: None
+    config: Config,
+    prepared: Prepared,
+    say: Callable[[str], None] = lambda _line: None,
+    samples: int | None = None,
 ) -> tuple[Any, Any]:
     """Training and validation dataset, long enough for the run. Collective: every rank calls it.
 
@@ -37,6 +40,7 @@ def build_datasets(
         config: the run.
         prepared: its data.
         say: takes a line where another process is to be waited for.
+        samples: that the training data's order is drawn for; None for those of the run.
 
     Raises:
         UserError: a split that is needed has no documents, or the data was replaced meanwhile.
@@ -57,7 +61,7 @@ def build_datasets(
     }
     dataset, dataset_config = family_of(config.model).dataset(config, common)
     sizes = [
-        training.train_steps * training.global_batch_size,
+        samples or training.train_steps * training.global_batch_size,
         training.eval_steps * training.global_batch_size if training.eval_interval else 0,
         0,
     ]
@@ -82,14 +86,17 @@ def build_datasets(
 
 
 class Batches:
-    """Global batches of a dataset: batch i holds samples [i·g, (i+1)·g), whatever the layout.
+    """Global batches of a dataset: batch i holds samples [i·g + shift, (i+1)·g + shift), whatever the layout.
 
-    Micro-batch k of data-parallel rank r takes the samples from i·g + (k·ranks + r)·b on, as Megatron's sampler does.
-    It takes config and layout apart, since a `Setup` lies above data in the order of imports.
+    Micro-batch k of data-parallel rank r takes its samples from (k·ranks + r)·b on, as Megatron's sampler does. The
+    shift is 0 but in a run whose batch was another before (`order.Order`). It takes config and layout apart, since a
+    `Setup` lies above data in the order of imports.
     """
 
-    def __init__(self, dataset: Any, config: Config, layout: Layout, rank: int, device: torch.device) -> None:
-        self._dataset = dataset
+    def __init__(
+        self, dataset: Any, config: Config, layout: Layout, rank: int, device: torch.device, shift: int = 0
+    ) -> None:
+        self._dataset, self._shift = dataset, shift
         self._training = config.training
         self._layout = layout
         self._data_rank = layout.data_rank(rank)
@@ -97,7 +104,7 @@ class Batches:
 
     def __getitem__(self, number: int) -> Sequence[Batch]:
         """This rank's micro-batches of a global batch."""
-        start = number * self._training.global_batch_size
+        start = number * self._training.global_batch_size + self._shift
         return [self._micro_batch(start, k) for k in range(self._layout.micro_batches)]
 
     def _micro_batch(self, start: int, k: int) -> Batch:

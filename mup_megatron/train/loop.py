@@ -16,6 +16,7 @@ import torch.distributed
 
 from mup_megatron.config import Config
 from mup_megatron.data.batches import Batches
+from mup_megatron.data.order import Order
 from mup_megatron.engines import Engine
 from mup_megatron.engines.optim import LearningRateSchedule
 from mup_megatron.engines.step_result import StepResult
@@ -58,6 +59,7 @@ class Loop:
         config: the run.
         engine: steps the model.
         batches: of the training data.
+        order: of its samples.
         evaluation: of the validation data.
         saver: writes checkpoints.
         hooks: called in this order at each place.
@@ -68,14 +70,15 @@ class Loop:
         config: Config,
         engine: Engine,
         batches: Batches,
+        order: Order,
         evaluation: Batches,
         saver: Saver,
         hooks: Sequence[Hook],
     ) -> None:
         self._training, self._engine, self._saver, self._hooks = config.training, engine, saver, tuple(hooks)
-        self._batches, self._evaluation = batches, evaluation
+        self._batches, self._order, self._evaluation = batches, order, evaluation
         self._schedule = LearningRateSchedule(config.training, config.hparams.lr)
-        self._tokens = config.training.global_batch_size * config.sample_tokens
+        self._sample_tokens = config.sample_tokens
         self._device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
         self._untold: _Update | None = None
         self._asked: list[Late] = []
@@ -174,12 +177,12 @@ class Loop:
         seconds = update.watch.seconds()
         step = Step(
             number=update.number,
-            tokens=update.number * self._tokens,
+            tokens=self._order.samples(update.number) * self._sample_tokens,
             loss=update.result.loss,
             grad_norm=update.result.grad_norm,
             lr=update.lr,
             seconds=seconds,
-            tokens_per_second=self._tokens / seconds,
+            tokens_per_second=self._order.batch * self._sample_tokens / seconds,
         )
         for hook in self._hooks:
             hook.after_step(step)

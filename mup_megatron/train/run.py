@@ -21,8 +21,9 @@ from mup_megatron.checkpoints.run_directory import VERIFIED, own_run_directory
 from mup_megatron.config import Config
 from mup_megatron.convert.init_from import InitFrom as InitFrom
 from mup_megatron.convert.init_from import Start, check_start, load_start
-from mup_megatron.data.batches import Batches, build_datasets
+from mup_megatron.data.batches import Batches
 from mup_megatron.data.gpt import GPTMaker
+from mup_megatron.data.order import Order, ordered_datasets
 from mup_megatron.data.prepare import prepare
 from mup_megatron.engines import Engine, build_engine
 from mup_megatron.engines.setup import Setup
@@ -43,6 +44,8 @@ from mup_megatron.train.watching import Watcher, Watching
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_yaml, read_text, write_whole
 from mup_megatron.util.progress import Progress
+
+_LENGTHS = ("training.seq_length", "training.decoder_seq_length")
 
 
 def train(
@@ -104,10 +107,11 @@ def train(
             _introduce(parametrization, setup, device, progress)
         run = _Run(setup, parametrization, rank, progress, manifest, begins=latest is None and start is None)
         engine = run.build(device, latest, start)
-        datasets = build_datasets(config, prepared, progress.say)
         done = 0 if latest is None else run.resume(engine, latest)
+        order = Order.of_run(config) if latest is None else _order(config, latest)
+        datasets, order = ordered_datasets(config, prepared, order, done, progress.say)
         try:
-            return run.loop(engine, datasets, device, checkpoints, done, watcher)
+            return run.loop(engine, datasets, order, device, checkpoints, done, watcher)
         finally:
             engine.close()
 
@@ -155,9 +159,24 @@ def _continued(
     """The manifest with what the checkpoint says of the run's past. Raises UserError where it is another run's."""
     found = CheckpointManifest.read(latest)
     changes = check_resume(found, manifest, latest, allowed_changes)
+    for change in changes:
+        if change.key in _LENGTHS:
+            raise UserError(
+                f"{latest}: {change.key} was {change.before} and is {change.now}; the text is cut into samples of that "
+                "length, so the run has no place among the others; expected a run of its own, with --init-from"
+            )
     if init_from is not None:
         init_from.check_same(found.initialised_from, latest)
     return manifest.replaced(changes=[*(found.changes or ()), *changes], initialised_from=found.initialised_from)
+
+
+def _order(config: Config, latest: Path) -> Order:
+    """Of the samples of a run that goes on from a checkpoint."""
+    found = CheckpointManifest.read(latest)
+    before = found.config["training"]
+    samples = found.step * before["global_batch_size"] if found.samples is None else found.samples
+    drawn = found.order_samples or before["train_steps"] * before["global_batch_size"]
+    return Order.of_resumed(config, found.step, samples, drawn)
 
 
 def _describe(
@@ -230,6 +249,7 @@ class _Run:
         self,
         engine: Engine,
         datasets: tuple[Any, Any],
+        order: Order,
         device: torch.device,
         checkpoints: Checkpoints,
         done: int,
@@ -238,7 +258,8 @@ class _Run:
         """Trains to the last step; returns what `train` does."""
         config = self.setup.config
         batches, evaluation = (
-            Batches(dataset, config, self.setup.layout, self.rank.rank, device) for dataset in datasets
+            Batches(dataset, config, self.setup.layout, self.rank.rank, device, shift)
+            for dataset, shift in zip(datasets, (order.shift, 0), strict=True)
         )
         metrics = Metrics(config, done, self.rank)
         hooks: list[Hook] = [metrics, Screen(config.training, self.progress)]
@@ -277,13 +298,14 @@ class _Run:
         watching = None if watcher is None else Watching(config, watcher, metrics)
         if watching is not None:
             hooks.append(watching)
-        found = Loop(config, engine, batches, evaluation, self._saver(engine, checkpoints), hooks).run(done)
+        saver = self._saver(engine, checkpoints, order)
+        found = Loop(config, engine, batches, order, evaluation, saver, hooks).run(done)
         found = found or (metrics.evaluations[-1] if metrics.evaluations else None)
         if found is None:
             return None
         return found.loss if watching is None else watching.judged(found)
 
-    def _saver(self, engine: Engine, checkpoints: Checkpoints) -> Saver:
+    def _saver(self, engine: Engine, checkpoints: Checkpoints, order: Order) -> Saver:
         from mup_megatron.engines.state import Saving, begin_state, state_bytes
 
         config, parametrization, rank = self.setup.config, self.parametrization, self.rank
@@ -294,4 +316,5 @@ class _Run:
             return dataclasses.replace(saving, write=lambda: [*saving.write(), random_state()])
 
         size = state_bytes(parametrization, config.optimizer)
-        return Saver(checkpoints, begin, size, self.manifest, config.training.global_batch_size, rank)
+        manifest = self.manifest.replaced(order_samples=order.drawn)
+        return Saver(checkpoints, begin, size, manifest, order.samples, rank)

@@ -43,7 +43,7 @@ class Saver:
         begin: copies this rank's part of weights, optimizer and random states, to be written into a folder.
         size: of one checkpoint, about. Unit: bytes.
         manifest: of the run, at any step.
-        samples: sequences that a step trains on.
+        samples: sequences that so many updates have trained on.
         rank: this process.
     """
 
@@ -53,7 +53,7 @@ class Saver:
         begin: Callable[[Path], Saving],
         size: int,
         manifest: CheckpointManifest,
-        samples: int,
+        samples: Callable[[int], int],
         rank: Rank,
     ) -> None:
         self._checkpoints, self._begin, self._size, self._rank = checkpoints, begin, size, rank
@@ -108,7 +108,7 @@ class Saver:
                 raise CheckpointException("write", failures)
             if self._rank.is_first:
                 sums = {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
-                manifest = self._manifest.replaced(step=step, samples=step * self._samples)
+                manifest = self._manifest.replaced(step=step, samples=self._samples(step))
                 self._checkpoints.commit(manifest, hash_files(partial, sums))
             torch.distributed.barrier()
         return step, partial.with_suffix("")

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from mup_megatron.config import Config
+from mup_megatron.config import Config, derive
 from mup_megatron.data.batches import Batches, build_datasets
 from mup_megatron.data.corpus import Corpus
 from mup_megatron.data.index import check_indexed_dataset
+from mup_megatron.data.order import Order, ordered_datasets
 from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.data.tokenizer import load_tokenizer
 from mup_megatron.parallel.layout import Layout, resolve_layout
@@ -342,3 +343,46 @@ def test_tokenizer_files_that_are_missing_or_damaged(tmp_path: Path, library: st
     bad = config(tmp_path, data__tokenizer={"library": library, "path": str(tmp_path / "bad.model")})
     with pytest.raises(UserError, match=rf"{library} cannot read .*bad\.model"):
         prepare(bad)
+
+
+# 40 documents of 51 tokens, 38 of them for training: 121 samples of 16 tokens and one more.
+SHORT: dict[str, Any] = {"training__seq_length": 16, "training__global_batch_size": 4, "training__train_steps": 25}
+
+
+def rows(dataset: Any, indices: range) -> list[list[int]]:
+    return [dataset[index % len(dataset)]["tokens"].tolist() for index in indices]
+
+
+def silent(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_a_longer_run_keeps_the_order_that_it_has_begun_with(tmp_path: Path, numbers: Path) -> None:
+    """100 samples, then 200: what is left of the first pass, and the same pass again. Drawn anew it is another."""
+    short = null(tmp_path, numbers, **SHORT)
+    prepared, order = prepare(short), Order.of_run(short)
+    (begun, _), same = ordered_datasets(short, prepared, order, 0, silent)
+    assert same == order == Order(batch=4, drawn=100)
+    longer = derive(short, {"training.train_steps": 50})
+    (again, _), same = ordered_datasets(longer, prepared, Order.of_resumed(longer, 25, 100, 100), 25, silent)
+    assert same == order
+    whole = len(begun)
+    assert 100 < whole < 200
+    assert rows(again, range(whole)) == rows(begun, range(whole))
+    assert rows(again, range(whole, 200)) == rows(begun, range(200 - whole))
+    anew, _ = build_datasets(longer, prepared)
+    assert rows(anew, range(100)) != rows(begun, range(100))
+
+
+def test_a_blend_that_is_drawn_anew_says_so(tmp_path: Path, numbers: Path) -> None:
+    """Where a part is read once more, and not before."""
+    written = prepare(null(tmp_path / "part", numbers, **SHORT)).blend[0][0]
+    datasets = {"data__files": [], "data__data_path": [0.5, written, 0.5, written]}
+    blend = config(tmp_path, data__tokenizer={"library": "null", "vocab_size": 200}, **datasets, **SHORT)
+    prepared, said = prepare(blend), list[str]()
+    for steps, told in ((40, 0), (150, 1)):
+        longer = derive(blend, {"training.train_steps": steps})
+        _, drawn = ordered_datasets(longer, prepared, Order.of_resumed(longer, 25, 100, 100), 25, said.append)
+        assert drawn == Order(batch=4, drawn=4 * steps)
+        assert len(said) == told
+    assert said[0].startswith("warning: a run of 600 samples has another order than one of 100: from step 26 on")

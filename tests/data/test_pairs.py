@@ -19,6 +19,7 @@ from mup_megatron.config import Config
 from mup_megatron.config.study import Pairs
 from mup_megatron.data.ahead import problem_ahead
 from mup_megatron.data.batches import Batches, build_datasets
+from mup_megatron.data.order import Order
 from mup_megatron.data.pairs import read_pairs
 from mup_megatron.data.prepare import prepare
 from mup_megatron.data.t5 import T5Batch, pair_masks
@@ -310,3 +311,11 @@ def test_tokens_that_the_vocabulary_lacks_are_found_on_both_sides(tmp_path: Path
     for name in ("text_enc", "text_dec", "labels"):
         sample = {**dataset[0], name: torch.full_like(dataset[0][name], END + 1)}
         assert int(batches.maker.tokens(sample).max()) == END + 1
+
+
+def test_a_run_goes_on_with_whole_batches(tmp_path: Path, numbered: dict[str, str]) -> None:
+    """The loss is a mean over the global batch, and that of a sample knows its batch by its number."""
+    settings = config(tmp_path, numbered, training__global_batch_size=8)
+    assert Order.of_resumed(settings, 6, 24, 100) == Order(batch=8, drawn=100, shift=-24)
+    with pytest.raises(UserError, match="8 does not divide the 28 pairs that 7 steps read"):
+        Order.of_resumed(settings, 7, 28, 100)

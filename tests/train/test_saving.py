@@ -249,7 +249,7 @@ def saved_by_two(rank: Rank, *, folder: Path, manifest: CheckpointManifest, fail
 
         return Saving(write=write, finish=lambda: None)
 
-    saver = Saver(Checkpoints(folder, 2), begin, 1, manifest, 8, rank)
+    saver = Saver(Checkpoints(folder, 2), begin, 1, manifest, lambda step: 8 * step, rank)
     saver.begin(1)
     assert saver.finish() == (1, folder / "step_00000001")
     assert saver.finish() is None

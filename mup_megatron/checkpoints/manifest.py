@@ -59,6 +59,8 @@ _FREE = (
     "training.recompute_method",
     "training.recompute_num_layers",
 )
+_PATHS = ("data.files", "data.pairs.source", "data.pairs.target", "data.pairs.jsonl")
+"""Where text lies, which the digest of the prepared data knows by what it holds."""
 
 
 class Change(BaseModel):
@@ -286,7 +288,8 @@ def check_resume(
     Raises:
         UserError: a table of the keys that differ, with both values.
     """
-    changed = check_settings(_compared(found), _compared(current), where, allowed, advice)
+    free = (*_FREE, *_PATHS) if found.data_digest == current.data_digest else _FREE
+    changed = check_settings(_compared(found), _compared(current), where, allowed, advice, free)
     return [Change(step=found.step, key=key, before=before, now=now) for key, before, now in changed]
 
 
@@ -296,6 +299,7 @@ def check_settings(
     where: Path,
     allowed: Iterable[str] = (),
     advice: str = _ADVICE,
+    free: Sequence[str] = (*_FREE, *_PATHS),
 ) -> list[tuple[str, Any, Any]]:
     """The guard of `check_resume` on settings alone, of which there may be no manifest.
 
@@ -308,6 +312,7 @@ def check_settings(
         where: the run, for the message.
         allowed: keys whose change is deliberate (`--allow-change`).
         advice: what to do about it, for the message.
+        free: keys that may change; where text lies is one of them where preparing refuses other text, or has.
 
     Returns:
         The deliberate changes: key, value before, value now.
@@ -318,7 +323,7 @@ def check_settings(
     before, now = _flatten(found), _flatten(current)
     before |= {key: value for key, value in now.items() if key not in before and value == _default(key)}
     changed = [
-        key for key in sorted(set(before) | set(now)) if before.get(key) != now.get(key) and not _within(key, _FREE)
+        key for key in sorted(set(before) | set(now)) if before.get(key) != now.get(key) and not _within(key, free)
     ]
     allowed = tuple(allowed)
     differences = [(key, shown(before.get(key)), shown(now.get(key))) for key in changed if not _within(key, allowed)]

@@ -29,7 +29,7 @@ from mup_megatron.rules.base_file import beside_shapes
 from mup_megatron.rules.base_shapes import base_shapes_text
 from mup_megatron.rules.horizon import kept_betas
 from mup_megatron.rules.table import Parametrization
-from mup_megatron.util.errors import UserError, shown
+from mup_megatron.util.errors import ConfigError, UserError, shown
 from mup_megatron.util.files import as_yaml, read_text
 
 BASE_FILE = "rebased.bsh"
@@ -71,7 +71,11 @@ def rebase(
     source = _open(checkpoint, overrides)
     trials = {"tuning": _trials(source.run.manifest.config)}
     before = parametrize(derive(source.run.config, trials), source.vocabulary)
-    after = _under(before, {"base": _base_section(base), **overrides}, overrides, source.vocabulary)
+    try:
+        after = _under(before, {"base": _base_section(base), **overrides}, overrides, source.vocabulary)
+    except ConfigError as error:
+        named = f"--base {base}" if error.key.startswith("base") else "overrides"
+        raise ConfigError(error.key, error.problem, named) from None
     found = reexpress(before, after)
     needed = sum(path.stat().st_size for path in source.run.path.iterdir())
     with new_folder(directory, needed, say, what="the rebased run", sums=False) as folder:
@@ -151,7 +155,7 @@ def _under(
 
 def _config(source: Source, after: Parametrization, directory: Path) -> Config:
     """Of the new run, in the layout of the old one."""
-    run, new = source.run, after.config
+    run, new, files = source.run, after.config, source.run.config.data.files
     kept = {"tuning": _trials(run.manifest.config), "proxy": {}}
     original = parse_config({**run.manifest.config, **kept}, str(run.path / MANIFEST))
     depth = {"num_layers": new.base.num_layers} if new.base.num_layers is not None else {}
@@ -160,6 +164,7 @@ def _config(source: Source, after: Parametrization, directory: Path) -> Config:
         {
             "run.dir": str(directory.resolve()),
             "data.dir": str(data_directory(run.config).resolve()),
+            "data.files": [str(path.resolve()) if path.exists() else str(path) for path in map(Path, files)],
             "base": {"file": str(directory.resolve() / BASE_FILE), **depth, **new.base.experts},
             "parametrization": new.parametrization.model_dump(),
             "hparams": new.hparams.model_dump(),

@@ -124,7 +124,7 @@ class _Line:
     def label(self, count: int) -> int:
         """A number from 0, which may be written as text."""
         value = self._value("label")
-        if isinstance(value, str) and value.isascii() and value.isdecimal():
+        if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:  # int refuses 4,301
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
             raise self.error(f"label: expected the number of the right one, 0 to {count - 1}, found {shown(value)}")

@@ -51,6 +51,7 @@ def test_a_manifest_is_readable_and_complete() -> None:
         {"parallel__zero_stage": 2},
         {"parallel__engine": "megatron"},
         {"processes": 2},
+        {"data__files": ["/elsewhere/of_the_same_text.txt"]},
     ],
 )
 def test_free_keys_may_change(overrides: dict[str, Any]) -> None:
@@ -75,6 +76,12 @@ def test_the_guard(overrides: dict[str, Any], sentence: str) -> None:
     said, table = str(error.value).split("\n", 1)
     assert "--allow-change" in said
     assert sentence in [" ".join(line.split()) for line in table.splitlines()]
+
+
+def test_other_text_is_named_by_its_files() -> None:
+    other = manifest(data__files=["other.txt"]).replaced(data_digest="other")
+    with pytest.raises(UserError, match=r"data.files +\[.*\] +\['other.txt'\]"):
+        check_resume(manifest(), other, Path("runs/x"))
 
 
 def without(made: CheckpointManifest, section: str, key: str) -> CheckpointManifest:

@@ -373,7 +373,7 @@ def test_what_cannot_be_kept(ran: Callable[[str], Path], tmp_path: Path, capfd: 
     for words, sentence in (
         ([run, str(base), "hparams.attention_multiplier=1.0"], "its blocks would need rates of their own"),
         ([run, str(base), "hparams.lr=1.0"], "hparams.lr: a rebase changes no such key; expected one of"),
-        ([run, str(tmp_path / "wide.yaml")], "base.num_layers: missing"),
+        ([run, str(tmp_path / "wide.yaml")], f"error: --base {tmp_path / 'wide.yaml'}: base.num_layers: missing"),
         ([run, str(tmp_path / "text.yaml")], "expected base sizes, such as hidden_size: 256, found 'words'"),
         (
             [run, str(tmp_path / "whole.yaml")],

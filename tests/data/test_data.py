@@ -19,7 +19,9 @@ from mup_megatron.data.index import check_indexed_dataset
 from mup_megatron.data.order import Order, ordered_datasets
 from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.data.tokenizer import load_tokenizer
+from mup_megatron.parallel import runtime
 from mup_megatron.parallel.layout import Layout, resolve_layout
+from mup_megatron.parallel.ranks import Rank
 from mup_megatron.util.errors import UserError
 from tests.helpers import bodies
 from tests.helpers.configs import MIXED, make
@@ -374,15 +376,21 @@ def test_a_longer_run_keeps_the_order_that_it_has_begun_with(tmp_path: Path, num
     assert rows(anew, range(100)) != rows(begun, range(100))
 
 
-def test_a_blend_that_is_drawn_anew_says_so(tmp_path: Path, numbers: Path) -> None:
+def lengthened(rank: Rank, *, config: Config, steps: int) -> tuple[Order, list[str]]:
+    """The order of a run of 25 steps that goes on to others, and what is said of it."""
+    runtime.start_distributed(resolve_layout(config, rank.world_size), rank, config.run.seed)
+    said: list[str] = []
+    longer = derive(config, {"training.train_steps": steps})
+    _, order = ordered_datasets(longer, prepare(config), Order.of_resumed(longer, 25, 100, 100), 25, said.append)
+    return order, said
+
+
+def test_a_blend_that_is_drawn_anew_says_so(ranks: Ranks, tmp_path: Path, numbers: Path) -> None:
     """Where a part is read once more, and not before."""
     written = prepare(null(tmp_path / "part", numbers, **SHORT)).blend[0][0]
     datasets = {"data__files": [], "data__data_path": [0.5, written, 0.5, written]}
     blend = config(tmp_path, data__tokenizer={"library": "null", "vocab_size": 200}, **datasets, **SHORT)
-    prepared, said = prepare(blend), list[str]()
-    for steps, told in ((40, 0), (150, 1)):
-        longer = derive(blend, {"training.train_steps": steps})
-        _, drawn = ordered_datasets(longer, prepared, Order.of_resumed(longer, 25, 100, 100), 25, said.append)
-        assert drawn == Order(batch=4, drawn=4 * steps)
-        assert len(said) == told
-    assert said[0].startswith("warning: a run of 600 samples has another order than one of 100: from step 26 on")
+    assert ranks.run(1, lengthened, config=blend, steps=40) == [(Order(batch=4, drawn=160), [])]
+    ((order, (line,)),) = ranks.run(1, lengthened, config=blend, steps=150)
+    assert order == Order(batch=4, drawn=600)
+    assert line.startswith("warning: a run of 600 samples has another order than one of 100: from step 26 on")

@@ -64,6 +64,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("choice", {**CHOICE, "label": -1}, "label: expected the number of the right one, 0 to 1, found -1"),
     ("choice", {**CHOICE, "label": True}, "label: expected the number of the right one, 0 to 1, found true"),
     ("choice", {**CHOICE, "label": ""}, "label: expected the number of the right one, 0 to 1, found ''"),
+    ("choice", {**CHOICE, "label": "1" * 5000}, "label: expected the number of the right one, 0 to 1, found '111"),
     ("cloze", {**CLOZE, "text": "a b"}, "text: expected one blank (three underscores or more), found 0"),
     ("cloze", {**CLOZE, "text": "___ ____"}, "text: expected one blank (three underscores or more), found 2"),
     ("cloze", {**CLOZE, "options": None}, "options: expected a list of texts, none of them empty, found null"),

@@ -66,6 +66,57 @@ def round_trip(one: Trained, tmp_path: Path) -> None:
     assert deviation(own_logits(source), logits(tmp_path / "first")) < 1e-5
 
 
+def test_rows_that_pad_the_source_come_along(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """Published models have more rows than their tokenizers have entries: 375 entries, 400 rows.
+
+    They take part in the softmax, so the loss of a token is that of transformers too.
+    """
+    one, folder = trained("llama, untied"), tmp_path / "padded"
+    export_hugging_face(one.source, folder)
+    (folder / SUMS).unlink()
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert len(tensors[name]) == 375
+        more = torch.randn(25, tensors[name].shape[1], generator=torch.Generator().manual_seed(1))
+        tensors[name] = torch.cat([tensors[name], more])
+    save_file(tensors, file, {"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "vocab_size": 400}))
+    config = config_for(one, tmp_path / "imported")
+    sentence = r"vocab_size is 400, .* has 375 entries, padded to 384; .* model.make_vocab_size_divisible_by=400"
+    with pytest.raises(UserError, match=sentence):
+        import_checkpoint(folder, config)
+    config = derive(config, {"model.make_vocab_size_divisible_by": 400})
+    deviation_found = import_checkpoint(folder, config)["deviation"]
+    assert deviation_found is not None
+    assert deviation_found < 1e-5
+    weights = open_source(tmp_path / "imported").weights
+    for ours, theirs in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        assert torch.equal(weights.read(ours), tensors[theirs])
+
+
+def test_the_gelu_of_gpt_2(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """The tanh approximation, which this project's runs on GPUs have: logits are transformers', and export says so."""
+    one, folder = trained("gpt3, tied"), tmp_path / "new"
+    export_hugging_face(one.source, folder)
+    (folder / SUMS).unlink()
+    said = json.loads((folder / "config.json").read_text())
+    assert said["activation_function"] == "gelu"
+    (folder / "config.json").write_text(json.dumps({**said, "activation_function": "gelu_new"}))
+    lines: list[str] = []
+    deviation_found = import_checkpoint(folder, config_for(one, tmp_path / "imported"), lines.append)["deviation"]
+    assert deviation_found is not None
+    assert deviation_found < 1e-5
+    assert [line for line in lines if line.startswith("gelu_new is the tanh approximation")]
+    assert deviation(own_logits(one.source), logits(folder)) > 1e-5  # the exact GELU
+    export_hugging_face(open_source(tmp_path / "imported"), tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["activation_function"] == "gelu_new"
+
+
 llama_of = functools.partial(config_of, "llama", False)
 # Name: config, keys, and a tensor that only this architecture has.
 FAMILIES: dict[str, tuple[Callable[..., Config], dict[str, Any], str]] = {

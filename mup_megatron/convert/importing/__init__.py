@@ -19,7 +19,7 @@ from mup_megatron.checkpoints.manifest import CheckpointManifest, make_manifest
 from mup_megatron.config import Config, derive
 from mup_megatron.convert.export.unfinished import LIST
 from mup_megatron.convert.importing.check import compare
-from mup_megatron.convert.importing.hugging_face import read_hugging_face
+from mup_megatron.convert.importing.hugging_face import is_tanh_gelu, read_hugging_face
 from mup_megatron.convert.importing.megatron import read_megatron
 from mup_megatron.convert.importing.weights import Weights
 from mup_megatron.convert.saved_run import TRACKER, SavedRun, config_here
@@ -71,13 +71,19 @@ def import_checkpoint(
         step, tensors = read(source, parametrization, prepared.vocab_size, stack)
         # Random states are not among them, which a manifest without a layout says.
         manifest = make_manifest(parametrization, setup.layout, prepared.digest, step)
-        manifest = manifest.replaced(layout={}, fused_activation=False)
+        fused = (source / "config.json").is_file() and is_tanh_gelu(source, config)
+        manifest = manifest.replaced(layout={}, fused_activation=fused)
         begun = checkpoints.begin(step)
         stack.callback(_remove, begun)  # which is not there any more where all went well
         _write(begun, tensors)
         if check:
             deviation = compare(source, _as_saved(manifest, begun), say)
         path = checkpoints.commit(manifest, hash_files(begun))
+    if fused:
+        say(
+            "gelu_new is the tanh approximation, which megatron-core's kernel of bias and GELU computes on GPUs; on a "
+            "CPU `train` computes the exact GELU"
+        )
     moments = any(key.partition(".")[0] not in (WEIGHT, BUFFER) for key in tensors)
     said = {"checkpoint": str(path), "step": step, "tensors": len(tensors), "optimizer": moments}
     return {**said, "deviation": deviation}

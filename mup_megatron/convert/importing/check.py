@@ -51,7 +51,7 @@ def compare(source: Path, run: SavedRun, say: Callable[[str], None]) -> float | 
     layout = resolve_layout(run.config, 1)
     try:
         device = runtime.start_distributed(layout, Rank(), run.config.run.seed)
-        theirs = with_transformers.logits(source, tokens, device)
+        theirs = with_transformers.logits(source, tokens, device)[..., :vocabulary]
         (model,) = load_saved(run, layout, 0, device)
         positions = torch.arange(length, device=device).expand_as(tokens)
         mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]

@@ -1,6 +1,6 @@
 """A folder of Hugging Face, read as weights of this project's model, every factor of the new base divided out.
 
-Public name: `read_hugging_face`. convert/export/hugging_face.py says where each tensor goes, and is read backwards.
+Public names: `read_hugging_face`, `is_tanh_gelu`. It reads convert/export/hugging_face.py's places backwards.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mup_megatron.convert.importing.config_json import check_config, read_json
 from mup_megatron.convert.importing.weights import Weights, check_sums, finite
 from mup_megatron.engines import WEIGHT
 from mup_megatron.engines.saved_weights import BUFFER, Tensor
+from mup_megatron.model.transformer_config import fuses_activation
 from mup_megatron.rules.shapes import TensorSpec
 from mup_megatron.rules.table import Parametrization
 from mup_megatron.util.errors import UserError, shown
@@ -43,7 +44,7 @@ def read_hugging_face(folder: Path, parametrization: Parametrization, vocabulary
     Args:
         folder: of safetensors and config.json.
         parametrization: of the run.
-        vocabulary: entries of its tokenizer; the rows that pad them become zeros.
+        vocabulary: entries of its tokenizer; the rows that pad them are the source's, or become zeros.
         stack: closes the files.
 
     Raises:
@@ -56,14 +57,15 @@ def read_hugging_face(folder: Path, parametrization: Parametrization, vocabulary
             f"model.{key}", "the source's norms have gains around 1; expected trained ones, kept as they are"
         )
     architecture = architecture_of(config, keep_multipliers=False)
-    made = architecture.config(parametrization, activation_name(config.model, fused=False))
+    made = architecture.config(parametrization, activation_name(config.model, fused=is_tanh_gelu(folder, config)))
     names = _names(folder)
     check_sums(folder, ["config.json", *names, *([_INDEX] if (folder / _INDEX).is_file() else [])])
-    check_config(folder / "config.json", {**made, "vocab_size": vocabulary}, config)
+    rows = _rows(folder / "config.json", config, vocabulary)
+    check_config(folder / "config.json", {**made, "vocab_size": rows}, config)
     biases = expert_biases(parametrization)
     specs = {**{name: shape.spec for name, shape in parametrization.shapes.items()}, **biases}
     numbered = _Numbered({name: spec.shape for name, spec in specs.items()})
-    parts = architecture.parts(FoldedWeights(numbered, parametrization, {}, vocabulary), config)  # type: ignore[arg-type]
+    parts = architecture.parts(FoldedWeights(numbered, parametrization, {}, rows), config)  # type: ignore[arg-type]
     files = _tensors(folder, names, stack)
     _check_names(folder, set(files), {part.name for part in parts}, config, architecture)
     _check_tensors(folder, files, parts, config)
@@ -76,6 +78,32 @@ def read_hugging_face(folder: Path, parametrization: Parametrization, vocabulary
         filled = partial(_filled, folder, files, made_of.get(name, []), spec, factors.get(name, {None: 1.0}))
         tensors[f"{BUFFER if name in biases else WEIGHT}.{name}"] = Tensor(shape=spec.shape, make=filled)
     return 0, tensors
+
+
+def is_tanh_gelu(folder: Path, config: Config) -> bool:
+    """Whether a source's GELU is the tanh approximation, and that of the run too, where one kernel adds the bias."""
+    said = read_json(folder / "config.json")
+    names = {said.get(key) for key in ("activation_function", "hidden_act") if isinstance(said.get(key), str)}
+    return "gelu_new" in names and config.model.activation_func == "gelu" and fuses_activation(config.model, cuda=True)
+
+
+def _rows(path: Path, config: Config, vocabulary: int) -> int:
+    """Rows of the source's embedding: the tokenizer's entries, or these and what pads them, where the config says so.
+
+    Published models pad theirs (Qwen3: 151,669 entries, 151,936 rows). Rows that nobody asked for may be the entries of
+    another tokenizer.
+
+    Raises:
+        UserError: it has more rows than the tokenizer has entries, and not as many as the config pads them to.
+    """
+    rows, padded = read_json(path).get("vocab_size"), config.model.padded_vocab_size(vocabulary)
+    if not isinstance(rows, int) or rows <= vocabulary or rows == padded:
+        return rows if rows == padded else vocabulary
+    raise UserError(
+        f"{path}: vocab_size is {rows}, and the tokenizer of {config.source} has {vocabulary} entries, padded to "
+        f"{padded}; expected the source's tokenizer and, if the other rows only pad its entries, "
+        f"model.make_vocab_size_divisible_by={rows}"
+    )
 
 
 def _filled(

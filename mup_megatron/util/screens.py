@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 _lasting: list[_Lasting] = []
 
@@ -55,5 +56,6 @@ def outlast() -> None:
 
 def failure() -> OSError | None:
     """Why standard output is not whole; None where it is. Behind `outlast`."""
-    sys.stdout.flush()
+    with suppress(ValueError):  # a script closed it
+        sys.stdout.flush()
     return next((each.failed for each in _lasting if each.fileno() == 1), None)

@@ -126,21 +126,25 @@ def over(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def write(result: dict[str, Any], folder: Path = RESULTS) -> Path:
     """Writes FOLDER/cpu-3.12.json: by kind of machine and by Python, on which megatron-core's version hangs."""
+    return _write(result, path_of(result, folder))
+
+
+def path_of(result: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """FOLDER/cpu-3.12.json, or of what the result was measured on."""
     kind = "gpu" if result["machine"]["gpus"] else "cpu"
-    return _write(result, folder, f"{kind}-{_python(result)}")
+    return folder / f"{kind}-{_python(result)}.json"
 
 
 def write_apart(result: dict[str, Any], name: str) -> Path:
     """Writes results/NAME/3.12.json, of a measurement that `./dev bench` does not make."""
-    return _write(result, RESULTS / name, _python(result))
+    return _write(result, RESULTS / name / f"{_python(result)}.json")
 
 
 def _python(result: dict[str, Any]) -> str:
     return ".".join(result["machine"]["python"].split(".")[:2])
 
 
-def _write(result: dict[str, Any], folder: Path, name: str) -> Path:
-    path = folder / f"{name}.json"
-    folder.mkdir(exist_ok=True)
+def _write(result: dict[str, Any], path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path

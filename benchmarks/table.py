@@ -114,6 +114,7 @@ def one(result: dict[str, Any]) -> str:
             )
             lines += _row(f"— {phase.replace('_', ' ')}", *cells, *("" for _ in others))
     draw = result["init"]
+    dated = f" ({result['explain_date']})" if "explain_date" in result else ""
     lines += [
         "",
         *_row("", "ours", "torch's normal_", "ours / torch's"),
@@ -125,7 +126,9 @@ def one(result: dict[str, Any]) -> str:
             _cell(draw["ours_over"]["torch"], 2),
         ),
         "",
-        *_row("`mup-megatron explain`, any rank, imports and all", "processes", "seconds", "CPU seconds", "peak MiB"),
+        *_row(
+            f"`mup-megatron explain`, any rank, with imports{dated}", "processes", "seconds", "CPU seconds", "peak MiB"
+        ),
         *_rule(5),
     ]
     for config, explain in result["explain"].items():

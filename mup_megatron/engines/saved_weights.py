@@ -11,6 +11,7 @@ Transformer Engine has it (`sharded_state_dict_keys_map` of the layer specs).
 
 from __future__ import annotations
 
+import enum
 import io
 import itertools
 import json
@@ -343,7 +344,20 @@ class _IndexUnpickler(pickle.Unpickler):
         """The class, if it is one of those. Raises pickle.UnpicklingError."""
         if (module, name) in self._ALLOWED or (module == "torch" and _is_dtype(name)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """A member of an Enum, which the first releases of Python 3.11 (Debian 12's too) pickle as getattr of its class.
+
+    Raises:
+        pickle.UnpicklingError: it is anything else's attribute.
+    """
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError("it reads an attribute of what is no Enum")
 
 
 def _is_dtype(name: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -15,6 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint.metadata
 from pydantic import ValidationError
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mup_megatron.checkpoints.checkpoint import SUMS, Checkpoints, hash_files
 from mup_megatron.checkpoints.manifest import FORMAT, MANIFEST, CheckpointManifest, check_resume, make_manifest
@@ -317,6 +321,35 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(UserError, match=r"run\.dir: cannot write a checkpoint"):
         Checkpoints(tmp_path / "checkpoints", kept=1).begin(1)
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of an Enum as the first releases of Python 3.11 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_an_index_of_an_early_python_3_11(tmp_path: Path) -> None:
+    """Debian 12's among them."""
+    save({"weights.w": torch.ones(3, 2)}, checkpoint_id=str(tmp_path), no_dist=True)
+    path = tmp_path / ".metadata"
+    index, written = pickle.loads(path.read_bytes()), io.BytesIO()  # noqa: S301
+    ByName(written).dump(index)
+    assert b"getattr" in written.getvalue()
+    path.write_bytes(written.getvalue())
+    assert saved_shapes(tmp_path) == {"weights.w": (3, 2)}
+
+
+class Attribute:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (Metadata, "__init__"))
+
+
+def test_no_other_attribute_is_read(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(UserError, match=r"loaded safely \(it reads an attribute of what is no Enum\)"):
+        saved_shapes(tmp_path)
 
 
 class Evil:

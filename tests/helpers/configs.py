@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
+import platform
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -120,7 +120,7 @@ T5 = {
 # Real text, small: files of the running interpreter's standard library.
 TEXT = ("argparse.py", "ast.py", "inspect.py", "typing.py", "turtle.py")
 VOCABULARY = 375  # padded to 384: padding is part of what is tested
-_SHARED = str(Path(tempfile.gettempdir()) / f"mup-megatron-tests-{os.getuid()}-{sys.version_info.minor}-{FORMAT}")
+_SHARED = str(Path(tempfile.gettempdir()) / f"mup-megatron-tests-{os.getuid()}-{platform.python_version()}-{FORMAT}")
 
 
 def make(growth: dict[str, Any], architecture: str = "gpt3", **overrides: Any) -> Config:

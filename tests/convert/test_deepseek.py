@@ -92,8 +92,7 @@ def exported(deepseek: Trained, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_the_exported_model_is_the_checkpoints(deepseek: Trained, exported: Path) -> None:
-    said = check(deepseek, exported, NAME)
-    assert len(set(said)) > 3
+    check(deepseek, exported, NAME)
 
 
 # --- what is left out is seen ---

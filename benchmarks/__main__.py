@@ -1,7 +1,8 @@
 """`./dev bench`: ours against plain megatron-core and its native MuP. Writes benchmarks/results/; about 20
 minutes, once the machine is quiet.
 
-`--quick` sees whether it works, and writes nothing; `--table` only makes the table anew from the JSON files.
+`--quick` sees whether it works, and writes nothing; `--explain` measures that command alone; `--table` only makes the
+table anew from the JSON files.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ def check_settings(
         where: the run, for the message.
         allowed: keys whose change is deliberate (`--allow-change`).
         advice: what to do about it, for the message.
-        free: keys that may change; where text lies is one of them where preparing refuses other text, or has.
+        free: keys that may change. Paths of text are among them: preparing the data refuses other text, or has.
 
     Returns:
         The deliberate changes: key, value before, value now.

@@ -28,7 +28,8 @@ from mup_megatron.cli import convert  # noqa: F401  # isort: skip
 from mup_megatron.cli import start  # noqa: F401  # isort: skip
 
 
-_RUNS = (["train"], ["tune"], ["pipeline"], ["run"])
+_RUNS = {"train", "tune", "pipeline", "run"}
+"""Commands whose result is in files, and not in what they print."""
 
 
 def main() -> NoReturn:
@@ -48,14 +49,16 @@ def main() -> NoReturn:
 
 
 def _printed(status: int, arguments: list[str]) -> int:
-    """The exit status of a command whose output may have got lost; says so. A run has its files all the same."""
+    """The exit status of a command whose output may have got lost; says so, unless a reader left, as `| head` does."""
     failed = screens.failure()
     if failed is None or status:
         return status
-    if isinstance(failed, BrokenPipeError):  # as of `| head`
-        return 0 if arguments[:1] in _RUNS else 1
-    print(f"mup-megatron: error: standard output: {failed.strerror}; what was printed is lost", file=sys.stderr)
-    return 0 if arguments[:1] in _RUNS else 2
+    left = isinstance(failed, BrokenPipeError)
+    if not left:
+        print(f"mup-megatron: error: standard output: {failed.strerror}; what was printed is lost", file=sys.stderr)
+    if not _RUNS.isdisjoint(arguments[:1]):
+        return 0
+    return 1 if left else 2
 
 
 def run(arguments: list[str]) -> int:

@@ -69,8 +69,8 @@ def ordered_datasets(
 ) -> tuple[tuple[Any, Any], Order]:
     """Training and validation dataset in a run's order, and that order. Collective.
 
-    A run that became longer reads its text in the order that it has begun with, and once more in the same. A blend, or
-    samples that are drawn for their number, are drawn anew: what that changes is said.
+    A run that became longer reads its text in the order that it has begun with, and once more in the same. A blend is
+    drawn anew, since it has no more samples than it was drawn for; where that changes its order, it is said.
 
     Args:
         config: the run.

@@ -1,4 +1,4 @@
-"""What is printed, on a disk that may be full, or to a reader that may be gone: that ends no run.
+"""Standard output and error outlast a disk that is full and a reader that is gone: neither ends a run.
 
 Public names: `outlast`, `failure`, `silence`.
 """

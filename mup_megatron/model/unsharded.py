@@ -78,6 +78,8 @@ class _DrawsNothing(TorchFunctionMode):
         named = dict(kwargs or {})
         if function in _STORAGE and "device" in named and not _counts_on_cpu(function, named["device"]):
             named["device"] = "meta"
+        if function is torch.Tensor.to and "device" in named:  # YaRN's numbers go to the GPU, and explain needs none
+            named["device"] = args[0].device
         return function(*args, **named)
 
 

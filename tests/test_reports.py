@@ -52,6 +52,10 @@ def test_what_is_skipped_and_when_it_last_ran() -> None:
     again = reports.remember(found, {"passed": [report("test_y", marked=False)]}, "3.12-te", ["tests/a.py::test_x"])
     assert again["tests/a.py::test_y"]["ran"] == again["tests/a.py::test_x"]["ran"] == {"3.12-te": today}
     assert reports.skips(again, "3.12")[-1] == f"| no GPU | 2 | {today} (3.12-te) |  |"
+    nothing = {"tests/a.py::test_release[NOTSET]": {"skipped": {"3.12": "not installed"}, "ran": {}}}
+    found = reports.remember(nothing, {"passed": [report("test_release[0.6.2]")]}, "3.12-te")
+    assert found["tests/a.py::test_release[NOTSET]"]["ran"] == {"3.12-te": today}
+    assert len(found) == 1
 
 
 def test_what_never_ran_is_not_counted_as_checked(repository: Path) -> None:

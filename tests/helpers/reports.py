@@ -45,7 +45,8 @@ def remember(
         reason = str(report.longrepr[2]).removeprefix("Skipped: ") if report.longrepr else ""
         if not reason.startswith("slow; "):
             found.setdefault(report.nodeid, {"skipped": {}, "ran": {}})["skipped"][environment] = reason
-    ran = [report.nodeid for report in stats.get("passed", []) if report.when == "call" and _may_skip(report, found)]
+    passed = [(report, _known_as(report.nodeid, found)) for report in stats.get("passed", []) if report.when == "call"]
+    ran = [name for report, name in passed if "skipif" in report.keywords or name in found]
     for name in [*ran, *(name for name in quick if name in found)]:
         entry = found.setdefault(name, {"skipped": {}, "ran": {}})
         entry["ran"][environment] = today
@@ -53,8 +54,10 @@ def remember(
     return dict(sorted(found.items()))
 
 
-def _may_skip(report: Any, known: dict[str, Any]) -> bool:
-    return "skipif" in report.keywords or report.nodeid in known
+def _known_as(name: str, known: dict[str, Any]) -> str:
+    """A test over what is installed has one name in the record: pytest's, where nothing is."""
+    without = name.partition("[")[0] + "[NOTSET]"
+    return without if without in known else name
 
 
 def skips(known: dict[str, Any], environment: str) -> list[str]:

@@ -61,13 +61,13 @@ def _missing(rows: dict[str, str], count: int) -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, and which files differ from it."""
+    """The checkout's commit, and which files differ from it but for the pages that runs of tests write."""
 
     def git(*words: str) -> str:
         folder = Path(__file__).parent
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
 
-    changed = git("diff", "HEAD", "--name-only").split()
+    changed = git("diff", "HEAD", "--name-only", "--", ":(top)", ":(top,exclude)docs/reports").split()
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (
         f" with changes in {', '.join(changed)}" if changed else ""
     )

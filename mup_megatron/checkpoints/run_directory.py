@@ -48,6 +48,8 @@ def own_run_directory(directory: Path, rank: Rank, lock: str = ".lock") -> Itera
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory / lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileExistsError:  # a file, or a link to what is not there
+        raise UserError(f"run.dir: {directory} is no folder; expected one, or a name that is not taken") from None
     except OSError as error:
         raise UserError(f"run.dir: cannot write to {directory}: {error.strerror}") from None
     try:

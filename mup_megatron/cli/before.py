@@ -49,9 +49,12 @@ def explain(
     ] = False,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
-    alone = "--defaults" if defaults else "--html" if page else "--notebook" if notebook else None
-    given = {"--html": page and defaults, "--notebook": notebook and defaults, "--band": band}
-    beside = [name for name, asked in {**given, "--save-base-shapes": save_base_shapes}.items() if asked]
+    alone = (
+        "--defaults" if defaults else "--html" if page is not None else "--notebook" if notebook is not None else None
+    )
+    given = {"--html": defaults and page is not None, "--notebook": defaults and notebook is not None, "--band": band}
+    given["--save-base-shapes"] = save_base_shapes is not None
+    beside = [name for name, asked in given.items() if asked]
     if alone and beside:
         raise UserError(f"{alone}: is shown instead of the table; expected no {' or '.join(beside)} beside it")
     if defaults:
@@ -77,7 +80,7 @@ def explain(
         _write_explorer(page, notebook, settings, vocabulary, [config, *(overrides or [])])
         return
     parametrization = setup.parametrization(vocabulary)
-    if save_base_shapes:
+    if save_base_shapes is not None:
         text = base_shapes_text(parametrization.shapes, beside_shapes(parametrization))
         write_output(Path(save_base_shapes), text, "--save-base-shapes")
     on = band_of(parametrization, settings.band_path, given=True) if band else None
@@ -100,7 +103,7 @@ def _said_defaults(config: Config) -> str:
     left = left_at_default(config)
     told = {key: value for key, value in left.items() if key.startswith(_TRAINS) and value not in _OFF}
     shown = ", ".join(f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in told.items())
-    return f"by default: {shown}; {len(left) - len(told)} more with --defaults"
+    return f"by default: {shown or 'nothing that trains the model'}; {len(left) - len(told)} more with --defaults"
 
 
 _TRAINS = ("parametrization.", "training.", "optimizer.")

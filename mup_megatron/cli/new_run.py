@@ -263,11 +263,14 @@ def seen_from(directory: Path, named: Sequence[str]) -> tuple[str, ...]:
     """Files, or folders of text, as paths from a folder that may not be there yet.
 
     Raises:
-        UserError: one is missing, a folder without text, or text that is no UTF-8; the text is read for it.
+        UserError: one is missing, without text, or text that is no UTF-8; the text is read for it.
     """
     for each in named:
         try:
-            problem = next(filter(None, map(encoding_problem, text_files(Path(each)))), None)
+            files = text_files(Path(each))
+            problem = next(filter(None, map(encoding_problem, files)), None)
+            if not any(file.stat().st_size for file in files):
+                problem = f"{each}: holds no text"
         except UserError as error:
             problem = str(error)
         except OSError as error:

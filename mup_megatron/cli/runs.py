@@ -180,7 +180,7 @@ def transfer(
     transferred, record = apply_record(settings)
     ladder, over = ladder_of(transferred, record.ladder), moved(transferred)
     on_target = becomes(parametrize(transferred, known_vocab_size(settings)), layout)
-    if output:
+    if output is not None:
         never = derive(transferred, {"tuning.run": "never"})
         write_output(Path(output), as_yaml(never.model_dump()), "--output")
     said = [*replaced(settings, record), *remarks(record.study, extrapolated(transferred, record))]

@@ -83,9 +83,11 @@ def write_document(path: Path, text: str) -> Path:
     """Writes a page whole or not at all; returns its path. It takes the place of a page, and of nothing else.
 
     Raises:
-        UserError: a file that begins otherwise is there, nothing can be written there, or it does not fit.
+        UserError: a folder or a file that begins otherwise is there, nothing can be written there, or it does not fit.
     """
     content = text.encode("utf-8", "backslashreplace")
+    if path.is_dir():
+        raise UserError(f"{path}: cannot write the page: it is a folder; expected the name of a file")
     try:
         if path.is_file():
             with open_regular(path) as file:

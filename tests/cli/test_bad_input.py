@@ -212,6 +212,7 @@ def test_outputs(config_file: Path, capfd: pytest.CaptureFixture[str], tmp_path:
             assert option in said
             assert str(tmp_path / name) in said
             assert problem in said
+        assert f"{option}: . is there already" in refused(capfd, command, config_file, option, "")
         again = [command, str(config_file), option, str(tmp_path / f"{command}.out")]
         assert cli.run(again) == cli.run(again) == 0  # the same content may be written again
         capfd.readouterr()
@@ -288,7 +289,7 @@ def test_a_page_that_cannot_be_written(run: Path, capfd: pytest.CaptureFixture[s
     (run / "report.html").mkdir()
     (run / "report.html" / "kept").write_text("")
     said = refused(capfd, "report", run)
-    assert f"{run}/report.html: cannot write the page: Is a directory" in said
+    assert f"{run}/report.html: cannot write the page: it is a folder" in said
 
 
 def test_a_backslash_in_the_name_of_a_job(tmp_path: Path) -> None:

@@ -152,6 +152,10 @@ def test_a_folder_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith("/texts: holds no text; expected files that end with .txt, .md, .jsonl or .json")
     assert not (tmp_path / "run").exists()
+    (tmp_path / "texts" / "more" / "b.txt").write_text("")
+    assert cli.run(["new", str(tmp_path / "run"), "--text", str(tmp_path / "texts")]) == 2
+    assert capsys.readouterr().err.endswith("/texts: holds no text\n")
+    assert not (tmp_path / "run").exists()
     (tmp_path / "texts" / "more" / "b.txt").write_text("Words.\n")
     (tmp_path / "texts" / "a.md").write_text("More words.\n")
     config = new(tmp_path / "run", "--text", str(tmp_path / "texts"))

@@ -274,7 +274,7 @@ def test_the_json_schema_knows_what_is_required() -> None:
     assert Config.model_fields["run"].is_required()
 
 
-def test_what_is_left_at_its_default(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_at_its_default(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All that neither the file nor the command line gives, and nothing else."""
     path = repository / "configs" / "demo.yaml"
     given = parse_yaml(path.read_text(), "demo")
@@ -294,3 +294,7 @@ def test_what_is_left_at_its_default(repository: Path, capsys: pytest.CaptureFix
     shown = said.split("; ")[0].count(", ") + 1
     assert "none" not in said
     assert said.endswith(f"; {len(left) - shown} more with --defaults")
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(load_config(path).model_dump_json())
+    assert cli.run(["explain", str(whole)]) == 0
+    assert "by default: nothing that trains the model; 0 more with --defaults\n" in capsys.readouterr().out

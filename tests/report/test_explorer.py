@@ -190,6 +190,8 @@ def test_it_takes_the_place_of_a_page_alone(option: str, tmp_path: Path, capfd: 
     assert cli.run(["explain", str(config), "model.vocab_size=384", option, str(config)]) == 2
     assert "config.yaml: is there already and is no such page; expected the name of another" in capfd.readouterr().err
     assert config.read_text() == before
+    assert cli.run(["explain", str(config), "model.vocab_size=384", option, ""]) == 2
+    assert ".: cannot write the page: it is a folder; expected the name of a file" in capfd.readouterr().err
     for _ in range(2):
         assert cli.run(["explain", str(config), "model.vocab_size=384", option, str(tmp_path / "page")]) == 0
 

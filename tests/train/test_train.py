@@ -386,6 +386,11 @@ def test_a_folder_that_cannot_be_written(config_file: Path, tmp_path: Path, capf
     (tmp_path / "file").write_text("")
     assert cli.run(["train", str(config_file), f"run.dir={tmp_path / 'file' / 'run'}"]) == 2
     assert "run.dir: cannot write to" in capfd.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for taken in ("file", "link"):
+        assert cli.run(["train", str(config_file), f"run.dir={tmp_path / taken}"]) == 2
+        said = capfd.readouterr().err
+        assert f"run.dir: {tmp_path / taken} is no folder; expected one, or a name that is not taken" in said
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from mup_megatron.deepspeed.schedule import guard, per_group
 from mup_megatron.engines.deepspeed_mpu import adapted, sum_sequence_parallel_gradients
 from mup_megatron.engines.deepspeed_whole import groups_of, inner, whole
 from mup_megatron.mup.auditing import MOMENTS, Action, ModelAudit, first_steps
-from mup_megatron.mup.in_place import is_parametrized, split_in_place
-from mup_megatron.mup.optim import of_one_rate
+from mup_megatron.mup.in_place import split_in_place
+from mup_megatron.mup.optim import is_parametrized, of_one_rate
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import read_text
 

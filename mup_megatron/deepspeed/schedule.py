@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mup_megatron.mup.optim import MULTIPLIER, SOURCE, other_ratio
+from mup_megatron.mup.optim import MULTIPLIER, SOURCE, other_ratio, without_multiplier
 from mup_megatron.util.errors import UserError
 
 # Parameters that are rates, with DeepSpeed's defaults (None: it takes the groups' own, or the key is required).
@@ -101,11 +101,7 @@ def guard(engine: Any, *, apart: bool) -> None:
 
 
 def _check(engine: Any, apart: bool) -> None:
-    for group in engine.basic_optimizer.param_groups:
-        if MULTIPLIER not in group:
-            raise UserError(
-                "the optimizer's groups are no longer those that were made here: one has no multiplier; a checkpoint "
-                "of another optimizer was loaded, or a group was added"
-            )
+    if problem := without_multiplier(engine.basic_optimizer):
+        raise UserError(problem)
     if problem := other_ratio(engine.basic_optimizer, apart=apart):
         raise UserError(f"{problem}, or the config's scheduler block")

@@ -329,9 +329,8 @@ class MegatronRun:
         asked, interval, save = watched.task(), self._settings.telemetry_interval, getattr(self._args, "save", None)
         interval = usual_interval(getattr(self._args, "train_iters", None) or 0) if interval is None else interval
         if interval and (asked is None or asked.kind == "trial"):
-            where = save if asked is None else asked.path
             parts = chunks_of(model_chunks), optimizer, self.parametrization, self.layout
-            folder = None if where is None else Path(where)
+            folder = None if (where := save if asked is None else asked.path) is None else Path(where)
             record = self._settings.record
             band = None if record is None else band_of(self.parametrization, record.with_suffix(".band.json"))
             same_decay = getattr(self._args, "weight_decay_incr_style", "constant") == "constant"
@@ -359,18 +358,19 @@ class MegatronRun:
             write_record(folder / MANIFEST, self._manifest(step).as_json())
 
     def check_checkpoint(self) -> None:
-        """The guard on resume.
+        """The guard on resume, on what load_checkpoint chooses; a step that is named needs no tracker there.
 
         Raises:
             UserError: the checkpoint has no record, or one of another run; says what differs.
         """
-        from megatron.training.checkpointing import get_checkpoint_tracker_filename, get_load_checkpoint_path_by_args
+        from megatron.training.checkpointing import checkpoint_exists, get_load_checkpoint_path_by_args
 
-        for name in ("load", "pretrained_checkpoint"):
-            directory = getattr(self._args, name)
-            if directory is None or not Path(get_checkpoint_tracker_filename(directory)).is_file():
-                continue
-            self.check_record(Path(get_load_checkpoint_path_by_args(self._args, name)))
+        args, name = self._args, "load"
+        named = args.load is not None and getattr(args, "ckpt_step", None)
+        if args.pretrained_checkpoint is not None and not checkpoint_exists(args.load):
+            name, named = "pretrained_checkpoint", None
+        if named or checkpoint_exists(getattr(args, name)):
+            self.check_record(Path(get_load_checkpoint_path_by_args(args, name)))
 
     def check_record(self, path: Path) -> None:
         """The guard on one checkpoint.

@@ -54,7 +54,8 @@ _VERSIONS: tuple[tuple[str, str], ...] = (
     ("use-legacy-models", "<0.18"),
     (
         "hybrid-layer-pattern mtp-hybrid-override-pattern mla-down-proj-fusion fused-residual-rmsnorm "
-        "mtp-use-repeated-layer moe-router-force-biased optimizer-cuda-graph use-mup muon-scalar-optimizer",
+        "mtp-use-repeated-layer moe-router-force-biased optimizer-cuda-graph use-mup muon-scalar-optimizer "
+        "mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim mup-attn-scale-power",
         ">=0.17",
     ),
     (

@@ -8,6 +8,11 @@ from __future__ import annotations
 # Names, why it cannot be and what to do instead.
 IMPOSSIBLE: tuple[tuple[str, str], ...] = (
     ("use-mup", "megatron-core's native MuP cannot be combined with this project's: choose one"),
+    (
+        "mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult mup-base-head-dim mup-attn-scale-power",
+        "it is of megatron-core's native MuP, and does nothing without --use-mup: remove it, and give multipliers "
+        "under hparams: of --mup-config",
+    ),
     ("freeze-all-layers", "nothing would be trained: start the script without mup-megatron run"),
     (
         "moe-use-upcycling",

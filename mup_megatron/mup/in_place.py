@@ -1,7 +1,7 @@
 """Optimizer groups in µP for an optimizer that somebody else built: torch's, Apex's, DeepSpeed's.
 
-Public names: `split_in_place`, `is_parametrized`, `check_infshapes`, `rule_of`. Hugging Face's Trainer and DeepSpeed
-build optimizers from settings of their own; the groups are split afterwards, and the optimizer stays the same object.
+Public names: `split_in_place`, `check_infshapes`, `rule_of`. Hugging Face's Trainer and DeepSpeed build
+optimizers from settings of their own; the groups are split afterwards, and the optimizer stays the same object.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mup_megatron.mup.optim import MULTIPLIER, check_decay, split_groups, watched
+from mup_megatron.mup.optim import check_decay, split_groups, watched
 from mup_megatron.mup.parameters import clean_names
 from mup_megatron.rules import formulas
 from mup_megatron.util.errors import UserError
@@ -25,11 +25,6 @@ _RULES: dict[str, formulas.UpdateRule] = {
 }
 _PACKAGES = ("torch", "apex", "deepspeed", "transformer_engine", "bitsandbytes", "lion_pytorch", "mup_megatron")
 """Whose classes have the rules of their names. Others' do not: GaLore's AdamW steps in a subspace."""
-
-
-def is_parametrized(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the groups' rates are µP's already: built by MuAdam and its kin, or by `optim.parameter_groups`."""
-    return all(MULTIPLIER in group for group in optimizer.param_groups)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> formulas.UpdateRule | None:

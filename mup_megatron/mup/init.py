@@ -98,7 +98,7 @@ def _scale(tensor: torch.Tensor, *, centred: bool) -> float:
 def _base_fans(infshape: InfShape) -> tuple[int, int]:
     """Fan-in and fan-out at the base, receptive field included."""
     fan_in, fan_out = infshape.fanin_fanout()
-    field = math.prod(dim.dim for dim in infshape[2:])
+    field = math.prod(dim.base_dim or dim.dim for dim in infshape[2:])
     return field * (fan_in.base_dim or fan_in.dim), field * (fan_out.base_dim or fan_out.dim)
 
 

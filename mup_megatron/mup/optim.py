@@ -1,8 +1,8 @@
 """Optimizers in µP by microsoft/mup's names: torch's own, over groups whose rates follow the rules.
 
-Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`, `watched`, `other_ratio`, `of_one_rate`, `check_decay`,
-`adds_l2`. Another optimizer that normalises each coordinate of the gradient is `MuAdam(params, impl=Optimizer, ...)`,
-one that does not `MuSGD(params, impl=Optimizer, ...)`.
+Public names: `MuAdam`, `MuAdamW`, `MuSGD`, `split_groups`, `is_parametrized`, `watched`, `without_multiplier`,
+`other_ratio`, `of_one_rate`, `check_decay`, `adds_l2`. Another optimizer that normalises each coordinate of the
+gradient is `MuAdam(params, impl=Optimizer, ...)`, one that does not `MuSGD(params, impl=Optimizer, ...)`.
 """
 
 from __future__ import annotations
@@ -178,8 +178,13 @@ def adds_l2(optimizer: Any, group: Mapping[str, Any]) -> bool:
     return isinstance(optimizer, (*coupled, torch.optim.Adagrad)) and not group.get("decoupled_weight_decay", False)
 
 
+def is_parametrized(optimizer: Any) -> bool:
+    """Whether the groups' rates are µP's already: built by MuAdam and its kin, or by `optim.parameter_groups`."""
+    return all(MULTIPLIER in group for group in optimizer.param_groups)
+
+
 def watched(optimizer: Any) -> Any:
-    """The optimizer, whose steps warn from now on where its rates are no longer in µP's ratios."""
+    """The optimizer, whose steps warn from now on where a group is not µP's, or rates are not in µP's ratios."""
     if hasattr(optimizer, "register_step_pre_hook"):
         optimizer.register_step_pre_hook(partial(_warn, apart=not of_one_rate(optimizer.param_groups)))
     return optimizer
@@ -189,13 +194,23 @@ def _warn(optimizer: Any, *_: Any, apart: bool) -> None:
     rates = (group["lr"] for group in optimizer.param_groups)
     if any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
         return  # to look at one would wait for the device at every step
-    if problem := other_ratio(optimizer, apart=apart):
+    if problem := without_multiplier(optimizer) or other_ratio(optimizer, apart=apart):
         warnings.warn(problem, stacklevel=2)
 
 
 _EXPECTED = (
     "; a scheduler has set one rate for all groups; expected one that scales each group's own rate, such as LambdaLR"
 )
+
+
+def without_multiplier(optimizer: Any) -> str | None:
+    """That a group is there whose rate no rule has made, in words; None where all are µP's."""
+    if is_parametrized(optimizer):
+        return None
+    return (
+        "the optimizer's groups are no longer those that were made here: one has no multiplier; a checkpoint of "
+        "another optimizer was loaded, or a group was added; expected groups as MuAdam, MuAdamW and MuSGD make them"
+    )
 
 
 def other_ratio(optimizer: Any, *, apart: bool = False) -> str | None:

@@ -124,11 +124,30 @@ def test_checkpoints_that_are_not_this_runs(option: str, record: Any, said: str,
     if record is not None:
         (tmp_path / "iter_0000003" / "mup.json").write_text(json.dumps(record))
     named = dict.fromkeys(("load", "pretrained_checkpoint"))
-    run = run_of(**{**named, option: str(tmp_path)}, ckpt_step=3)
+    run = run_of(**{**named, option: str(tmp_path)}, ckpt_step=None)
     run.check_checkpoint()  # without Megatron's tracker there is no checkpoint, and the run starts anew
+    if option == "load":  # unless a step is named, which upstream loads without a tracker
+        with pytest.raises(UserError, match=said):
+            run_of(**{**named, option: str(tmp_path)}, ckpt_step=3).check_checkpoint()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(UserError, match=said):
         run.check_checkpoint()
+
+
+@needs_training
+def test_the_checkpoint_that_upstream_chooses(tmp_path: Path) -> None:
+    """`load` where it holds one, else `pretrained_checkpoint`, whose step may be named too."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder, step in ((mine, 3), (theirs, 5)):
+        (folder / f"iter_000000{step}").mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    both: dict[str, Any] = {"load": str(mine), "pretrained_checkpoint": str(theirs)}
+    with pytest.raises(UserError, match=r"mine/iter_0000003: has no mup\.json"):
+        run_of(**both, ckpt_step=None).check_checkpoint()
+    (mine / "latest_checkpointed_iteration.txt").unlink()
+    for named in (None, 5):
+        with pytest.raises(UserError, match=r"theirs/iter_0000005: has no mup\.json"):
+            run_of(**both, ckpt_step=named).check_checkpoint()
 
 
 @pytest.mark.skipif(HAS_TRAINING, reason="megatron.training is installed")

@@ -138,6 +138,12 @@ REFUSED = """
 --ckpt-convert-format torch | no record
 --use-checkpoint-args | count as typed
 --use-mup | choose one
+--mup-width-mult 4 | nothing without --use-mup
+--mup-base-hidden-size 64 | nothing without --use-mup
+--mup-embedding-mult 10 | under hparams: of --mup-config
+--mup-output-mult 2 | under hparams: of --mup-config
+--mup-base-head-dim 64 | nothing without --use-mup
+--mup-attn-scale-power 0.5 | nothing without --use-mup
 --yaml-cfg a.yaml | use command-line options
 """
 CASES = [tuple(part.strip() for part in line.rsplit(" | ", 1)) for line in REFUSED.strip().splitlines()]

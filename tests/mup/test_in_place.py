@@ -85,6 +85,26 @@ def test_a_schedule_of_one_rate_for_all_is_told(split: bool, recwarn: pytest.War
     assert "a group has" in (other_ratio(stopped) or "")
 
 
+def test_a_group_that_is_added_later_is_told() -> None:
+    """As torch adds it, it has the base's rate: at eight times the width eight times too much. A µP group is taken."""
+    net = bodies.model()
+    first, *others = net.parameters()
+    optimizer = MuAdamW([first], lr=LR)
+    wrong = MuAdamW([first], lr=LR)
+    wrong.add_param_group({"params": others})
+    with pytest.warns(UserWarning, match="one has no multiplier; .* or a group was added; expected groups as MuAdam"):
+        bodies.train(net, wrong, 1)
+    for group in MuAdamW(others, lr=LR / 2).param_groups:
+        optimizer.add_param_group({**group, "source": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bodies.train(net, optimizer, 1)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    whole = {id(p): group["lr"] for group in MuAdamW(net.parameters(), lr=LR).param_groups for p in group["params"]}
+    assert rates == {name: rate if name == id(first) else rate / 2 for name, rate in whole.items()}
+    assert len(set(rates.values())) > 2
+
+
 def test_one_rate_for_groups_of_the_users_own() -> None:
     """A group per tensor tells no ratio between groups, but they had different rates. A rate of 0 erases nothing."""
     net = bodies.model()

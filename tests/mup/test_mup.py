@@ -213,6 +213,18 @@ def test_init_off_the_base_is_not_torchs() -> None:
     assert hidden.std().item() == pytest.approx(0.25, rel=0.05)
 
 
+@pytest.mark.parametrize("name", list(INITS))
+def test_init_of_experts_in_one_tensor(name: str) -> None:
+    """[experts, out, in]: torch counts all behind the second dimension as a receptive field, which grows here."""
+    base, delta = (4, 32, 64), (4, 64, 128)
+    at_base = ours.init.__dict__[name](tensor(ours, base, delta, base), **INITS[name])
+    wide = ours.init.__dict__[name](tensor(ours, base, delta, (4, 128, 256)), **INITS[name])
+    assert (at_base.std() / wide.std()).item() == pytest.approx(2.0, rel=0.05)  # 4^1/2
+    torch.manual_seed(5)
+    expected = getattr(nn.init, name)(torch.zeros(base), **INITS[name])
+    assert (at_base.std() / expected.std()).item() == pytest.approx(1.0, rel=0.05)
+
+
 def test_ones_and_eye() -> None:
     vector = ours.init.ones_(tensor(ours, (4,), (8,), (12,)))
     assert vector.tolist() == [1.0] * 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,8 +47,9 @@ def prepare(config: ConfigPath, overrides: Overrides = None) -> None:
     from mup_megatron.data.prepare import data_directory
     from mup_megatron.data.prepare import prepare as prepare_data
 
-    prepared = prepare_data(settings, print)
-    check_parts(settings, prepared.blend[0], validation=needs_validation(settings), say=print)
+    say = partial(print, flush=True)  # hours of it may go through a pipe
+    prepared = prepare_data(settings, say)
+    check_parts(settings, prepared.blend[0], validation=needs_validation(settings), say=say)
     print(f"prepared: {prepared.tokens:,} tokens, vocabulary {prepared.vocab_size}, {data_directory(settings)}")
 
 

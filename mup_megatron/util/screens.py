@@ -45,11 +45,13 @@ def outlast() -> None:
         if isinstance(before, io.TextIOWrapper) and before.fileno() == screen:
             before.flush()
             _lasting.append(_Lasting(screen, "w", closefd=False))
+            unbuffered = isinstance(before.buffer, io.RawIOBase)  # PYTHONUNBUFFERED, python -u
             text = io.TextIOWrapper(
-                io.BufferedWriter(_lasting[-1]),
+                _lasting[-1] if unbuffered else io.BufferedWriter(_lasting[-1]),
                 encoding=before.encoding,
                 errors="backslashreplace",  # names of files may hold bytes that are no text
                 line_buffering=before.line_buffering,
+                write_through=unbuffered,
             )
             setattr(sys, name, text)
 

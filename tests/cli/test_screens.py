@@ -41,6 +41,15 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (ended.stderr, ended.returncode) == ("", 1)
 
 
+@pytest.mark.parametrize("option", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_what_is_printed_at_once_stays_so(option: list[str]) -> None:
+    """PYTHONUNBUFFERED and -u, as in containers and jobs: a process that is killed has said what it printed."""
+    code = "import os; from mup_megatron.util import screens; screens.outlast(); print('said'); os.kill(os.getpid(), 9)"
+    environ = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run([sys.executable, *option, "-c", code], capture_output=True, text=True, env=environ)
+    assert ended.stdout == ("said\n" if option else "")
+
+
 @pytest.mark.slow
 @needs_full
 @pytest.mark.parametrize("ranks", ["1", "2"])

@@ -36,9 +36,7 @@ class Preparing:
 
     def __init__(self, path: Path) -> None:
         command = [sys.executable, "-m", "mup_megatron", "prepare", str(path)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**environment(), "PYTHONUNBUFFERED": "1"}
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
         self.said = ""
 
     def hear(self) -> str:

@@ -45,17 +45,17 @@ def _check_samples(config: Config) -> None:
         raise config.error("run.samples", "are written at evaluations; expected training.eval_interval to be set")
 
 
-def _check_schedule(config: Config, training: Training | None = None) -> None:
-    """Of the config, or of one with other training keys."""
-    training = training or config.training
+def _check_schedule(config: Config, training: Training | None = None, hparams: Hparams | None = None) -> None:
+    """Of the config, or of one with other training keys or hyperparameters."""
+    training, hparams = training or config.training, hparams or config.hparams
     decay_steps = training.lr_decay_steps or training.train_steps
     if training.lr_warmup_steps >= decay_steps:
         raise config.error(
             "training.lr_warmup_steps", f"{training.lr_warmup_steps} leaves nothing of the {decay_steps} decay steps"
         )
-    if training.lr_warmup_init > config.hparams.lr:
+    if training.lr_warmup_init > hparams.lr:
         raise config.error(
-            "training.lr_warmup_init", f"{training.lr_warmup_init} is above the peak, hparams.lr {config.hparams.lr}"
+            "training.lr_warmup_init", f"{training.lr_warmup_init} is above the peak, hparams.lr {hparams.lr}"
         )
     if training.lr_schedule == "WSD" and training.lr_wsd_decay_steps is None:
         raise config.error("training.lr_wsd_decay_steps", "missing; the WSD schedule needs the length of its decay")
@@ -250,6 +250,7 @@ def _check_values(config: Config, name: str, values: Sequence[float | str]) -> N
             else:
                 hparams = Hparams.model_validate({**config.hparams.model_dump(), name: value})
                 _check_optimizer(config, hparams)
+                _check_schedule(config, hparams=hparams)
         except (ValidationError, ConfigError) as error:
             why = error.problem if isinstance(error, ConfigError) else error.errors()[0]["msg"]
             raise config.error(f"tuning.search.{name}", f"{shown(value)} is no value of {name}: {why}") from None

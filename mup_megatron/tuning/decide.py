@@ -23,6 +23,7 @@ from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import horizon
 from mup_megatron.tuning import budget, prior, record
 from mup_megatron.tuning.fitted import Fitted, ladder_of, settled, told
+from mup_megatron.tuning.outcome import range_of
 from mup_megatron.tuning.predicted import in_words, predicted
 from mup_megatron.tuning.recording import extrapolated, other_settings
 from mup_megatron.tuning.space import (
@@ -33,6 +34,7 @@ from mup_megatron.tuning.space import (
     keys_of,
     proxy_config,
     same,
+    short,
     value_of,
     values_of,
     with_values,
@@ -82,6 +84,8 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
         tried = len({trial.slot for trial in found.study.trials})
         if tried < config.tuning.trials and config.tuning.sampler != "grid":  # a grid has as many as it has
             progress.say(f"it has {tried} trials of tuning.trials={config.tuning.trials}; to add trials, move it away")
+        for line in _unsearched(config, found):
+            progress.say(f"{line}; to tune anew, move it away")
         for line in other_settings(config, found):
             progress.say(f"extrapolated, {line}")
     else:
@@ -97,6 +101,23 @@ def decide(config: Config, rank: Rank, progress: Progress, allowed: tuple[str, .
     prepared = prepare(config, progress.say)
     check_parts(config, prepared.blend[0], validation=tune or bool(config.training.eval_interval))
     return tune
+
+
+def _unsearched(config: Config, found: record.TransferRecord) -> list[str]:
+    """What the config would search and the record's study did not, in words."""
+    said = []
+    for name in config.tuning.search:
+        if name not in found.study.values:
+            said.append(f"it did not tune {name} (tuning.search.{name})")
+        elif (searched := found.study.ranges.get(name)) and searched != (here := range_of(config, name)):
+            low, high = short(here.low), short(here.high)
+            said.append(
+                f"it searched {name} from {short(searched.low)} to {short(searched.high)}, tuning.search.{name} says "
+                f"{low} to {high}"
+            )
+    if config.tuning.descent.trials and found.study.descent is None:
+        said.append(f"it has no coordinate descent (tuning.descent.trials={config.tuning.descent.trials})")
+    return said
 
 
 def refuse_untaken_record(config: Config, typed: Sequence[str] = ()) -> str:
@@ -197,10 +218,17 @@ def _check_study(config: Config) -> None:
 
 
 def _check_proxy(config: Config) -> None:
-    """What each trial would be refused for is said once, before the first. Raises ConfigError."""
-    proxy = proxy_config(config, values_of(config), seed=config.run.seed, directory=Path(config.run.dir))
-    if not config.tuning.command:
-        resolve(proxy, 1)
+    """What each trial would be refused for is said once, before the first: at both ends of every range.
+
+    Raises:
+        UserError: the proxy cannot be.
+    """
+    for end in (0, -1):
+        ends = {name: dimension.named[end] for name, dimension in config.tuning.search.items()}
+        values = {**values_of(config), **ends}
+        proxy = proxy_config(config, values, seed=config.run.seed, directory=Path(config.run.dir))
+        if not config.tuning.command:
+            resolve(proxy, 1).parametrization(known_vocab_size(config))
 
 
 def _check_writable(path: Path, config: Config) -> None:

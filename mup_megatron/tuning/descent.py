@@ -1,6 +1,6 @@
 """Coordinate descent around the best trial of a study: its second stage (tuning.descent).
 
-Public names: `Descent`, `Move`, `Run`, `descend`, `order_of`.
+Public names: `Descent`, `Move`, `Run`, `descend`, `order_of`, `pooled`.
 
 One hyperparameter after the other is tried on both sides of its value, the others staying as they are. The better side
 is trained again with the seeds of the value at hand. If its mean loss is lower by more than two standard errors, it
@@ -71,7 +71,7 @@ class Descent:
         slot: the best trial so far, that of the joint search where nothing moved.
         values: its hyperparameters.
         start: the trial of the joint search that it began from.
-        noise: standard deviation of a loss over seeds that moves are judged by; None where it is not known.
+        noise: standard deviation of a loss over seeds, by the repetitions of both stages; None where it is not known.
         moves: what was accepted, in order.
         repeated: losses of this stage's trials that were repeated, by slot; one per seed, the run's own first.
         count: runs so far, repetitions included.
@@ -142,7 +142,7 @@ class _Walk:
 
     descent: CoordinateDescent
     search: Mapping[str, Range]
-    noise: float
+    groups: Sequence[Sequence[float]]
     known: Known
     seeds: Sequence[int]
     next_slot: int
@@ -153,6 +153,11 @@ class _Walk:
     repeated: dict[int, list[float]] = field(default_factory=dict)
     count: int = 0
     missing: list[Run] = field(default_factory=list)
+
+    @property
+    def noise(self) -> float | None:
+        """By every repetition so far, this stage's too."""
+        return pooled([*self.groups, *self.repeated.values()])
 
     def go(self) -> None:
         """Every round; the step's logarithm is halved from one to the next."""
@@ -181,7 +186,7 @@ class _Walk:
         losses = [first, *self._run(again)]
         self.repeated[tried.slot] = losses
         before, after = statistics.fmean(self.losses), statistics.fmean(losses)
-        if not before - after > 2 * self.noise * math.sqrt(2 / len(losses)):
+        if not before - after > 2 * (self.noise or 0.0) * math.sqrt(2 / len(losses)):
             return False
         name = tried.name
         self.moves.append(
@@ -212,7 +217,7 @@ def descend(
     descent: CoordinateDescent,
     search: Mapping[str, Range],
     start: tuple[int, Mapping[str, Value], Mapping[int, float]],
-    noise: float | None,
+    groups: Sequence[Sequence[float]],
     known: Known,
     next_slot: int,
 ) -> Descent:
@@ -222,7 +227,7 @@ def descend(
         descent: of the config.
         search: the space, `tuning.search`.
         start: slot, values and loss by seed (the run's own first) of the best trial of the joint search.
-        noise: standard deviation of a loss over seeds; None if there were no repetitions to tell.
+        groups: losses over seeds of the trials of the joint search that were repeated, which tell the noise.
         known: losses of this stage's trials.
         next_slot: the first place behind the joint search.
     """
@@ -230,7 +235,7 @@ def descend(
     walk = _Walk(
         descent=descent,
         search=search,
-        noise=noise or 0.0,
+        groups=groups,
         known=known,
         seeds=list(losses),
         next_slot=next_slot,
@@ -240,7 +245,7 @@ def descend(
     )
     ended: Literal["rounds", "trials", "noise"] | None = "rounds"
     try:
-        if noise is None:
+        if walk.noise is None:
             ended = "noise"
         else:
             walk.go()
@@ -252,10 +257,24 @@ def descend(
         slot=walk.slot,
         values=walk.values,
         start=slot,
-        noise=noise,
+        noise=walk.noise,
         moves=walk.moves,
         repeated=walk.repeated,
         count=walk.count,
         missing=walk.missing,
         ended=ended,
     )
+
+
+def pooled(groups: Sequence[Sequence[float]]) -> float | None:
+    """Standard deviation over seeds: sqrt(Σ squared deviations / Σ (seeds - 1)); None where nothing was repeated.
+
+    Args:
+        groups: losses of a trial over seeds; those of one of which a seed diverged say nothing.
+    """
+    told = [losses for losses in groups if len(losses) > 1 and all(map(math.isfinite, losses))]
+    freedom = sum(len(losses) - 1 for losses in told)
+    if not freedom:
+        return None
+    squares = sum((loss - statistics.fmean(losses)) ** 2 for losses in told for loss in losses)
+    return math.sqrt(squares / freedom)

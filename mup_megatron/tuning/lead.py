@@ -25,6 +25,7 @@ from mup_megatron.tuning import Stopped, budget, record
 from mup_megatron.tuning.decide import decide
 from mup_megatron.tuning.fitted import ladder_of
 from mup_megatron.tuning.objective import with_name
+from mup_megatron.tuning.outcome import ends_of
 from mup_megatron.tuning.prior import first_trial, with_prior
 from mup_megatron.tuning.proxy_band import band_of_runs
 from mup_megatron.tuning.recording import make_record
@@ -308,11 +309,11 @@ def check_failures(trials: Sequence[Trial], directory: Path, logs: str = "worker
         UserError: three trials failed alike, and none came as far as an evaluation.
     """
     ended = [trial for trial in trials if trial.state not in ("waiting", "running")]
-    reasons = {trial.reason for trial in ended}
+    reasons = ends_of(ended)
     if len(ended) < _ALIKE or len(reasons) > 1 or any(trial.state != "failed" or trial.reports for trial in ended):
         return
     raise UserError(
-        f"{directory}: the first {len(ended)} trials all failed with: {reasons.pop()}; {logs} there says more. "
+        f"{directory}: the first {len(ended)} trials all failed with: {reasons[0]}; {logs} there says more. "
         "Nothing else was tried; when it is mended, remove that folder to start again"
     )
 

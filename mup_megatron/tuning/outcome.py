@@ -1,12 +1,13 @@
 """How a study came out: its trials, the best of them with their repetitions, the one that is chosen.
 
-Public names: `Trial`, `State`, `FINISHED`, `Range`, `Candidate`, `Choice`, `best`, `choose`, `descent_of`,
-`open_sides`, `Side`.
+Public names: `Trial`, `State`, `FINISHED`, `Range`, `Candidate`, `Choice`, `best`, `ends_of`, `choose`,
+`descent_of`, `range_of`, `open_sides`, `Side`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, FiniteFloat, model_validator
 
 from mup_megatron.config import Config
-from mup_megatron.tuning.descent import Descent, descend
+from mup_megatron.tuning.descent import Descent, descend, pooled
 from mup_megatron.tuning.space import Value
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.files import as_json
@@ -151,6 +152,18 @@ def best(trials: list[Trial]) -> list[Trial]:
     return sorted(whole, key=lambda trial: (trial.loss, trial.slot))
 
 
+def ends_of(trials: Sequence[Trial]) -> list[str]:
+    """How trials ended, in words; of ends that differ in numbers alone (a trial's own values) the first."""
+    found: dict[str, str] = {}
+    for trial in trials:
+        end = trial.reason or trial.state
+        found.setdefault(_NUMBER.sub("", end), end)
+    return sorted(found.values())
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+
+
 def choose(config: Config, trials: list[Trial]) -> Choice:
     """The best candidate by the mean over its seeds; where coordinate descent went on from there, its last move.
 
@@ -166,10 +179,10 @@ def choose(config: Config, trials: list[Trial]) -> Choice:
         candidates = _in_order([*joint, *further])
         chosen = next(candidate for candidate in candidates if candidate.slot == descent.slot)
         candidates = [chosen, *(candidate for candidate in candidates if candidate is not chosen)]
-    noise = _noise(candidates)
+    noise = pooled([candidate.losses for candidate in candidates])
     marked = [replace(each, within_noise=_within_noise(each, chosen, noise)) for each in candidates]
     tried = [trial for trial in trials if not trial.repeats and trial.state in FINISHED and trial.values]
-    ranges = {name: _range(config, name) for name, value in chosen.values.items() if isinstance(value, int | float)}
+    ranges = {name: range_of(config, name) for name, value in chosen.values.items() if isinstance(value, int | float)}
     interior = {
         name: not open_sides(chosen.values[name], [other.values[name] for other in tried], range_)
         for name, range_ in ranges.items()
@@ -209,17 +222,18 @@ def descent_of(config: Config, trials: list[Trial]) -> Descent | None:
     }
     next_slot = 1 + max(trial.slot for trial in trials if trial.varies is None)
     start = (chosen.slot, chosen.values, by_seed)
-    return descend(config.tuning.descent, config.tuning.search, start, _noise(candidates), known, next_slot)
+    groups = [candidate.losses for candidate in candidates]
+    return descend(config.tuning.descent, config.tuning.search, start, groups, known, next_slot)
 
 
 def _candidates(config: Config, trials: list[Trial]) -> list[Candidate]:
     """The best of the joint search with their repetitions, best mean first. Raises UserError where there is none."""
     whole = best(trials)
     if not whole:
-        ends = ", ".join(sorted({trial.reason or trial.state for trial in trials}))
+        rates = "expected lower rates in tuning.search, or " * any(trial.state == "diverged" for trial in trials)
         raise UserError(
-            f"tuning: none of the {len(trials)} trials ended with a finite loss ({ends}); expected lower rates in "
-            "tuning.search, or see tuning/worker-*.log in run.dir"
+            f"tuning: none of the {len(trials)} trials ended with a finite loss ({', '.join(ends_of(trials))}); "
+            f"{rates}see tuning/worker-*.log in run.dir"
         )
     candidates = []
     for trial in whole[: max(1, config.tuning.repeat_best)]:
@@ -244,9 +258,13 @@ def _candidate(trial: Trial, losses: list[float]) -> Candidate:
 
 
 def _in_order(candidates: list[Candidate]) -> list[Candidate]:
-    """Those whose mean is finite, best first."""
+    """Those whose mean is finite, best first; behind them those of which a repetition failed, and said no loss.
+
+    The first loss of a candidate is one that was chosen for being low, so alone it is no mean.
+    """
     finite = [candidate for candidate in candidates if math.isfinite(candidate.mean)]
-    return sorted(finite, key=lambda candidate: (candidate.mean, candidate.slot))
+    most = max((len(candidate.losses) for candidate in finite), default=0)
+    return sorted(finite, key=lambda candidate: (len(candidate.losses) < most, candidate.mean, candidate.slot))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,22 +311,12 @@ def open_sides(value: float, tried: Sequence[float], range_: Range) -> list[Side
     return sides
 
 
-def _range(config: Config, name: str) -> Range:
+def range_of(config: Config, name: str) -> Range:
     """What was searched of a number."""
     dimension = config.tuning.search[name]
     values = dimension.log_uniform or dimension.uniform or [v for v in dimension.choice or [] if not isinstance(v, str)]
     low, high = min(values), max(values)
     return Range(low=low, high=high, log=dimension.uniform is None and low > 0)
-
-
-def _noise(candidates: list[Candidate]) -> float | None:
-    """Standard deviation over seeds, pooled: sqrt(Σ squared deviations / Σ (seeds - 1))."""
-    groups = [c.losses for c in candidates if len(c.losses) > 1 and all(map(math.isfinite, c.losses))]
-    freedom = sum(len(losses) - 1 for losses in groups)
-    if not freedom:
-        return None
-    squares = sum((loss - statistics.fmean(losses)) ** 2 for losses in groups for loss in losses)
-    return math.sqrt(squares / freedom)
 
 
 def _within_noise(candidate: Candidate, chosen: Candidate, noise: float | None) -> bool:

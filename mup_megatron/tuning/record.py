@@ -134,7 +134,7 @@ class ProxyRecord(_Part):
 
     sizes: dict[str, Any] = {}
     trained: dict[str, Annotated[int, Field(gt=0, le=2**63)]]
-    settings: dict[str, FiniteFloat | _Text] = {}
+    settings: dict[str, FiniteFloat | _Text | list[FiniteFloat]] = {}
 
 
 class TargetRecord(_Part):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -86,26 +88,46 @@ def other_settings(config: Config, found: TransferRecord | None) -> list[str]:
     for name in target.keys() & tuned.keys() - set(found.tuned):
         before, now, unit = tuned[name], target[name], ""
         if name in _SHARES:
-            small, large = sorted((float(before), float(now)))
-            before, now, unit = f"{before:.3g}", f"{now:.3g}", " of the steps"
-            if large <= 1.25 * small:
+            if _alike(before, now):
                 continue
+            before, now, unit = _shares(before), _shares(now), " of the steps"
         if before != now:
             said.append(f"training.{name}: tuned with {before}{unit}, target with {now}{unit}")
     return sorted(said)
 
 
-_SHARES = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
+_SHARES = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps", "lr_milestones")
 """Of the settings those that are steps, kept as shares of a run."""
+_OWN = {"multi-step": ("lr_milestones", "lr_gamma"), "WSD": ("lr_wsd_decay_style",)}
+"""Settings that one schedule alone has."""
+
+
+def _alike(before: Any, now: Any) -> bool:
+    """Whether no share is more than a quarter above the other's."""
+    pairs = [sorted(pair) for pair in zip_longest(_listed(before), _listed(now), fillvalue=math.inf)]
+    return all(large <= 1.25 * small for small, large in pairs)
+
+
+def _shares(value: Any) -> str:
+    return ", ".join(f"{share:.3g}" for share in _listed(value))
+
+
+def _listed(value: Any) -> list[float]:
+    return [float(share) for share in (value if isinstance(value, list) else [value])]
 
 
 def _settings(config: Config) -> dict[str, Any]:
     """Of the schedule and of clipping, what proxy and target have alike where one config describes both."""
     training = config.training
-    steps = {name: getattr(training, name) or 0 for name in _SHARES}
+    steps = {name: getattr(training, name) or 0 for name in _SHARES if name != "lr_milestones"}
     steps["lr_decay_steps"] = steps["lr_decay_steps"] or training.train_steps
+    own = {name: getattr(training, name) for name in _OWN.get(training.lr_schedule, ())}
+    if "lr_milestones" in own:
+        own["lr_milestones"] = [step / training.train_steps for step in training.lr_milestones]
     return {
         "lr_schedule": training.lr_schedule,
+        "lr_warmup_init": training.lr_warmup_init,
+        **own,
         "min_lr_ratio": training.min_lr_ratio,
         "clip_grad": training.clip_grad,
         "clip_norm": training.clip_norm,

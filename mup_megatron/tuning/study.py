@@ -152,6 +152,11 @@ class Study:
             for trial in self.trials():
                 if trial.state == "running":
                     self._storage.wait_again(trial)
+        if self.descent_trials and any(map(self._is_beyond, self._storage.trials())):
+            raise UserError(  # its trials are numbered behind those of the joint search
+                f"tuning.trials: {self._config.tuning.trials} is fewer than this study has planned; expected as many "
+                "as before where coordinate descent goes on from them, or another run.dir"
+            )
         self.plan(self.trials())
 
     def check(self) -> None:
@@ -264,8 +269,12 @@ class Study:
         return bool(missing)
 
     def trials(self) -> list[Trial]:
-        """Every trial, by slot."""
-        return self._storage.trials()
+        """Every trial, by slot. Of those that wait, the ones beyond `tuning.trials`, which was lowered, are none."""
+        return [trial for trial in self._storage.trials() if not self._is_beyond(trial)]
+
+    def _is_beyond(self, trial: Trial) -> bool:
+        joint = not trial.repeats and trial.varies is None
+        return joint and trial.state == "waiting" and trial.slot >= self._config.tuning.trials
 
     def claim(self) -> Trial | None:
         """The next trial that waits, now this process's own; None if none waits."""

@@ -86,8 +86,8 @@ MUTANTS = (
         "study: repetitions do not count",
         "the candidate with the best single loss is chosen",
         "tuning.outcome._in_order",
-        "lambda candidate: (candidate.mean, candidate.slot)",
-        "lambda candidate: (candidate.losses[0], candidate.slot)",
+        "lambda candidate: (len(candidate.losses) < most, candidate.mean, candidate.slot)",
+        "lambda candidate: (len(candidate.losses) < most, candidate.losses[0], candidate.slot)",
         "tuning/test_outcome.py::test_the_choice_by_hand",
     ),
     mutant(

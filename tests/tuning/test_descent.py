@@ -44,9 +44,11 @@ def gone(most: int = 100, noise: float | None = 0.005, rounds: int = 1) -> tuple
     start = {"lr": 0.01, EMBEDDING: 1.0}
     known: dict[tuple[int, int], float] = {}
     runs: list[tuple[Run, float]] = []
+    # Of so many pairs that the few of the descent itself hardly move it.
+    groups = [] if noise is None else [[0.0, math.sqrt(2) * noise]] * 10_000
     while True:
         said = CoordinateDescent(trials=most, rounds=rounds)
-        found = descend(said, SPACE, (3, start, {seed: bowl(start, seed) for seed in (0, 1)}), noise, known, 8)
+        found = descend(said, SPACE, (3, start, {seed: bowl(start, seed) for seed in (0, 1)}), groups, known, 8)
         if not found.missing:
             return found, runs
         for run in found.missing:
@@ -106,6 +108,21 @@ def test_what_is_within_noise_does_not_move() -> None:
         (12, 1),
     ]
     assert gone(noise=None)[0].ended == "noise"
+
+
+def test_the_noise_is_of_both_stages() -> None:
+    """The joint search's one pair says 0.01/√2, by which a gain of 0.025 would be one: 2 · 0.0071 · sqrt(2/2).
+
+    The pair that has the gain differs by 0.16: sqrt((0.01² + 0.16²)/2 / 2) is 0.080, and twice that is more.
+    """
+    lr = {"lr": SPACE["lr"]}
+    start = (0, {"lr": 0.01}, {0: 5.0, 1: 5.01})
+    for pair, moves in (((4.9, 5.06), 0), ((4.975, 4.985), 1)):  # 0.025 lower each
+        known = {(3, 0): pair[0], (4, 0): 6.0, (3, 1): pair[1], (5, 0): 6.0}
+        found = descend(CoordinateDescent(trials=9), lr, start, [[5.0, 5.01]], known, 3)
+        assert len(found.moves) == moves
+        assert not found.missing
+        assert found.noise == pytest.approx(math.sqrt((0.01**2 + (pair[1] - pair[0]) ** 2) / 4))
 
 
 def test_it_ends_at_its_trials() -> None:

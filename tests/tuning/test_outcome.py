@@ -67,6 +67,15 @@ def test_a_candidate_that_diverged_with_another_seed_is_not_chosen(tmp_path: Pat
     assert choose(study_config(tmp_path), trials).slot == 1
 
 
+def test_one_lucky_loss_is_no_mean(tmp_path: Path) -> None:
+    """Slot 0 has the lowest loss, by which it was chosen, and its repetition failed: slot 1 was confirmed."""
+    trials = [trial(0, 3.0), trial(0, None, seed=8, state="failed"), trial(1, 3.01), trial(1, 3.0, seed=8)]
+    choice = choose(study_config(tmp_path), trials)
+    assert [(each.slot, len(each.losses)) for each in choice.candidates] == [(1, 2), (0, 1)]
+    alone = choose(study_config(tmp_path), trials[:2])  # where none was confirmed it is all that there is
+    assert (alone.slot, alone.noise) == (0, None)
+
+
 def test_every_candidate_diverged_with_another_seed(tmp_path: Path) -> None:
     trials = [trial(0, 3.0), trial(0, math.inf, seed=8, state="diverged")]
     with pytest.raises(UserError, match="each of the best 2 trials diverged with another seed"):
@@ -75,5 +84,9 @@ def test_every_candidate_diverged_with_another_seed(tmp_path: Path) -> None:
 
 def test_nothing_to_choose_from(tmp_path: Path) -> None:
     trials = [trial(0, math.inf, state="diverged"), trial(1, None, state="failed")]
-    with pytest.raises(UserError, match="none of the 2 trials ended with a finite loss"):
+    with pytest.raises(UserError, match=r"none of the 2 trials ended with a finite loss .*; expected lower rates"):
         choose(study_config(tmp_path), trials)
+    with pytest.raises(
+        UserError, match=r"none of the 1 trials ended with a finite loss \(failed\); see tuning/worker-"
+    ):
+        choose(study_config(tmp_path), trials[1:])  # nothing says that rates were too high

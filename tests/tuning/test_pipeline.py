@@ -322,6 +322,10 @@ def test_a_disk_that_fills_up_under_a_trial(tmp_path: Path) -> None:
         (["optimizer.betas.1=1.0"], "optimizer.betas.1: expected a number < 1.0, found 1.0"),
         (["optimizer.betas.2=0.9"], "optimizer.betas: has 2 entries, so optimizer.betas.2 cannot be set"),
         (["tuning.search.lr.log_uniform=null", "tuning.search.lr.uniform=[-1,1]"], "-1.0 is no value of lr"),
+        (
+            ["tuning.search.lr.log_uniform=[1e-4,1e-1]", "training.lr_warmup_init=1e-3"],
+            "tuning.search.lr: 0.0001 is no value of lr: 0.001 is above the peak, hparams.lr 0.0001",
+        ),
         (["proxy.kv_channels=16"], "proxy.kv_channels: kv_channels differs from the base without being declared"),
         (["tuning.micro_batch_size=3"], "tuning.micro_batch_size: 3 does not divide"),
         (["tuning.storage=somewhere"], "tuning.storage: expected journal, or a database such as sqlite:///"),

@@ -179,9 +179,51 @@ def test_another_schedule_or_clipping_is_told(tmp_path: Path, capsys: pytest.Cap
         "extrapolated, training.lr_warmup_steps: tuned with 0.0625 of the steps, target with 0 of the steps",
         "extrapolated, training.min_lr_ratio: tuned with 0.1, target with 1.0",
     ]
+    steps = {"lr_schedule": "multi-step", "lr_milestones": [32, 48], "lr_gamma": 0.1}
+    given |= {f"training__{name}": value for name, value in steps.items()}
+    config = record_of(tmp_path / "steps", {"lr": rate})
+    assert told(config, train_steps=128, lr_warmup_steps=8, lr_milestones="[64,98]") == []
+    assert told(config, lr_milestones="[8,48]", lr_gamma=0.5, lr_warmup_init=0.001) == [
+        "extrapolated, training.lr_gamma: tuned with 0.1, target with 0.5",
+        "extrapolated, training.lr_milestones: tuned with 0.5, 0.75 of the steps, target with 0.125, 0.75 of the steps",
+        "extrapolated, training.lr_warmup_init: tuned with 0.0, target with 0.001",
+    ]
+    assert told(config, lr_milestones="[32]") == [
+        "extrapolated, training.lr_milestones: tuned with 0.5, 0.75 of the steps, target with 0.5 of the steps"
+    ]
+    given |= {"training__lr_schedule": "WSD", "training__lr_wsd_decay_steps": 16}
+    config = record_of(tmp_path / "wsd", {"lr": rate})
+    assert told(config, lr_wsd_decay_style="linear", lr_gamma=0.5) == [
+        "extrapolated, training.lr_wsd_decay_style: tuned with exponential, target with linear"
+    ]
+    given |= {"training__lr_schedule": "cosine"}
     with_schedule = record_of(tmp_path / "schedule", {"lr": rate, "lr_schedule": {"choice": ["cosine", "constant"]}})
     assert told(with_schedule, lr_schedule="constant", clip_norm="invariant") == [
         "extrapolated, training.clip_norm: tuned with global, target with invariant"
+    ]
+
+
+def test_what_the_record_did_not_search_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Another hyperparameter, another range, a further stage: nothing is tuned, so each is a line."""
+    config = config_in(tmp_path)
+    lr = {"low": 1e-3, "high": 1e-1, "log": True}
+    made = study_of(VALUES, ranges={**STUDY["ranges"], "lr": lr})
+    parametrization, layout = parametrize(with_values(config, VALUES), 375), resolve_layout(config, 1)
+    write_record(config.record_path, make_record(parametrization, layout, VALUES, study=made, budget=BUDGET))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    assert cli.run(["tune", str(path)]) == 0
+    printed = capfd.readouterr().out
+    assert "nothing to tune" in printed
+    assert "to tune anew" not in printed
+    other = ["tuning.search.lr.log_uniform=[0.5e-3,0.5]", "tuning.search.embedding_multiplier.uniform=[1,9]"]
+    stage = ["tuning.descent.trials=5", "tuning.repeat_best=1", "tuning.repeat_seeds=1"]
+    assert cli.run(["tune", str(path), *other, *stage]) == 0
+    said = [line.split("; to tune anew, ")[0] for line in capfd.readouterr().out.splitlines() if "to tune anew" in line]
+    assert said == [
+        "it searched lr from 0.001 to 0.1, tuning.search.lr says 0.0005 to 0.5",
+        "it did not tune embedding_multiplier (tuning.search.embedding_multiplier)",
+        "it has no coordinate descent (tuning.descent.trials=5)",
     ]
 
 

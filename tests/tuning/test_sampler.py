@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from mup_megatron.config import derive
 from mup_megatron.tuning.sampler import points
 from mup_megatron.tuning.study import Study
+from mup_megatron.util.errors import UserError
 from tests.helpers.studies import study_config
 
 SEARCH = {
@@ -53,3 +55,28 @@ def test_a_study_plans_them(tmp_path: Path) -> None:
     planned = [trial.values for trial in Study.create(config).trials()]
     assert planned == points(config)[: len(planned)]
     assert len(planned) > 3
+
+
+@pytest.mark.parametrize("sampler", ["quasi_random", "tpe"])
+def test_fewer_trials_than_wait(tmp_path: Path, sampler: str) -> None:
+    """What waits beyond a number that was lowered is no trial, until it is raised again; what runs or ended stays."""
+    six = study_config(tmp_path, tuning__sampler=sampler, tuning__search=SEARCH, tuning__trials=6)
+    two = derive(six, {"tuning.trials": 2})
+    study = Study.create(six)
+    first, second, third = (study.claim() for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    for trial in (first, third):
+        study.finish(trial, "complete", loss=5.0)
+    fewer = Study.create(two)
+    assert [trial.slot for trial in fewer.trials()] == [0, 1, 2]
+    assert fewer.plan(fewer.trials()) == 0
+    again = fewer.claim()  # was running when its process ended
+    assert again is not None
+    assert again.slot == 1
+    assert fewer.claim() is None
+    assert [trial.slot for trial in Study.create(six).trials()] == list(range(6))
+    stage = {"tuning.descent.trials": 4, "tuning.repeat_best": 1, "tuning.repeat_seeds": 1}
+    with pytest.raises(UserError, match=r"tuning\.trials: 2 is fewer than this study has planned; expected as many"):
+        Study.create(derive(two, stage))

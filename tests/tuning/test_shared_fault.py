@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mup_megatron import cli
 from mup_megatron.config import load_config
 from mup_megatron.tuning.lead import check_failures
 from mup_megatron.tuning.study import Study, Trial
@@ -35,6 +36,25 @@ def test_three_alike_end_a_study() -> None:
     trials = [*(trial(slot, "failed", "no driver") for slot in range(3)), trial(3, "running"), trial(4, "waiting")]
     with pytest.raises(UserError, match="tuning: the first 3 trials all failed with: no driver; worker-"):
         check_failures(trials, Path("tuning"))
+
+
+def test_numbers_of_their_own_make_no_difference() -> None:
+    """As in a reason that names the trial's value."""
+    trials = [trial(slot, "failed", f"rates ×{0.4 + slot} for the query, {slot}e-05 elsewhere") for slot in range(3)]
+    with pytest.raises(UserError, match=r"the first 3 trials all failed with: rates ×0\.4 for the query, 0e-05 else"):
+        check_failures(trials, Path("tuning"))
+
+
+def test_a_value_that_no_proxy_takes_is_said_before_the_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Query, key and value are one tensor, and a rate for one of them is refused; a rate of ×1 would not be."""
+    path = pipeline_file(tmp_path, tuning__search={"per_tensor.attention_q.lr": {"log_uniform": [0.25, 4.0]}})
+    assert cli.run(["tune", str(path)]) == 2
+    said = capfd.readouterr().err
+    assert "×0.25 for the query" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "run" / "tuning").exists()
 
 
 @pytest.mark.parametrize(

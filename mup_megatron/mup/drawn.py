@@ -28,24 +28,37 @@ _SAME, _OTHER = 1.05, 1.3
 
 
 @torch.no_grad()
-def rescale(model: torch.nn.Module) -> None:
+def rescale(model: torch.nn.Module, base: Any) -> None:
     """From an init that does not depend on width to µP's; once. Gains, biases and embeddings stay as they are.
+
+    A warning names matrices that shrink with width already, as those of torch.nn.MultiheadAttention do.
 
     Args:
         model: with base shapes.
+        base: what they came from; its values are looked at where it is a model that has any.
     """
+    names, here, before = _names(model), _deviations(model), _before(base)
+    shrunk: list[str] = []
     seen: set[int] = set()  # parameters that several layers share
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            infshape = infshape_of(parameter)
+            infshape, name = infshape_of(parameter), names[id(parameter)]
             ratios = infshape.ratios
+            if _is_inside(infshape) and _stands(ratios.m_in, here.get(name), before.get(name)) is False:
+                shrunk.append(name)
             if (infshape.ninf() == 2 and infshape.input_like is None) or infshape.output_like:
                 output_like = infshape.output_like
                 scale_(parameter, formulas.init_std(m_in=ratios.m_in, forward=ratios.forward, output_like=output_like))
                 module._has_rescaled_params = True  # type: ignore[assignment]
+    if shrunk:
+        warnings.warn(
+            f"initial values of {_listed(shrunk)} shrink with width already, against the base's, and were divided by "
+            "the root of the width once more; draw them again with mup_megatron.mup.init",
+            stacklevel=3,
+        )
 
 
 def as_a_layers(weight: torch.Tensor, fan_in: int) -> bool:
@@ -68,10 +81,9 @@ def warn(model: torch.nn.Module, base: Any) -> None:
     """
     suspects = _suspects(model, base)
     if suspects:
-        shown = ", ".join(suspects[:3]) + (", ..." if len(suspects) > 3 else "")
         warnings.warn(
-            f"initial values of {shown} do not shrink with width as torch's own do, so activations would grow with it; "
-            'pass rescale_params="constant" to set_base_shapes to rescale them, or draw them again with '
+            f"initial values of {_listed(suspects)} do not shrink with width as torch's own do, so activations would "
+            'grow with it; pass rescale_params="constant" to set_base_shapes to rescale them, or draw them again with '
             "mup_megatron.mup.init",
             stacklevel=3,
         )
@@ -84,15 +96,25 @@ def warn(model: torch.nn.Module, base: Any) -> None:
         )
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
 def _suspects(model: torch.nn.Module, base: Any) -> list[str]:
     drawn = list(_matrices(model))
     suspects = [name for name, module, infshape, _ in drawn if is_transposed(module) and infshape.ratios.m_in != 1]
-    if suspects or not drawn:
+    if suspects:
         return suspects
-    before = _before(base)
-    if before:
-        return [name for name, _, infshape, std in drawn if _stands(infshape.ratios.m_in, std, before.get(name))]
-    return _of_one_deviation(drawn)
+    if not (before := _before(base)):
+        return _of_one_deviation(drawn)
+    names, here = _names(model), _deviations(model)
+    inside = {names[id(each)]: shape for each in model.parameters() if _is_inside(shape := infshape_of(each))}
+    return [name for name, shape in inside.items() if _stands(shape.ratios.m_in, here.get(name), before.get(name))]
+
+
+def _is_inside(infshape: InfShape) -> bool:
+    """Whether it is a matrix inside, of whatever layer; megatron-core's shims draw by the rules."""
+    return infshape.ninf() == 2 and infshape.input_like is None and infshape.tensor is None
 
 
 def _readouts(model: torch.nn.Module, base: Any) -> list[str]:
@@ -102,7 +124,7 @@ def _readouts(model: torch.nn.Module, base: Any) -> list[str]:
     for name, module, infshape, std in _matrices(model, of_readouts=True):
         m_in = infshape.fanin_fanout()[0].ratio
         if name in before:
-            suspects += [name] if _stands(m_in, std, before[name]) else []
+            suspects += [name] * bool(_stands(m_in, std, before[name]))
             continue
         fan_in, fan_out = _fans(infshape)
         values = own_values(module.weight)
@@ -117,15 +139,33 @@ def _readouts(model: torch.nn.Module, base: Any) -> list[str]:
 
 def _before(base: Any) -> dict[str, float]:
     """Standard deviations in the base, where that is a model with values."""
-    if not isinstance(base, torch.nn.Module):
-        return {}
-    return {name: std for name, _, _, std in _matrices(base, shaped=False)}
+    return _deviations(base) if isinstance(base, torch.nn.Module) else {}
 
 
-def _stands(m_in: Fraction, std: float, before: float | None) -> bool:
-    """Whether a standard deviation is nearer to what it was in the base than to m_in^-1/2 of it."""
-    if before is None or 1 / _OTHER < m_in < _OTHER:
-        return False
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    clean = clean_names(name for name, _ in model.named_parameters())
+    return {id(parameter): clean[name] for name, parameter in model.named_parameters()}
+
+
+def _deviations(model: torch.nn.Module) -> dict[str, float]:
+    """Standard deviation by name, of each parameter that has values here and is no constant."""
+    names = _names(model)
+    found = {names[id(parameter)]: _deviation(parameter) for parameter in model.parameters()}
+    return {name: std for name, std in found.items() if std is not None}
+
+
+def _deviation(weight: Any) -> float | None:
+    # Neither what is on the meta device nor a shard (DTensor) has values of its own to look at.
+    if type(weight) is not torch.nn.Parameter or weight.is_meta or (values := own_values(weight)).numel() < 2:
+        return None
+    std = float(values.flatten()[:_SAMPLE].float().std())
+    return std if std > 0 else None
+
+
+def _stands(m_in: Fraction, std: float | None, before: float | None) -> bool | None:
+    """Whether a deviation is nearer to what it was in the base than to m_in^-1/2 of it; None where nothing tells."""
+    if std is None or before is None or 1 / _OTHER < m_in < _OTHER:
+        return None
     moved = math.log(std / before)
     return abs(moved) < abs(moved + math.log(m_in) / 2)
 
@@ -150,27 +190,18 @@ def _fans(infshape: InfShape) -> tuple[int, int]:
     return field * fan_in.dim, field * fan_out.dim
 
 
-def _matrices(
-    model: torch.nn.Module, shaped: bool = True, of_readouts: bool = False
-) -> Iterator[tuple[str, Any, Any, float]]:
-    """Matrices inside, or of readouts, that have values here: name, module, infinite shape, standard deviation.
-
-    Where they are not `shaped` (a base's), both kinds are there, and the infinite shape is None.
-    """
-    clean = clean_names(name for name, _ in model.named_parameters())
-    names = {id(parameter): clean[name] for name, parameter in model.named_parameters()}
+def _matrices(model: torch.nn.Module, of_readouts: bool = False) -> Iterator[tuple[str, Any, Any, float]]:
+    """Matrices inside, or of readouts, of the layers that are known here: name, module, infinite shape, deviation."""
+    names = _names(model)
     for module in model.modules():
         if not (isinstance(module, (torch.nn.Linear, _ConvNd)) or is_transposed(module)):
             continue
         weight = module.weight
-        # Neither what is on the meta device nor a shard (DTensor) has values of its own to look at.
-        if type(weight) is not torch.nn.Parameter or weight.is_meta or not (values := own_values(weight)).numel():
+        if (std := _deviation(weight)) is None:
             continue
-        infshape = infshape_of(weight) if shaped else None
-        if infshape is not None and (infshape.tensor is not None or infshape.ninf() != (1 if of_readouts else 2)):
+        infshape = infshape_of(weight)
+        if infshape.tensor is not None or infshape.ninf() != (1 if of_readouts else 2):
             continue
         if of_readouts and (not isinstance(module, MuReadout) or isinstance(module, MuSharedReadout)):
             continue
-        std = float(values.flatten()[:_SAMPLE].float().std())
-        if std > 0:
-            yield names[id(weight)], module, infshape, std
+        yield names[id(weight)], module, infshape, std

@@ -41,10 +41,12 @@ def MuAdam(params: Any, impl: Any = torch.optim.Adam, **kwargs: Any) -> Any:  # 
 
     Raises:
         UserError: a parameter has no infinite shape, or more than two dimensions that grow; a group is µP's already, or
-            has no rate; `impl` adds a weight decay to the gradient, or its step follows the size of whole tensors.
+            has no rate; `impl` adds a weight decay to the gradient, or its step follows the size of whole tensors; or
+            `decoupled_wd=True`.
 
     Its steps warn where a schedule has set rates that are no longer in µP's ratios.
     """
+    _refuse_decoupled(kwargs)
     optimizer = impl(split_groups(params, "adam", kwargs, eps=None), **kwargs)
     _check_coordinates(optimizer)
     check_decay(optimizer)
@@ -61,7 +63,17 @@ def MuSGD(params: Any, impl: Any = torch.optim.SGD, **kwargs: Any) -> Any:
 
     Args, errors: as of MuAdam.
     """
+    _refuse_decoupled(kwargs)
     return watched(impl(split_groups(params, "sgd", kwargs, eps=None), **kwargs))
+
+
+def _refuse_decoupled(kwargs: dict[str, Any]) -> None:
+    """The argument of microsoft/mup's repository that release 1.0.0 has not: its default is what is done here."""
+    if kwargs.pop("decoupled_wd", False):
+        raise UserError(
+            "optimizer: decoupled_wd=True leaves the decay of matrices alone, so that lr · λ falls with width; "
+            "expected it left out: their decay is multiplied with width here"
+        )
 
 
 def split_groups(

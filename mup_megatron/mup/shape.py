@@ -180,7 +180,7 @@ def set_base_shapes(
         save_base_shapes(infshapes, savefile)
     apply_infshapes(model, infshapes)
     if rescale_params == "constant":
-        drawn.rescale(model)
+        drawn.rescale(model, base)
     elif rescale_params:
         drawn.warn(model, base)
         seen: set[int] = set()  # parameters that several layers share

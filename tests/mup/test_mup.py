@@ -225,6 +225,16 @@ def test_init_of_experts_in_one_tensor(name: str) -> None:
     assert (at_base.std() / expected.std()).item() == pytest.approx(1.0, rel=0.05)
 
 
+@pytest.mark.parametrize("build", [ours.MuAdam, ours.MuAdamW, ours.MuSGD])
+def test_decoupled_wd(build: Any) -> None:
+    """Of the head of microsoft/mup's repository: False is what is done here, True is refused."""
+    parameter = tensor(ours, *TENSORS["hidden"])
+    (group, *_) = build([parameter], lr=0.1, decoupled_wd=False).param_groups
+    assert group["lr_multiplier"] == build([parameter], lr=0.1).param_groups[0]["lr_multiplier"]
+    with pytest.raises(UserError, match=r"decoupled_wd=True leaves the decay of matrices alone, so that lr · λ falls"):
+        build([parameter], lr=0.1, decoupled_wd=True)
+
+
 def test_ones_and_eye() -> None:
     vector = ours.init.ones_(tensor(ours, (4,), (8,), (12,)))
     assert vector.tolist() == [1.0] * 12

@@ -116,6 +116,34 @@ def test_a_readout_of_few_values_is_not_suspected() -> None:
                 mup.set_base_shapes(read_out(width, deviation, outputs=2), base, delta=larger)
 
 
+class Own(nn.Module):
+    """Experts in one tensor of one deviation, and torch's attention, whose values shrink with width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(width)
+        self.experts = nn.Parameter(0.02 * torch.randn(4, 2 * width, width))
+        self.attention = nn.MultiheadAttention(width, 4)
+        nn.init.normal_(self.attention.out_proj.weight, std=width**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("rescale", "said"),
+    [
+        (True, r"initial values of experts do not shrink with width as torch's own do"),
+        (
+            "constant",
+            r"initial values of attention\.in_proj_weight, attention\.out_proj\.weight shrink with width already",
+        ),
+    ],
+)
+def test_layers_of_any_kind_are_looked_at(rescale: Any, said: str) -> None:
+    """Where the base has values: each tensor says by itself whether it was drawn by width."""
+    with pytest.warns(UserWarning, match=said) as came:
+        mup.set_base_shapes(Own(256), Own(64), rescale_params=rescale, delta=Own(128))
+    assert len(came) == 1
+
+
 def test_conv1d_is_read_fan_in_first(transformers: Any) -> None:
     """Fan-in 8 to 32, fan-out 16 to 32: Adam's rate over 4, SGD's times 2/4; the other way round it would be 2, 4/2."""
     conv1d = transformers.pytorch_utils.Conv1D

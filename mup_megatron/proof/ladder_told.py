@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mup_megatron.proof.optimum import in_words
 from mup_megatron.proof.rungs import NAMES, Over
 from mup_megatron.tuning.loss_law import AXES
 
@@ -24,10 +25,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         f"{len(result['rungs'])} rungs, {result['seeds']} seeds, {result['seconds'] / 60:.0f} minutes of one process"
     ]
     for rung in result["rungs"]:
-        best = f"{rung['value'] or rung['tried']:.3g}"
-        best += f" ± {rung['error']:.2f} octaves" if rung["error"] is not None else ""
-        best += f", at the {rung['edge']} end of what was tried" if rung["edge"] else ""
-        said.append(f"  {_where(rung, layers)}: loss {rung['loss']:.4f} at {over} {best}")
+        said.append(f"  {_where(rung, layers)}: {in_words(rung, over)}")
     if result[name] is not None:
         said += _laws(result, name, layers)
     said += [f"dropped, too far from the minimum: {line}" for line in result["dropped"]]
@@ -59,7 +57,7 @@ def _laws(result: Mapping[str, Any], name: str, layers: bool) -> list[str]:
     said.append(
         f"held out, {_where(held, layers)}: "
         f"{result['over']} {best['predicted']:.3g} ± {best['error']:.2f} octaves predicted, {octaves}; "
-        f"loss {loss['predicted']:.4f} ± {loss['error']:.4f} predicted, {loss['measured']:.4f} measured"
+        f"loss {loss['predicted']:.4f} ± {loss['error']:.4f} predicted, {loss['measured']:.4f} by the parabola"
     )
     for rule, each in result["published"].items():
         off = "not known" if each["octaves"] is None else f"{each['octaves']:+.2f} octaves off there"

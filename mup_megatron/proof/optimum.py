@@ -1,7 +1,7 @@
 """Where the loss over a hyperparameter is least, how far that moves from size to size, and what moving costs.
 
-Public names: `Curve`, `Minimum`, `minimum`, `least_loss`, `drift`, `moves_at_least`, `transfer_cost`, `wider_is_worse`,
-`pooled_noise`. Plain numbers.
+Public names: `Curve`, `Minimum`, `minimum`, `in_words`, `least_loss`, `drift`, `moves_at_least`, `transfer_cost`,
+`wider_is_worse`, `pooled_noise`. Plain numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Losses = Mapping[int, float]
 """Loss (nats per token) by seed; infinite where it diverged."""
@@ -82,6 +83,21 @@ def minimum(curve: Curve) -> Minimum:
         loss=curve.means[place],
         edge=edges.get(place) if isinstance(tried, float) else None,
     )
+
+
+def in_words(least: Mapping[str, Any], over: str) -> str:
+    """A Minimum in a record: the lowest loss, at the value that it was measured at, and where the parabola has its own.
+
+    Args:
+        least: of the record.
+        over: the hyperparameter.
+    """
+    tried, value, error = least["tried"], least["value"], least["error"]
+    said = f"loss {least['loss']:.4f} at {over} {tried if isinstance(tried, str) else f'{tried:.3g}'}"
+    said += f", at the {least['edge']} end of what was tried" if least["edge"] else ""
+    if value is None:
+        return said
+    return f"{said}, the parabola's best {value:.3g}" + (f" ± {error:.2f} octaves" if error is not None else "")
 
 
 def least_loss(curve: Curve) -> float:

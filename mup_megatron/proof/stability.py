@@ -25,6 +25,7 @@ from mup_megatron.proof.grid import Grid, Job, Outcome, comparable, ended
 from mup_megatron.proof.optimum import (
     Curve,
     drift,
+    in_words,
     minimum,
     moves_at_least,
     pooled_noise,
@@ -318,15 +319,11 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         said.append(f"{name}{f' (noise of a loss {noise:.4f})' if noise is not None else ''}:")
         for row in line["rows"]:
             least = row["minimum"]
-            where = least["tried"] if isinstance(least["tried"], str) else f"{least['value'] or least['tried']:.3g}"
-            if least["edge"]:
-                where += f", at the {least['edge']} end of what was tried"
-            error = f" ± {least['error']:.2f} octaves" if least["error"] is not None else ""
             moved = f", {row['drift']['octaves']:+.2f} octaves to the largest" if row["drift"] else ""
             cost = math.inf if row["cost"] is None else row["cost"]
             said.append(
-                f"  {across} {row['size']}: loss {least['loss']:.4f} at {over} {where}{error}{moved}; its best value "
-                f"costs the largest {_percent(cost)}"
+                f"  {across} {row['size']}: {in_words(least, over)}{moved}; its best value costs the largest "
+                f"{_percent(cost)}"
             )
         for size, values in line["larger_is_worse"].items():
             if values:

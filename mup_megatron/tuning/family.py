@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,15 @@ from mup_megatron.util.errors import UserError, shown
 from mup_megatron.util.files import sha256_of
 
 
-def digested(config: Config) -> dict[str, Any]:
+def digested(config: Config, tuned: Collection[str] | None = None) -> dict[str, Any]:
     """What must be equal for values to transfer, by dotted key.
 
     Under `base:` is every size that grows, also one that grows because another does, so that it makes no difference
     whether a config names it; of a file of base shapes it is the content, wherever the file lies.
+
+    Args:
+        config: the run.
+        tuned: hyperparameters that a record's study tuned, whose values are its own; None is what the config searches.
 
     Raises:
         UserError: the file of base shapes cannot be read.
@@ -41,6 +45,7 @@ def digested(config: Config) -> dict[str, Any]:
     if config.base.file is not None:
         base["file"] = _sha256(config.base.file)
     tokenizer, betas = config.data.tokenizer, config.optimizer.betas
+    tuned = config.tuning.search if tuned is None else tuned
     settings = {
         "model": {**model, "vocab_size": config.vocab_size},
         "base": base,
@@ -58,8 +63,8 @@ def digested(config: Config) -> dict[str, Any]:
         "optimizer": {
             **config.optimizer.model_dump(exclude={"implementation", "soap_eps"}),
             # What is tuned is the record's.
-            "betas": [None if name in config.tuning.search else beta for name, beta in zip(BETAS, betas, strict=True)],
-            "momentum": None if "one_minus_momentum" in config.tuning.search else config.optimizer.momentum,
+            "betas": [None if name in tuned else beta for name, beta in zip(BETAS, betas, strict=True)],
+            "momentum": None if "one_minus_momentum" in tuned else config.optimizer.momentum,
             **_lion_steps(config),
             # Left out elsewhere, so that records from before there was one keep their digest.
             **({"soap_eps": config.optimizer.soap_eps} if config.optimizer.name == "soap" else {}),

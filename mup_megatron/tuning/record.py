@@ -264,7 +264,7 @@ def _plain(path: Path) -> dict[str, Any] | None:
 
 
 def _check_family(path: Path, record: TransferRecord, config: Config) -> None:
-    settings = digested(config)
+    settings = digested(config, record.tuned)
     if record.digest == digest(settings):
         return
     differing = differences(record.family, settings, "in the record", "in the config")[:_MOST_DIFFERENCES]

@@ -71,8 +71,12 @@ class StudyStorage:
         self.backend = _open(config, directory)
         """Optuna's own storage."""
         self._config, self._space = config, distributions(config)
-        # A database may hold the studies of many folders.
+        # A database may hold the studies of many folders. A journal lies in the folder, which may be moved or mounted
+        # elsewhere: the one study in it is this one.
         self._name = f"{config.run.name}-{digest({'dir': str(Path(config.run.dir).resolve())})[:8]}"
+        if config.tuning.storage == "journal":
+            there = [study.study_name for study in self.backend.get_all_studies()]
+            self._name = there[0] if len(there) == 1 else self._name
         self._loaded: optuna.Study | None = None
 
     # --- the study ---

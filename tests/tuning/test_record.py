@@ -256,6 +256,18 @@ def test_a_beta_of_a_record(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other values of hparams\.lr, optimizer\.betas\.1, which `train`"):
         refuse_untaken_record(plain)
     refuse_untaken_record(with_values(plain, values))
+    # A target need not search what the record tuned, nor a record have tuned what the config searches.
+    assert apply_record(derive(plain, {"tuning.search": {}}))[0].optimizer.betas == [0.9, 0.98]
+    untuned = make(MIXED, "gpt3", run__dir=str(tmp_path / "untuned"), tuning__search={"lr": {"uniform": [0.001, 0.1]}})
+    made = make_record(parametrize(untuned, 375), resolve_layout(untuned, 1), VALUES, study=STUDY, budget=BUDGET)
+    write_record(tmp_path / "untuned.json", made)
+    betas = apply_record(derive(plain, {"tuning.record": str(tmp_path / "untuned.json")}))[0].optimizer.betas
+    assert betas == untuned.optimizer.betas
+    other = {"tuning.record": str(tmp_path / "untuned.json"), "optimizer.betas": [0.9, 0.99]}
+    with pytest.raises(
+        UserError, match=r"another family .*optimizer\.betas: \[0\.9, 0\.95\] in the record, \[0\.9, 0\.99\]"
+    ):
+        apply_record(derive(plain, other))
 
 
 def test_rules_over_batch_and_tokens_are_those_of_the_config(tmp_path: Path) -> None:

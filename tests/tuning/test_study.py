@@ -294,3 +294,17 @@ def test_a_database_that_is_not_there(tmp_path: Path) -> None:
         Study.create(study_config(tmp_path, tuning__storage="sqlite:////none/study.db"))
     with pytest.raises(UserError, match=r"tuning.storage: may hold .* with a driver of sqlite"):
         study_config(tmp_path, tuning__storage="nothing://here")
+
+
+def test_a_folder_that_was_moved(tmp_path: Path) -> None:
+    """Or mounted elsewhere: its journal holds one study, which goes on, whatever the folder is called."""
+    before = Study.create(study_config(tmp_path / "a"))
+    first = before.claim()
+    assert first is not None
+    before.finish(first, "complete", loss=4.5)
+    planned = [trial.values for trial in before.trials()]
+    moved = study_config(tmp_path / "b", run__name="renamed")
+    before.directory.parent.rename(moved.run.dir)
+    after = Study.create(moved)
+    assert [trial.loss for trial in after.trials() if trial.state == "complete"] == [4.5]
+    assert [trial.values for trial in after.trials()] == planned

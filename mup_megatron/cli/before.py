@@ -49,12 +49,10 @@ def explain(
     ] = False,
 ) -> None:
     """Show what the parametrization does to every tensor, under the config's layout. Allocates nothing."""
-    alone = (
-        "--defaults" if defaults else "--html" if page is not None else "--notebook" if notebook is not None else None
-    )
-    given = {"--html": defaults and page is not None, "--notebook": defaults and notebook is not None, "--band": band}
-    given["--save-base-shapes"] = save_base_shapes is not None
-    beside = [name for name, asked in given.items() if asked]
+    instead = {"--defaults": defaults, "--html": page is not None, "--notebook": notebook is not None}
+    alone = next((name for name, asked in instead.items() if asked), None)
+    given = {**(instead if defaults else {}), "--band": band, "--save-base-shapes": save_base_shapes is not None}
+    beside = [name for name, asked in given.items() if asked and name != alone]
     if alone and beside:
         raise UserError(f"{alone}: is shown instead of the table; expected no {' or '.join(beside)} beside it")
     if defaults:

@@ -159,7 +159,7 @@ def plan(
     """Show what tuning and pretraining will cost: trials, tokens, FLOPs, share, memory, time. Trains nothing."""
     if device_memory and not device_tflops:
         raise UserError("--device-memory: layouts are compared by the time of a step; expected --device-tflops too")
-    setup = laid_out(config, overrides, world_size)
+    setup = laid_out(config, overrides, world_size, on_cuda=device_tflops is not None)
     settings, layout = setup.config, setup.layout
     from mup_megatron.data.ahead import problem_ahead
     from mup_megatron.data.prepare import known_vocab_size
@@ -171,7 +171,7 @@ def plan(
     device = None
     if device_tflops:
         wires = {"within": node_bandwidth * 1e9, "between": network_bandwidth * 1e9}
-        node = settings.slurm.gpus_per_node
+        node = settings.slurm.gpus_per_node or settings.slurm.processes_per_node or 1
         device = scaling.Device(tflops=device_tflops, utilization=utilization, node=node, **wires)
     memory = device_memory and device_memory * 1e9
     step, said = better_layout.on_paper(budget.priced(settings, vocab_size), layout, device, memory)

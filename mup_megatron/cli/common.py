@@ -208,16 +208,25 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def laid_out(config: str, overrides: list[str] | None, world_size: int | None) -> Any:
+def laid_out(config: str, overrides: list[str] | None, world_size: int | None, *, on_cuda: bool = False) -> Any:
     """A run that is shown and not trained here, on so many processes, the fewest that fit unless given.
+
+    Args:
+        config: its file.
+        overrides: of the command line.
+        world_size: processes.
+        on_cuda: whether precision and attention that are `auto` are those of a machine with CUDA.
 
     Raises:
         UserError: bad input.
     """
     from mup_megatron.engines.setup import resolve
+    from mup_megatron.engines.setup.auto import as_on_cuda
     from mup_megatron.parallel.layout import smallest_world
 
     settings = read_config(config, overrides)
+    if on_cuda:
+        settings = as_on_cuda(settings)
     return resolve(settings, world_size or smallest_world(settings), trains=False)
 
 

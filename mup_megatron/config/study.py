@@ -255,4 +255,4 @@ class Slurm(Section):
     signal_seconds: Positive = 300
     """How long before the time limit a run saves; more than two steps and a checkpoint take. Unit: seconds."""
     retries: NonNegative = 3
-    """How often in a row a job requeues itself without a new checkpoint. Unit: times."""
+    """How often in a row a job requeues itself without a new checkpoint or trial. Unit: times."""

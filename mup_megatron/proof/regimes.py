@@ -54,6 +54,7 @@ def _head_size_grows(config: Config, steps: int) -> dict[str, Any]:
     heads = {
         "model.num_attention_heads": base.num_attention_heads,
         "base.num_attention_heads": None,
+        "proxy.num_attention_heads": None,
         "training.seq_length": min(8, config.training.seq_length),
         "parametrization.zero_init_query": not config.model.qk_layernorm,
     }
@@ -65,6 +66,7 @@ def _head_size_grows(config: Config, steps: int) -> dict[str, Any]:
         # An encoder-decoder has as many key/value heads as query heads, and no key for them.
         "model.num_query_groups": None if base.family == "t5" else base.query_groups,
         "base.num_query_groups": None,
+        "proxy.num_query_groups": None,
         "model.kv_channels": base.head_size,
         "base.kv_channels": base.head_size,
     }

@@ -15,7 +15,7 @@ from typing import Any
 from mup_megatron.checkpoints.checkpoint import ALARMS, AUDIT, METRICS, TELEMETRY
 from mup_megatron.report.parts import Audited, read_alarms, read_json, read_lines
 from mup_megatron.report.run_data import Run, read_run
-from mup_megatron.telemetry.series import read_series
+from mup_megatron.telemetry.series import read_series, series_name
 from mup_megatron.tuning.outcome import open_sides
 from mup_megatron.tuning.space import WIDTH
 from mup_megatron.util.progress import about
@@ -250,25 +250,30 @@ def _share_clipped(path: Path, limit: float) -> float | None:
 
 
 def _of_clipping(run: Run, trial: Path | None, costs: _Costs) -> Iterator[Suspect]:
-    limit = float((run.config.get("training") or {}).get("clip_grad") or 0.0)
+    training = run.config.get("training") or {}
+    limit = float(training.get("clip_grad") or 0.0)
     share = _share_clipped(run.directory / METRICS, limit)
     if share is None or share < _CLIPPED:
         return
     of_proxy = None if trial is None else _share_clipped(trial / METRICS, limit)
     apart = of_proxy is not None and share - of_proxy > _CLIPPED / 2
+    other = (
+        "a larger training.clip_grad" if training.get("clip_norm") == "invariant" else "training.clip_norm=invariant"
+    )
     yield Suspect(
         weight=0.7 if apart else 0.5,
         cause="clipping sets the size of updates",
         evidence=f"{share:.0%} of the target's steps are clipped at {limit:g}"
         + ("" if of_proxy is None else f", {of_proxy:.0%} of the proxy's"),
-        decides=f"train with training.clip_norm=invariant; {costs.steps(300)}",
+        decides=f"train with {other}; {costs.steps(300)}",
     )
 
 
 def _of_epsilon(directory: Path, run: Run, costs: _Costs) -> Iterator[Suspect]:
     """Gradients that Adam's epsilon is not far below, by the last reading."""
     series = read_series(directory / TELEMETRY)
-    rows = {row["name"]: row["eps"] for row in (run.explanation or {}).get("parameters", []) if row.get("eps")}
+    explained = (run.explanation or {}).get("parameters", [])
+    rows = {series_name(row["name"]): row["eps"] / row.get("theta", 1.0) for row in explained if row.get("eps")}
     near, seen = [], 0
     for (name, quantity), values in series.values.items():
         if quantity == "gradient rms" and name in rows and values and values[-1] > 0:

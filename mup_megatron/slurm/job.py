@@ -72,7 +72,8 @@ def run_job(stage: str, config: Config, arguments: list[str]) -> int:
     if stage == "tune":
         _show_errors(logs)
     if status in _FINAL or failures > config.slurm.retries:
-        print(f"{name}: exit status {status}; not requeued", flush=True)
+        why = "" if status in _FINAL else f" after {failures} ends without a new checkpoint or trial"
+        print(f"{name}: exit status {status}; not requeued{why}", flush=True)
         return status
     pause = _PAUSE_SECONDS * (failures - 1)
     print(
@@ -175,11 +176,10 @@ def _show_errors(logs: Path) -> None:
 
 
 def _progress(config: Config, stage: str) -> str:
-    """What changes when a stage gets on: its checkpoints, and the trials that have begun."""
+    """What changes when a stage gets on: the trials that have begun, which `pretrain` may have too, and checkpoints."""
     directory = Path(config.run.dir)
-    patterns = (
-        ("checkpoints/step_*[0-9]",) if stage == "pretrain" else ("tuning/trial-*", "tuning/trial-*/*/step_*[0-9]")
-    )
+    trials = ("tuning/trial-*", "tuning/trial-*/*/step_*[0-9]")
+    patterns = (*trials, "checkpoints/step_*[0-9]") if stage == "pretrain" else trials
     names = sorted(str(path.relative_to(directory)) for pattern in patterns for path in directory.glob(pattern))
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 

@@ -72,7 +72,8 @@ def activation_bytes(parametrization: Parametrization, layout: Layout) -> int:
     vocabulary = parametrization.shapes["embedding.word_embeddings.weight"].spec.shape[0]
     most = 0.0
     for stage, chunks in enumerate(layout.stages):
-        held = sum(_chunks_under_way(layout, stage) / len(chunks) * _layers(config, layout, chunk) for chunk in chunks)
+        kept, again = zip(*(_layers(config, layout, chunk) for chunk in chunks), strict=True)
+        held = _chunks_under_way(layout, stage) / len(chunks) * sum(kept) + max(again)
         if stage == layout.pipeline - 1:
             readouts = 1 + (config.model.mtp_num_layers or 0)
             element = element_bytes(config)
@@ -133,15 +134,15 @@ def _sequence(layout: Layout) -> int:
     return layout.tensor if layout.sequence_parallel else 1
 
 
-def _layers(config: Config, layout: Layout, layers: Sequence[int]) -> float:
-    """Bytes per token that the layers of a chunk keep."""
+def _layers(config: Config, layout: Layout, layers: Sequence[int]) -> tuple[float, float]:
+    """`_recomputed` of the layers of a chunk, per token."""
     experts, length = config.model.expert_layers, config.training.seq_length
     whole = [_attention(config, layout, length) + _ffn(config, layout, experts[layer]) for layer in layers]
-    return sum(_recomputed(config, whole, element_bytes(config) * config.model.hidden_size / _sequence(layout)))
+    return _recomputed(config, whole, element_bytes(config) * config.model.hidden_size / _sequence(layout))
 
 
 def _recomputed(config: Config, whole: Sequence[float], kept: float) -> tuple[float, float]:
-    """Bytes that layers keep throughout, and those of the ones that are computed again at a time.
+    """Bytes that layers keep for each micro-batch, and those of the ones that are computed again, once at a time.
 
     Args:
         config: the run.
@@ -154,7 +155,7 @@ def _recomputed(config: Config, whole: Sequence[float], kept: float) -> tuple[fl
     each = training.recompute_num_layers or 1
     if training.recompute_method == "block":  # the first so many of the chunk
         return min(each, len(whole)) * kept + sum(whole[each:]), max(whole[:each])
-    return len(whole) / each * kept, each * max(whole)
+    return math.ceil(len(whole) / each) * kept, min(each, len(whole)) * max(whole)
 
 
 def _attention(config: Config, layout: Layout, keys: int) -> float:

@@ -29,6 +29,7 @@ from mup_megatron.proof.verdict import Slope, fit, judge, overall
 from mup_megatron.rules import formulas, horizon
 from mup_megatron.util.errors import UserError
 from mup_megatron.util.provenance import KEYS
+from tests.config.test_configs import CONFIGS
 from tests.helpers import bodies, proof_bodies
 from tests.helpers.configs import MIXED, make
 from tests.helpers.distributed import Ranks
@@ -458,6 +459,15 @@ def test_the_regime_of_decay_keeps_the_rule() -> None:
     """
     asked = REGIMES["decay"].keys(config_of(parametrization__weight_decay="sqrt"), 4)
     assert asked == {"hparams.lr": pytest.approx(1.25e-5), "hparams.weight_decay": pytest.approx(2000.0)}
+
+
+def test_shipped_configs_have_the_regimes() -> None:
+    """Whatever their proxies name: a regime that a config cannot be in is not run, and nothing looks at its rule."""
+    for path in CONFIGS:
+        config = load_config(path)
+        for name in ("untied", "eps", "decay", "head_size", "sgd", "recompute", "multipliers"):
+            if keys := REGIMES[name].keys(config, 4):
+                derive(config, keys)
 
 
 def test_initial_sizes_by_hand() -> None:

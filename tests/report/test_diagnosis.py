@@ -127,6 +127,28 @@ def epsilon(files: Files) -> None:
     files["telemetry.jsonl"] = "".join(f"{json.dumps(line)}\n" for line in series)
 
 
+def test_epsilon_beside_experts(tmp_path: Path) -> None:
+    """The experts of a layer are one series, and a folded rule's epsilon is one of gradients over theta (by hand)."""
+    files = sound()
+    epsilon(files)
+    (tensor,) = files["explanation"]["parameters"]
+    name = "decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"
+    tensor |= {"name": name.format(0), "theta": 0.5}
+    series = [{"step": 1, "series": [[name.format("*"), "gradient rms"]]}, {"step": 1, "values": [1.5e-7]}]
+    files["telemetry.jsonl"] = "".join(f"{json.dumps(line)}\n" for line in series)
+    found = suspects(written(tmp_path, files))[0]
+    assert found.evidence == f"1 of 1 tensors; {name.format('*')}: gradients 7.5 times epsilon"  # 1.5e-7 / (1e-8 / 0.5)
+
+
+def test_what_is_clipped_by_the_invariant_norm(tmp_path: Path) -> None:
+    """What decides is no setting that the run has."""
+    for norm, other in (("global", "training.clip_norm=invariant"), ("invariant", "a larger training.clip_grad")):
+        files = sound()
+        clipped(files)
+        files["config"]["training"]["clip_norm"] = norm
+        assert suspects(written(tmp_path / norm, files))[0].decides.startswith(f"train with {other}; ")
+
+
 def audit_of_wrong() -> str:
     wrong = {"quantity": "learning rate", "tensor": "decoder.final_layernorm.weight", "right": False}
     return json.dumps({"right": False, "findings": [{**wrong, "expected": 1.0, "found": 2.0}]})

@@ -307,15 +307,28 @@ def test_other_settings_in_a_finished_folder(
     assert tree(copied) == before
 
 
-def test_a_study_under_another_name(whole: Path, copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The folder was copied, so Optuna knows its study under the old one's name: its trials are not run over."""
+def test_a_study_that_was_copied(whole: Path, copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its journal came along, under the old folder's name: nothing is trained again, and the values are the same."""
+    values = json.loads((copied / "transfer.json").read_text())["values"]
     (copied / "transfer.json").unlink()
+    before = tree(copied / "tuning")
+    assert cli.run(["tune", str(whole / "run.yaml"), f"run.dir={copied}", ALONE]) == 0
+    assert "going on with a study of which" in capfd.readouterr().out
+    assert json.loads((copied / "transfer.json").read_text())["values"] == values
+    trials = {name: sum_ for name, sum_ in before.items() if name.startswith("trial-")}
+    assert trials
+    assert trials.items() <= tree(copied / "tuning").items()
+
+
+def test_a_study_without_its_journal(whole: Path, copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its trials are not run over."""
+    (copied / "transfer.json").unlink()
+    for path in (copied / "tuning").glob("journal*"):
+        path.unlink()
     before = tree(copied)
     assert cli.run(["tune", str(whole / "run.yaml"), f"run.dir={copied}", ALONE]) == 2
     assert "tuning: holds trials of a study that is not in tuning.storage under this name" in capfd.readouterr().err
-    assert {name: sum_ for name, sum_ in tree(copied).items() if "journal" not in name} == {
-        name: sum_ for name, sum_ in before.items() if "journal" not in name
-    }
+    assert {name: sum_ for name, sum_ in tree(copied).items() if "journal" not in name} == before
 
 
 def test_a_target_without_checkpoints(copied: Path) -> None:

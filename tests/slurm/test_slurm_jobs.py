@@ -207,6 +207,17 @@ def test_failures_count_until_something_was_done(tmp_path: Path) -> None:
     assert counts == [1, 2, 1, 2, 1]
 
 
+@pytest.mark.parametrize("stage", ["tune", "pretrain"])
+def test_a_trial_is_progress(tmp_path: Path, stage: str) -> None:
+    """Of a pretrain job too, which tunes first where no record is there; a checkpoint of the target is pretrain's."""
+    config, seen = load_config(pipeline_file(tmp_path)), []
+    trial = "tuning/trial-000"
+    for name in ("tuning", trial, f"{trial}/checkpoints/step_00000004", "checkpoints/step_00000008"):
+        (Path(config.run.dir) / name).mkdir(parents=True, exist_ok=True)
+        seen.append(batch._progress(config, stage))
+    assert len(set(seen)) == (4 if stage == "pretrain" else 3)
+
+
 def test_a_port_that_another_program_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -272,6 +272,27 @@ def test_chunks_under_way() -> None:
     assert layers / 2 <= halved < layers
 
 
+@pytest.mark.parametrize("each", [1, 2, 5])
+def test_what_is_computed_again_is_there_once(each: int) -> None:
+    """Eight stages of two layers: the first keeps each group's input for eight micro-batches, and one group whole.
+
+    More layers than a stage has are two.
+    """
+    keys = {"parallel__engine": "megatron", "training__micro_batch_size": 1, "model__core_attention": "sdpa"}
+    keys |= {"training__seq_length": 1024}
+
+    def found(world_size: int, **more: Any) -> int:
+        config = make(MIXED, "llama", **{**keys, **more})
+        return activation_bytes(parametrize(config, VOCABULARY), resolve_layout(config, world_size))
+
+    layer = found(1, model__num_layers=2) - found(1, model__num_layers=1)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": each}
+    again = {f"training__{key}": value for key, value in full.items()}
+    groups = -(-2 // each)
+    here = found(8, model__num_layers=16, parallel__pipeline_model_parallel_size=8, **again)
+    assert here == 8 * groups * 1024 * 4 * 96 + min(each, 2) * layer
+
+
 def test_device_hours() -> None:
     found = plan(make(MIXED, "gpt3", tuning__search=SEARCH), 375, 1)
     hours = device_hours(found, 989, 0.4)

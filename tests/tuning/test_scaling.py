@@ -331,6 +331,25 @@ def test_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--device-memory: layouts are compared by the time of a step; expected" in capsys.readouterr().err
 
 
+def test_a_device_is_one_with_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever it is planned: bf16, torch's attention, which keeps no scores. A node of no GPUs has its processes."""
+    automatic = {"training__precision": "auto", "model__core_attention": "auto"}
+    config = make(MIXED, "llama", run__dir=str(tmp_path), tuning__max_compute_share=100.0, **automatic)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+
+    def planned(*words: str) -> Any:
+        assert cli.run(["plan", str(path), "--world-size", "8", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    device = ("--device-tflops", "100", "--device-memory", "1")
+    said = ("training.precision=bf16", "model.core_attention=sdpa")
+    assert planned(*device) == planned(*device, *said)
+    assert planned() != planned(*said)
+    cpus = ("slurm.gpus_per_node=0", "slurm.processes_per_node=8")
+    assert planned(*device, *cpus)["quickest"] == planned(*device, "slurm.gpus_per_node=8")["quickest"] is not None
+
+
 def test_nothing_is_said_of_another_kind_of_model() -> None:
     config = make_t5()
     assert on_paper(parametrize(config, 375), resolve_layout(config, 1), Device(), 80e9) == ({}, [])

@@ -1,4 +1,4 @@
-"""What `auto` means on this machine. Public name: `resolve_auto`."""
+"""What `auto` means on this machine, and on one with CUDA. Public names: `resolve_auto`, `as_on_cuda`."""
 
 from __future__ import annotations
 
@@ -46,26 +46,38 @@ def resolve_auto(config: Config) -> Config:
     )
 
 
+def as_on_cuda(config: Config) -> Config:
+    """Precision and attention as `auto` means them where there is CUDA: of a run that is planned on another machine."""
+    keys = {}
+    if config.training.precision == "auto":
+        keys["training.precision"] = "bf16"
+    if config.model.core_attention == "auto":
+        keys["model.core_attention"] = _attention(config, cuda=True)
+    return derive(config, keys)
+
+
+def _attention(config: Config, cuda: bool) -> str:
+    model = config.model
+    if model.transformer_impl == _TE and not model.biases_attention:
+        return _TE
+    plain = model.softmax_type == "vanilla"  # all that torch's attention has
+    return "sdpa" if plain and (cuda or config.parallel.context_parallel_size > 1) else "megatron"
+
+
 def _kernels(config: Config, cuda: bool) -> dict[str, str | bool]:
     """Which kernels compute the model, by key, every `auto` replaced."""
     model = config.model
     norm: str = model.norm_implementation
-    attention: str = model.core_attention
     if norm == "auto":
         norm = "torch"
         if model.norm_gains != "none" and model.transformer_impl == _TE:
             norm = _TE
         elif cuda and model.normalization == "LayerNorm" and model.norm_gains != "none" and importable("apex"):
             norm = "apex"
-    if attention == "auto":
-        plain = model.softmax_type == "vanilla"  # all that torch's attention has
-        attention = "sdpa" if plain and (cuda or config.parallel.context_parallel_size > 1) else "megatron"
-        if model.transformer_impl == _TE and not model.biases_attention:
-            attention = _TE
     return {
         "model.transformer_impl": model.transformer_impl,
         "model.norm_implementation": norm,
-        "model.core_attention": attention,
+        "model.core_attention": _attention(config, cuda) if model.core_attention == "auto" else model.core_attention,
         "model.moe_grouped_gemm": _grouped(config),
     }
 

@@ -30,10 +30,11 @@ POINTS = 21
 
 UPDATE = "update rms"
 """`update over weight` times `weight rms`, over `schedule`: what goes as the learning rate at the schedule's peak."""
+_ENTROPY = "attention entropy"
 JUDGED: Mapping[str, tuple[float, float]] = {
     "output rms": (5.0, 5.0),
     "largest logit": (math.inf, 5.0),
-    "attention entropy": (1.5, 1.5),
+    _ENTROPY: (1.5, 1.5),
     "router entropy": (1.5, 1.5),
     "load entropy": (1.25, math.inf),
     UPDATE: (4.0, 5.0),
@@ -104,6 +105,7 @@ class Band(_Strict):
         series: of all runs.
         losses: of the study's complete runs.
         hidden_size: of the proxy; None in files of earlier versions.
+        lengths: tokens of a sequence in the proxy's runs, by stack; empty in files of earlier versions.
         widths: hidden sizes of the runs that exponents are measured from, ascending; empty of one width.
     """
 
@@ -114,6 +116,7 @@ class Band(_Strict):
     series: list[SeriesOfProxy]
     losses: list[LossOfProxy] = []
     hidden_size: int | None = None
+    lengths: dict[str, int] = {}
     widths: list[int] = []
 
     @classmethod
@@ -153,6 +156,7 @@ class BandOfTarget:
         self._band, self._layers = band, _layers(target)
         self._series = {(each.name, each.quantity): each for each in band.series}
         self._tensors = _tensors(target)
+        self._lengths = _lengths(target)
         own = target.config.model.hidden_size
         self._octaves = math.log2(own / band.hidden_size) if band.hidden_size else 0.0
         # How far runs with other seeds are apart is not known of a single one.
@@ -169,6 +173,9 @@ class BandOfTarget:
         if factor is None:
             return None
         low, high = (float(np.interp(progress, _TIMES, ends)) * factor for ends in (series.low, series.high))
+        if quantity == _ENTROPY:  # attention to all tokens has more of it, attention to a few as much as before
+            more = self._more_entropy(str(stack_of(name)))
+            low, high = low * min(1.0, more), high * max(1.0, more)
         if not (math.isfinite(low) and math.isfinite(high)):
             return None
         below, above = (factor**self._leave for factor in JUDGED[quantity])
@@ -191,6 +198,11 @@ class BandOfTarget:
             return 2.0 ** (series.exponent * self._octaves)
         return said
 
+    def _more_entropy(self, stack: str) -> float:
+        """By what uniform attention's entropy grows from the proxy's sequences to the target's."""
+        there, here = (_entropy(stack, lengths.get(stack, 1)) for lengths in (self._band.lengths, self._lengths))
+        return here / there if there and here else 1.0
+
     def _in_proxy(self, name: str) -> str:
         """The name of the proxy's layer at the same share of the depth."""
         stack = stack_of(name)
@@ -200,6 +212,17 @@ class BandOfTarget:
         number, _, rest = rest.partition(".")
         last, of_proxy = self._layers[stack] - 1, self._band.layers[stack] - 1
         return f"{head}{stack}.layers.{round(int(number) * of_proxy / max(1, last))}.{rest}"
+
+
+def _entropy(stack: str, length: int) -> float:
+    """Of uniform attention, nats: the mean of log n over what a causal query sees, n = 1 to `length`; else its log."""
+    return math.lgamma(length + 1) / length if stack == "decoder" else math.log(length)
+
+
+def _lengths(table: Parametrization) -> dict[str, int]:
+    """Tokens of a sequence, by stack."""
+    training, stacks = table.config.training, table.config.model.stacks
+    return {stack: training.decoder_length if stack == "decoder" else training.seq_length for stack in stacks}
 
 
 def _said(quantity: str, of_proxy: TensorOfProxy | None, of_target: TensorOfProxy | None) -> float | None:
@@ -244,6 +267,7 @@ def make_band(
         series=found,
         losses=[LossOfProxy(run=name, chosen=name in runs, losses=list(bins)) for name, bins in (losses or {}).items()],
         hidden_size=table.config.model.hidden_size,
+        lengths=_lengths(table),
     )
 
 

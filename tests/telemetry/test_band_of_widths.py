@@ -73,6 +73,33 @@ def test_what_the_parametrization_says_is_not_measured() -> None:
     assert outputs.expected == pytest.approx(2**0.4)
 
 
+@pytest.mark.parametrize("longer", [True, False])
+def test_attention_over_other_sequences(longer: bool) -> None:
+    """Uniform attention sees (log 1 + ... + log n)/n: 2.55 nats at 32 tokens, 4.56 at 256, far beyond 1.5 times 2.55.
+
+    Attention to a few tokens has what it had. So the bounds become wider, on the side of the sequences.
+    """
+    module = "decoder.layers.0.self_attention.core_attention"
+    config = make(GROWN, "llama", hparams__weight_decay=0.0)
+    short, long = (parametrize(derive(config, {"training.seq_length": length}), VOCABULARY) for length in (32, 256))
+    proxy, target = (short, long) if longer else (long, short)
+    steps = [1, config.training.train_steps]
+    runs = {
+        name: Series(steps, {(module, "attention entropy"): [value] * 2}) for name, value in (("a", 2.0), ("b", 2.2))
+    }
+    band = make_band(runs, proxy)
+    assert band is not None
+    uniform = [sum(math.log(n) for n in range(1, length + 1)) / length for length in (32, 256)]
+    assert uniform == [pytest.approx(2.549, abs=1e-3), pytest.approx(4.560, abs=1e-3)]
+    same, other = (band.on(table)(module, "attention entropy", 0.5) for table in (proxy, target))
+    assert same is not None
+    assert other is not None
+    assert (same.low, same.high) == (pytest.approx(2.0 / 1.5), pytest.approx(2.2 * 1.5))
+    ratio = uniform[1] / uniform[0]
+    assert other.low == pytest.approx(same.low / (1 if longer else ratio))
+    assert other.high == pytest.approx(same.high * (ratio if longer else 1))
+
+
 def test_a_series_that_a_width_lacks_has_no_exponent(tmp_path: Path) -> None:
     wide, narrow = (band_at(times, "sgd", update=1.0, output=1.0) for times in (2, 1))
     outputs = [each for each in narrow.series if each.quantity != UPDATE]

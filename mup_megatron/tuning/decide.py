@@ -19,6 +19,7 @@ from mup_megatron.config.per_tensor import flat
 from mup_megatron.data.parts import check_parts
 from mup_megatron.data.prepare import known_vocab_size, prepare
 from mup_megatron.engines.setup import resolve
+from mup_megatron.model.build import parametrize
 from mup_megatron.parallel.ranks import Rank
 from mup_megatron.rules.horizon import horizon
 from mup_megatron.tuning import budget, prior, record
@@ -223,12 +224,13 @@ def _check_proxy(config: Config) -> None:
     Raises:
         UserError: the proxy cannot be.
     """
-    for end in (0, -1):
-        ends = {name: dimension.named[end] for name, dimension in config.tuning.search.items()}
-        values = {**values_of(config), **ends}
-        proxy = proxy_config(config, values, seed=config.run.seed, directory=Path(config.run.dir))
-        if not config.tuning.command:
-            resolve(proxy, 1).parametrization(known_vocab_size(config))
+    dimensions = config.tuning.search.items()
+    ends = [{**values_of(config), **{name: each.named[end] for name, each in dimensions}} for end in (0, -1)]
+    low, _ = [proxy_config(config, values, seed=config.run.seed, directory=Path(config.run.dir)) for values in ends]
+    if not config.tuning.command:
+        proxy = resolve(low, 1).config
+        for values in ends:
+            parametrize(with_values(proxy, values), known_vocab_size(config))
 
 
 def _check_writable(path: Path, config: Config) -> None:
